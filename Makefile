@@ -1,0 +1,104 @@
+# What a user or contributor runs. Each target first brings the machine up to what it needs,
+# so `make train` and `make test` start from an empty one.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := test
+.PHONY: system venv train lint test test-all bench clean
+
+# Where tests keep their files: `make test SCRATCH=/mnt/nvme` shows how that disk behaves.
+SCRATCH ?= .scratch
+
+# The first of these that is 3.11 or newer makes the virtual environment.
+PYTHON ?= python3.11 python3
+define find_python
+python=$$(for name in $(PYTHON); do \
+  if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+  then echo "$$name"; break; fi; done)
+endef
+
+BIN := .venv/bin
+STAMP := .venv/installed
+
+# Both names, because pip 25.3 gave constraints of isolated build environments one of their own.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+
+# ninja is not among them: CMake then builds with the make that runs this.
+system:
+	@missing() {
+	  $(find_python)
+	  command -v g++ >/dev/null || echo g++
+	  command -v cmake >/dev/null || echo cmake
+	  command -v pkg-config >/dev/null || echo pkg-config
+	  if [ -z "$$python" ]; then echo python3 python3-venv python3-dev; return; fi
+	  "$$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+	  "$$python" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' \
+	    2>/dev/null || echo python3-dev
+	}
+	missing_uring() { pkg-config --exists 'liburing >= 2.2' 2>/dev/null || echo liburing-dev; }
+	names() { tr '\n' ' ' | sed 's/ $$//'; }
+	wanted=$$({ missing; missing_uring; } | names)
+	if [ -n "$$wanted" ] && command -v apt-get >/dev/null; then
+	  as_root=none
+	  if [ "$$(id -u)" = 0 ]; then as_root=; elif sudo -n true 2>/dev/null; then as_root='sudo -n'; fi
+	  if [ "$$as_root" != none ]; then
+	    $$as_root apt-get update -qq || true
+	    # One by one: a distribution without liburing-dev must still get the others.
+	    for name in $$wanted; do
+	      $$as_root env DEBIAN_FRONTEND=noninteractive \
+	        apt-get install -y -qq --no-install-recommends "$$name" || true
+	    done
+	  fi
+	fi
+	still_missing=$$(missing | names)
+	if [ -n "$$still_missing" ]; then
+	  echo "Install these packages (python3 at 3.11 or newer), then try again: $$still_missing" >&2
+	  exit 1
+	fi
+	if [ -n "$$(missing_uring)" ]; then
+	  echo 'Notice: without the package liburing-dev the io_uring engine is not built.' >&2
+	fi
+
+venv: $(STAMP)
+
+# torch comes first and alone, so that pip's own choice of build is taken for this machine.
+# Plain `make`, since its variable form would let `make -n` run all of a one-shell recipe.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+	@make --no-print-directory system
+	$(find_python)
+	"$$python" -m venv .venv
+	$(BIN)/pip install -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(STAMP)
+	$(BIN)/python examples/train_gpt.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A directory of its own per run, so that two runs at a time cannot remove each other's files.
+define pytest
+mkdir -p '$(SCRATCH)'
+basetemp=$$(mktemp -d '$(SCRATCH)/tierstore-tests-XXXXXX')
+trap 'rm -rf "$$basetemp"; rmdir .scratch 2>/dev/null || true' EXIT
+$(BIN)/pytest --basetemp="$$basetemp"
+endef
+
+test: lint
+	@$(pytest) -m 'not long'
+
+test-all: lint
+	@$(pytest)
+
+bench: $(STAMP)
+	for program in bench/*.py; do $(BIN)/python "$$program"; done
+
+clean:
+	rm -rf .venv .scratch build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,455 @@
+"""Muon: a torch.optim.Optimizer whose state lives in the pages of a TierStore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+import tierstore
+from muon import newton_schulz
+from muon.update import ADJUST_LR_FNS, adamw_, adjust_lr, momentum_, muon_
+
+_ADAMW_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+}
+
+# Options of torch.optim that change the result and that AdamW groups do not have here.
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+# What the pages were laid out by, and so a state dict does not change in a group.
+_FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices and, in groups that say so, AdamW for the rest.
+
+    Arguments have the meanings and defaults of ``torch.optim.Muon``, and parameters of
+    float32 get bit for bit what ``torch.optim.Muon`` and
+    ``torch.optim.AdamW(foreach=False)`` compute. Parameters of lower precision have a
+    float32 master, which the rule is applied to.
+
+    Args:
+        params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``;
+            ``muon.param_groups(model)`` makes them. The names become the names of the
+            state on disk: use named parameters wherever a run is to be resumed. A group
+            may have ``algorithm="adamw"`` and then takes lr, betas, eps and weight_decay
+            with the defaults of ``torch.optim.AdamW``; else it is a Muon group, of
+            two-dimensional parameters.
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        momentum: weight of the past in the running average of gradients.
+        nesterov: whether to look one step ahead.
+        ns_coefficients: coefficients of the Newton-Schulz polynomial.
+        eps: smallest norm that Newton-Schulz divides by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: None or "original", or "match_rms_adamw"; see ``torch.optim.Muon``.
+        momentum_dtype: dtype of the momentum; None: that of each parameter.
+        store: where the state lives; None keeps all of it in memory.
+        ns_dtype: dtype that Newton-Schulz computes in.
+
+    Raises:
+        ValueError: a hyperparameter out of range, or a parameter that the algorithm of its
+            group cannot treat, by name.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = newton_schulz.COEFFICIENTS,
+        eps: float = newton_schulz.EPS,
+        ns_steps: int = newton_schulz.STEPS,
+        adjust_lr_fn: str | None = None,
+        *,
+        momentum_dtype: torch.dtype | None = None,
+        store: tierstore.TierStore | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        defaults = {
+            "algorithm": "muon",
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "momentum_dtype": momentum_dtype,
+        }
+        self._attached = 0
+        self._ns_dtype = ns_dtype
+        super().__init__(params, defaults)
+        self.store = tierstore.TierStore(None) if store is None else store
+        # Read through to the pages. Never falsy, which torch's state-dict helpers take
+        # for an optimizer that has to make its state with a step of its own.
+        self.state = _PagedState(self)  # type: ignore[assignment]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
+
+        Raises:
+            ValueError: as in the constructor. The optimizer is as it was.
+        """
+        algorithm = param_group.get("algorithm", "muon")
+        if algorithm not in ("muon", "adamw"):
+            raise ValueError(f"algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+        given = set(param_group)
+        if algorithm == "adamw":
+            for name, value in _ADAMW_DEFAULTS.items():
+                param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+        try:
+            if algorithm == "adamw":
+                for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given - {"algorithm"}:
+                    del param_group[name]
+            _check_hyperparameters(param_group)
+            self._check_parameters(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step with the gradients in ``.grad``, which are not modified.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            The loss, if a closure was given.
+
+        Raises:
+            StorageError, CorruptionError: the state could not be paged. Once a page was
+                stepped the store is failed, and restore() goes back to the last commit.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._attach_groups()
+        steps = self._next_steps()
+        with self.store.sweep() as pages:
+            for page in pages:
+                group = self.param_groups[page.group]
+                for shard in page.shards:
+                    if shard.parameter.tensor.grad is None:
+                        continue
+                    if group["algorithm"] == "muon":
+                        self._step_muon(shard, group)
+                    else:
+                        self._step_adamw(shard, group, steps[shard.parameter.name])
+        for name, step in steps.items():
+            self.store.scalars.setdefault(name, {})["step"] = step
+        return loss
+
+    def restore(self) -> int:
+        """Go back to the step that the store has committed: parameters, state, groups.
+
+        Returns:
+            The step, or 0 for a new run.
+
+        Raises:
+            RunMismatchError: the run is of another model; nothing was changed.
+        """
+        self._attach_groups()
+        return self.store.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of ``torch.optim``, all of it read into memory.
+
+        Parameters of low precision have an entry "master" beside their other states.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._attach_groups()
+        states = self.store.read_states()
+        packed_groups = []
+        packed_states: dict[int, dict[str, torch.Tensor]] = {}
+        index = 0
+        for number, group in enumerate(self.param_groups):
+            packed = {key: value for key, value in group.items() if key != "params"}
+            packed["params"] = list(range(index, index + len(group["params"])))
+            packed_groups.append(packed)
+            for name, _ in self._named(number):
+                if name in states:
+                    packed_states[index] = self._with_step(number, name, states[name])
+                index += 1
+        state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the state by one in the format of ``torch.optim``.
+
+        That of ``torch.optim.Muon`` or ``torch.optim.AdamW`` over the same parameters in
+        the same order will do. Each state keeps the dtype it has here.
+
+        Raises:
+            ValueError: it is of other groups, or a parameter has other states than it has
+                here. Nothing was changed.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups, states = self._matched(state_dict)
+        self._attach_groups()
+        steps = {
+            name: float(saved.pop("step")) for name, saved in states.items() if "step" in saved
+        }
+        self.store.write_states(states)
+        self.store.scalars.clear()
+        self.store.scalars.update({name: {"step": step} for name, step in steps.items()})
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Muon optimizer holds an open store and cannot be pickled or copied: use "
+            "state_dict(), or resume the run"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(None)
+
+    def _step_muon(self, shard: tierstore.ShardView, group: dict[str, Any]) -> None:
+        rows, columns = shard.parameter.tensor.shape
+        lr = float(group["lr"])
+        matrix = torch.empty(rows, columns, dtype=self._ns_dtype)
+        for chunk in shard.chunks:
+            assert chunk.grad is not None
+            momentum_(
+                chunk.grad,
+                chunk.states["momentum_buffer"],
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+                out=chunk.chunk.select(matrix),
+            )
+        update = newton_schulz.orthogonalize_(
+            matrix,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+        )
+        for chunk in shard.chunks:
+            muon_(
+                chunk.master,
+                chunk.chunk.select(update),
+                lr=lr,
+                adjusted_lr=adjust_lr(lr, group["adjust_lr_fn"], rows, columns),
+                weight_decay=group["weight_decay"],
+            )
+
+    def _step_adamw(self, shard: tierstore.ShardView, group: dict[str, Any], step: float) -> None:
+        for chunk in shard.chunks:
+            assert chunk.grad is not None
+            adamw_(
+                chunk.master,
+                chunk.grad,
+                chunk.states["exp_avg"],
+                chunk.states["exp_avg_sq"],
+                step=step,
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+
+    def _next_steps(self) -> dict[str, float]:
+        """Return the step count that each AdamW parameter with a gradient comes to."""
+        return {
+            name: self.store.scalars.get(name, {}).get("step", 0.0) + 1.0
+            for number, group in enumerate(self.param_groups)
+            if group["algorithm"] == "adamw"
+            for name, parameter in self._named(number)
+            if parameter.grad is not None
+        }
+
+    def _check_parameters(self, number: int) -> None:
+        """Check that a group's parameters can be stepped and paged under names of their own."""
+        earlier = [name for before in range(number) for name, _ in self._named(before)]
+        names, tensors = set(earlier), set[torch.Tensor]()
+        for name, parameter in self._named(number):
+            if name in names or parameter in tensors:
+                raise ValueError(f"parameter {name!r} is there twice: names must be unique")
+            names.add(name)
+            tensors.add(parameter)
+            if self.param_groups[number]["algorithm"] == "muon" and parameter.ndim != 2:
+                raise ValueError(
+                    f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
+                    "matrices. Put it in a group with algorithm='adamw'"
+                )
+        self._paged_group(number)  # Refuses what cannot be paged.
+
+    def _with_step(
+        self, number: int, name: str, states: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the states of one parameter that were read, as ``torch.optim`` has them."""
+        if self.param_groups[number]["algorithm"] == "muon" or not states:
+            return dict(states)
+        step = self.store.scalars.get(name, {}).get("step", 0.0)
+        return {"step": torch.tensor(step), **states}
+
+    def _matched(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
+        """Check a state dict; return the hyperparameters by group, the states by name."""
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(f"not a state dict of an optimizer: its keys are {list(state_dict)}")
+        saved_groups = state_dict["param_groups"]
+        lengths = [len(group["params"]) for group in self.param_groups]
+        saved_lengths = [len(group["params"]) for group in saved_groups]
+        if lengths != saved_lengths:
+            raise ValueError(
+                f"the state dict has groups of {saved_lengths} parameters, this optimizer has "
+                f"groups of {lengths}"
+            )
+        groups = []
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        unmatched = dict(state_dict["state"])
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            if saved.get("algorithm", group["algorithm"]) != group["algorithm"]:
+                raise ValueError(
+                    f"group {number} of the state dict is for {saved['algorithm']!r}, here it "
+                    f"is for {group['algorithm']!r}"
+                )
+            # A copy, as in torch.optim: a tensor lr must not be shared with the state dict.
+            groups.append(
+                deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
+            )
+            _check_hyperparameters({**group, **groups[-1]})
+            paged = self._paged_group(number).parameters
+            for saved_id, parameter in zip(saved["params"], paged, strict=True):
+                states[parameter.name] = dict(unmatched.pop(saved_id, {}))
+                has_step = group["algorithm"] == "adamw"
+                _check_saved(states[parameter.name], parameter, has_step=has_step)
+        if unmatched:
+            raise ValueError(f"the state dict has states of no parameter: {list(unmatched)[:3]}")
+        return groups, states
+
+    def _attach_groups(self) -> None:
+        """Give the store the groups that it does not have yet."""
+        numbers = range(self._attached, len(self.param_groups))
+        if numbers:
+            self.store.attach([self._paged_group(number) for number in numbers])
+            self._attached = len(self.param_groups)
+
+    def _paged_group(self, number: int) -> tierstore.PagedGroup:
+        group = self.param_groups[number]
+        is_muon = group["algorithm"] == "muon"
+        parameters = []
+        for name, parameter in self._named(number):
+            if is_muon:
+                states = {"momentum_buffer": group["momentum_dtype"] or parameter.dtype}
+            else:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                states = {"exp_avg": wide, "exp_avg_sq": wide}
+            parameters.append(
+                tierstore.PagedParameter(
+                    name=name, tensor=parameter, states=states, elementwise=not is_muon
+                )
+            )
+        return tierstore.PagedGroup(parameters=parameters, hyperparameters=group)
+
+    def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and tensor of each parameter of a group."""
+        group = self.param_groups[number]
+        names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            yield (names[index] if names else f"{number}.{index}"), parameter
+
+
+class _PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
+    """``optimizer.state``: lists every state by name, reads one from its page when asked."""
+
+    def __init__(self, optimizer: Muon) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        self._optimizer._attach_groups()
+        for number in range(len(self._optimizer.param_groups)):
+            for name, candidate in self._optimizer._named(number):
+                if candidate is parameter:
+                    states = self._optimizer.store.read_states([name]).get(name, {})
+                    return self._optimizer._with_step(number, name, states)
+        raise KeyError(parameter)
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(candidate is parameter for candidate in self)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+
+    def __len__(self) -> int:
+        return sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+
+def _check_hyperparameters(group: dict[str, Any]) -> None:
+    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
+        raise ValueError("a tensor lr must have one element")
+    for name in ("lr", "weight_decay", "eps"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must not be negative, got {group[name]}")
+    for name in _UNSUPPORTED:
+        if group.get(name):
+            raise ValueError(f"{name} is not supported; leave it out or False")
+    if group["algorithm"] == "muon":
+        _check_muon(group)
+    else:
+        _check_adamw(group)
+
+
+def _check_muon(group: dict[str, Any]) -> None:
+    if not 0 <= group["momentum"] <= 1:
+        raise ValueError(f"momentum must lie in [0, 1], got {group['momentum']}")
+    if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
+        raise ValueError(
+            f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}"
+        )
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients must be three, got {group['ns_coefficients']}")
+    if not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"ns_steps must lie in [0, 100), got {group['ns_steps']}")
+
+
+def _check_adamw(group: dict[str, Any]) -> None:
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
+
+
+def _check_saved(
+    saved: Mapping[str, Any], parameter: tierstore.PagedParameter, *, has_step: bool
+) -> None:
+    """Check that a state dict has all states of a parameter, or none, and no others."""
+    expected = {*parameter.states, *(("step",) if has_step else ())}
+    if saved and saved.keys() - {"master"} != expected:
+        raise ValueError(
+            f"the state dict has {sorted(saved)} for parameter {parameter.name!r}, expected "
+            f"{sorted(expected)}"
+        )
+    for state, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            fits = state != "step" or value.numel() == 1
+        else:
+            fits = state == "step" and isinstance(value, int | float)
+        if not fits:
+            raise ValueError(
+                f"{state!r} of parameter {parameter.name!r} must be a tensor of its shape, or "
+                f"one number where it is a step; got a {type(value).__name__}"
+            )

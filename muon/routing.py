@@ -1,0 +1,137 @@
+"""Which update rule each parameter of a model gets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+# What the last layer of a language model is called in common model code.
+_HEAD_NAMES = frozenset(
+    {"lm_head", "head", "output", "embed_out", "unembed", "classifier", "score"}
+)
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Param groups for ``muon.Muon``; prints as a table of what was routed where."""
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE, title="param groups")
+        for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape"):
+            table.add_column(column)
+        for index, group in enumerate(self):
+            for position, (name, tensor) in enumerate(group["params"]):
+                shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
+                heading = ("", "", "", "")
+                if position == 0:
+                    heading = (
+                        str(index),
+                        group["algorithm"],
+                        f"{group['lr']:g}",
+                        f"{group['weight_decay']:g}",
+                    )
+                table.add_row(*heading, name, shape)
+        # As wide as the table is, so that no name is cut short.
+        width = Console(width=sys.maxsize).measure(table).maximum
+        console = Console(width=width, no_color=True, highlight=False, markup=False, emoji=False)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get()
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    adamw_lr: float = 1e-3,
+    weight_decay: float = 0.1,
+    adamw_weight_decay: float = 0.01,
+    adamw_names: Collection[str] = (),
+) -> ParamGroups:
+    """Route the parameters of a model: hidden matrices to Muon, all else to AdamW.
+
+    All else is embeddings, the head (by its module's name, as the model's
+    ``get_output_embeddings()``, or as the last Linear layer when it is as wide as an
+    embedding has entries), and parameters with less than two dimensions. Frozen parameters
+    are left out; a parameter with two names appears once.
+
+    Args:
+        model: the model, after ``requires_grad`` was set.
+        lr: of the Muon group, with the default of ``torch.optim.Muon``.
+        adamw_lr: of the AdamW group, with the default of ``torch.optim.AdamW``.
+        weight_decay: of the Muon group, likewise.
+        adamw_weight_decay: of the AdamW group, likewise.
+        adamw_names: names of further parameters that AdamW shall have.
+
+    Returns:
+        One group per algorithm that has parameters, with named parameters.
+
+    Raises:
+        ValueError: a parameter with more than two dimensions that is not in
+            ``adamw_names``, a name in it that the model does not have, or a model with
+            nothing to train.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    unknown = sorted(set(adamw_names) - set(aliases))
+    if unknown:
+        raise ValueError(f"the model has no parameter {unknown[0]!r}, named in adamw_names")
+    elementwise = _embeddings_and_head(model) | {id(aliases[name]) for name in adamw_names}
+    matrices, others = [], []
+    for name, parameter in parameters.items():
+        if id(parameter) in elementwise or parameter.ndim < 2:
+            others.append((name, parameter))
+        elif parameter.ndim == 2:
+            matrices.append((name, parameter))
+        else:
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs matrices, "
+                "and what the matrices of more dimensions are cannot be told. Name it in "
+                "adamw_names"
+            )
+    groups = ParamGroups()
+    if matrices:
+        groups.append(
+            {"params": matrices, "algorithm": "muon", "lr": lr, "weight_decay": weight_decay}
+        )
+    if others:
+        groups.append(
+            {
+                "params": others,
+                "algorithm": "adamw",
+                "lr": adamw_lr,
+                "weight_decay": adamw_weight_decay,
+            }
+        )
+    if not groups:
+        raise ValueError("the model has no parameter that requires a gradient")
+    return groups
+
+
+def _embeddings_and_head(model: nn.Module) -> set[int]:
+    """Return the ids of the weights of all embeddings and of the output layer."""
+    found: set[int] = set()
+    vocabularies: set[int] = set()
+    last_linear: nn.Linear | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            found.add(id(module.weight))
+            vocabularies.add(module.num_embeddings)
+        elif isinstance(module, nn.Linear):
+            last_linear = module
+            if name.rpartition(".")[2] in _HEAD_NAMES:
+                found.add(id(module.weight))
+    if last_linear is not None and last_linear.out_features in vocabularies:
+        found.add(id(last_linear.weight))
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)  # Hugging Face
+    if callable(get_output_embeddings):
+        head = get_output_embeddings()
+        if head is not None and isinstance(head.weight, torch.Tensor):
+            found.add(id(head.weight))
+    return found

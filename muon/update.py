@@ -1,0 +1,113 @@
+"""The two update rules, over plain tensors that are any chunk of a parameter.
+
+Everything here is elementwise, so that a result does not depend on where a parameter was
+cut. Gradients are never modified. Tensors of one call have one shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
+
+
+def momentum_(
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    out: torch.Tensor,
+) -> None:
+    """Update the momentum and write what Newton-Schulz is to orthogonalize into ``out``.
+
+    The running average is ``momentum * buffer + (1 - momentum) * grad``, in float32 or
+    wider; a buffer of lower precision stores it rounded.
+
+    Args:
+        grad: any floating-point dtype.
+        momentum_buffer: updated in place.
+        momentum: weight of the past, in [0, 1].
+        nesterov: look one step ahead, as ``torch.optim.Muon`` does.
+        out: overwritten, in the dtype of Newton-Schulz.
+    """
+    grad = _widened(grad)
+    average = _widened(momentum_buffer)  # The buffer itself where it is wide already.
+    average.lerp_(grad, 1 - momentum)
+    momentum_buffer.copy_(average)
+    out.copy_(grad.lerp(average, momentum) if nesterov else average)
+
+
+def muon_(
+    master: torch.Tensor,
+    update: torch.Tensor,
+    *,
+    lr: float,
+    adjusted_lr: float,
+    weight_decay: float,
+) -> None:
+    """Decay the master, then subtract the orthogonalized update.
+
+    Args:
+        master: updated in place.
+        update: in the dtype of Newton-Schulz.
+        lr: learning rate before adjust_lr(): it alone scales the weight decay.
+        adjusted_lr: learning rate of the update.
+        weight_decay: decoupled, as in AdamW.
+    """
+    master.mul_(1 - lr * weight_decay)
+    master.add_(update, alpha=-adjusted_lr)
+
+
+def adjust_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """Return the learning rate of a matrix of this shape.
+
+    None and "original" scale by sqrt(max(1, rows / columns)) (Keller Jordan);
+    "match_rms_adamw" by 0.2 sqrt(max(rows, columns)), so that the update has about the RMS
+    of AdamW's and its learning rate carries over (https://arxiv.org/abs/2502.16982).
+    """
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
+    return lr * math.sqrt(max(1, rows / columns))
+
+
+def adamw_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step of AdamW (https://arxiv.org/abs/1711.05101).
+
+    Args:
+        master: updated in place.
+        grad: any floating-point dtype.
+        exp_avg: running mean of gradients, updated in place, of the master's dtype.
+        exp_avg_sq: running mean of squared gradients, likewise.
+        step: number of this step for the parameter, from 1.
+        lr: learning rate.
+        betas: weight of the past in the two running means.
+        eps: added to the root of the second mean.
+        weight_decay: decoupled: the master shrinks by ``lr * weight_decay``.
+    """
+    grad = _widened(grad)
+    beta1, beta2 = betas
+    if weight_decay != 0:
+        master.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
+    master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float32 or wider: itself where it is that already."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

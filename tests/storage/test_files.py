@@ -1,0 +1,222 @@
+"""What happens at the limits of a real system, for both engines on a filesystem."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
+from tierstore.storage import Extent, Storage, open_storage
+from tierstore.testing.storage_tests import (
+    aligned_buffer,
+    create_with,
+    random_bytes,
+    read_bytes,
+    write_bytes,
+)
+from tierstore.units import SECTOR_BYTES
+
+ENGINES = ["io_uring", "aiofiles"]
+
+WRITE_UNDER_A_LIMIT = """
+import json, mmap, resource, sys
+from pathlib import Path
+from tierstore.errors import StorageError
+from tierstore.storage import Extent, open_storage
+
+storage = open_storage(Path(sys.argv[1]), sys.argv[2])
+nbytes, limit = 4 << 20, int(sys.argv[3])
+storage.put("page", b"")
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+memory = mmap.mmap(-1, nbytes)
+memory[:] = b"n" * nbytes
+try:
+    storage.write("page", Extent(0, nbytes), memoryview(memory)).wait()
+    outcome = None
+except StorageError as error:
+    outcome = [error.errno, error.offset, error.nbytes, error.path]
+storage.close()
+print(json.dumps(outcome))
+"""
+
+HOLD_THE_LOCK = """
+import sys
+from pathlib import Path
+from tierstore.storage import open_storage
+
+storage = open_storage(Path(sys.argv[1]), sys.argv[2])
+storage.lock(0)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name: str = request.param
+    try:
+        open_storage(tmp_path / "try", name).close()
+    except RunDirectoryError as error:
+        pytest.skip(str(error))
+    return name
+
+
+@pytest.fixture
+def storage(tmp_path: Path, engine: str) -> Iterator[Storage]:
+    with closing(open_storage(tmp_path / "run", engine)) as storage:
+        yield storage
+
+
+def run_script(script: str, *arguments: object) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 8192, (1 << 20) + 100])
+def test_file_size_limit_is_an_error(tmp_path: Path, engine: str, limit: int) -> None:
+    outcome = run_script(WRITE_UNDER_A_LIMIT, tmp_path / "run", engine, limit)
+    assert outcome is not None, "a write cut by the limit was reported as done"
+    error, offset, nbytes, path = outcome
+    assert error != 0
+    assert (offset, nbytes) == (0, 4 << 20)
+    assert path == str(tmp_path / "run" / "page")
+    assert (tmp_path / "run" / "page").stat().st_size <= limit
+
+
+def test_no_limit_is_no_error(tmp_path: Path, engine: str) -> None:
+    assert run_script(WRITE_UNDER_A_LIMIT, tmp_path / "run", engine, 1 << 30) is None
+    assert (tmp_path / "run" / "page").read_bytes() == b"n" * (4 << 20)
+
+
+def test_killed_process_gives_its_lock_back(tmp_path: Path, engine: str) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "run"), engine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder, closing(open_storage(tmp_path / "run", engine)) as storage:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(RunLockedError, match=f"process {holder.pid} on host .*Stop that"):
+            storage.lock(0.05)
+        holder.kill()
+        storage.lock(60)
+
+
+def test_parents_are_made_private(tmp_path: Path, engine: str) -> None:
+    open_storage(tmp_path / "a" / "b" / "run", engine).close()
+    for directory in ("a", "a/b", "a/b/run"):
+        assert (tmp_path / directory).stat().st_mode & 0o777 == 0o700
+
+
+def test_list_names_files_only(tmp_path: Path, engine: str) -> None:
+    with closing(open_storage(tmp_path / "run", engine)) as storage:
+        storage.put("file", b"")
+        (tmp_path / "run" / "directory").mkdir()
+        (tmp_path / "run" / "link").symlink_to("file")
+        assert storage.list() == ["file"]
+
+
+def _use_in_child(storage: Storage) -> int:
+    """Return 0 if a forked child is refused before and after it abandons the storage."""
+    try:
+        for _ in range(2):
+            try:
+                storage.list()
+            except StoreClosedError:
+                storage.abandon()
+            else:
+                return 1
+        storage.close()
+    except BaseException:
+        return 2
+    return 0
+
+
+def test_forked_child_may_not_use_the_storage(storage: Storage) -> None:
+    create_with(storage, "page", b"x" * SECTOR_BYTES)
+    storage.lock(0)
+    child = os.fork()
+    if child == 0:
+        os._exit(_use_in_child(storage))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert read_bytes(storage, "page", 0, SECTOR_BYTES) == b"x" * SECTOR_BYTES
+    with (
+        closing(open_storage(Path(storage.location), storage.engine)) as other,
+        pytest.raises(RunLockedError),
+    ):
+        other.lock(0)
+
+
+def test_modes_keep_other_users_out(storage: Storage) -> None:
+    directory = Path(storage.location)
+    storage.create("page", SECTOR_BYTES)
+    storage.put("file", b"")
+    storage.lock(0)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    for name in ("page", "file", "lock"):
+        assert (directory / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_links_are_not_followed(storage: Storage, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"t" * SECTOR_BYTES)
+    (Path(storage.location) / "link").symlink_to(target)
+    operations: list[Callable[[], object]] = [
+        lambda: storage.get("link"),
+        lambda: storage.put("link", b"new"),
+        lambda: read_bytes(storage, "link", 0, SECTOR_BYTES),
+        lambda: write_bytes(storage, "link", 0, bytes(SECTOR_BYTES)),
+        lambda: storage.flush(["link"]),
+    ]
+    for operate in operations:
+        with pytest.raises(StorageError) as caught:
+            operate()
+        assert caught.value.errno == errno.ELOOP
+    storage.create("link", SECTOR_BYTES)  # Replaces the link itself.
+    assert target.read_bytes() == b"t" * SECTOR_BYTES
+    assert storage.list() == ["link"]
+
+
+def test_descriptors_are_given_back(storage: Storage) -> None:
+    create_with(storage, "page", bytes(SECTOR_BYTES))
+    opened = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        read_bytes(storage, "page", 0, SECTOR_BYTES)
+        with pytest.raises(StorageError):
+            read_bytes(storage, "page", SECTOR_BYTES, SECTOR_BYTES)
+        storage.flush(["page"])
+    assert len(os.listdir("/proc/self/fd")) <= opened
+
+
+def test_forked_child_abandons_transfers_in_flight(storage: Storage) -> None:
+    content = random_bytes(4096 * SECTOR_BYTES)
+    storage.create("page", len(content))
+    transfer = storage.write("page", Extent(0, len(content)), aligned_buffer(content))
+    storage.lock(0)
+    child = os.fork()
+    if child == 0:
+        storage.abandon()
+        opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+        os._exit(any(path.startswith(storage.location) for path in opened))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    transfer.wait()
+    assert status == 0
+    assert (Path(storage.location) / "page").read_bytes() == content

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tierstore.storage.base import Storage
+from tierstore.storage.memory import MemoryStorage
+from tierstore.testing.storage_tests import StorageTests
+
+
+def files_of(storage: Storage) -> dict[str, bytearray]:
+    assert isinstance(storage, MemoryStorage)
+    return storage.files.contents
+
+
+class TestMemoryStorage(StorageTests):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with closing(MemoryStorage()) as storage:
+            yield storage
+
+    def raw_bytes(self, storage: Storage, name: str) -> bytes:
+        return bytes(files_of(storage)[name])
+
+    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
+        files_of(storage)[new_name] = files_of(storage)[name]
+
+    def allocated_bytes(self, storage: Storage, name: str) -> int:
+        return len(files_of(storage)[name])
+
+    def open_again(self, storage: Storage) -> Storage:
+        assert isinstance(storage, MemoryStorage)
+        return MemoryStorage(storage.files)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tierstore.errors import RunDirectoryError
+from tierstore.storage import open_storage
+
+WITHOUT_EXTENSION = """
+import logging, sys
+from pathlib import Path
+sys.modules["tierstore._native"] = None
+logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+from tierstore.storage import open_storage
+storage = open_storage(Path(sys.argv[1]), sys.argv[2])
+print(storage.engine)
+storage.close()
+"""
+
+
+@pytest.fixture
+def native() -> Any:
+    """Give the extension; skip where io_uring does not work, so that nothing can fall back."""
+    extension = pytest.importorskip("tierstore._native", reason="installed without liburing")
+    try:
+        extension.UringEngine(1, 4096)
+    except OSError as error:
+        pytest.skip(f"the kernel refuses io_uring: {error}")
+    return extension
+
+
+def open_without_extension(directory: Path, engine: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTENSION, str(directory), engine],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def raising(error: int) -> Callable[..., NoReturn]:
+    def raise_error(*_: object, **__: object) -> NoReturn:
+        raise OSError(error, os.strerror(error))
+
+    return raise_error
+
+
+def test_auto_takes_io_uring_where_it_works(
+    native: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tierstore"), closing(open_storage(tmp_path)) as storage:
+        assert storage.engine == "io_uring"
+        assert storage.list() == []
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "engine io_uring" in caplog.text
+    assert str(tmp_path) in caplog.text
+
+
+def test_auto_falls_back_without_the_extension(tmp_path: Path) -> None:
+    done = open_without_extension(tmp_path, "auto")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "aiofiles\n"
+    assert "WARNING" in done.stderr
+    assert "tierstore._native is not built" in done.stderr
+
+
+def test_io_uring_by_name_without_the_extension_is_an_error(tmp_path: Path) -> None:
+    done = open_without_extension(tmp_path, "io_uring")
+    assert done.returncode != 0
+    assert "RunDirectoryError: engine 'io_uring' does not work" in done.stderr
+    assert "tierstore._native is not built" in done.stderr
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
+def test_auto_falls_back_where_the_kernel_forbids_io_uring(
+    native: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+) -> None:
+    from tierstore.storage import uring
+
+    monkeypatch.setattr(uring, "UringEngine", raising(error))
+    with closing(open_storage(tmp_path)) as storage:
+        assert storage.engine == "aiofiles"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"the kernel refuses io_uring: {os.strerror(error)}" in caplog.text
+    with pytest.raises(RunDirectoryError, match=f"errno {error}"):
+        open_storage(tmp_path, "io_uring")
+
+
+def test_auto_falls_back_where_direct_io_is_refused(
+    native: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real_open = os.open
+
+    def open_without_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", open_without_direct)
+    with closing(open_storage(tmp_path)) as storage:
+        assert storage.engine == "aiofiles"
+        assert storage.list() == []  # The probe that failed left nothing.
+    assert "O_DIRECT is refused" in caplog.text
+    with pytest.raises(RunDirectoryError, match="O_DIRECT is refused"):
+        open_storage(tmp_path, "io_uring")
+
+
+@pytest.mark.parametrize("engine", ["auto", "aiofiles"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_fault_of_the_directory_is_no_reason_to_fall_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    engine: str,
+    error: int,
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", raising(error))
+    with pytest.raises(RunDirectoryError, match=os.strerror(error)):
+        open_storage(tmp_path, engine)
+    assert caplog.records == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunDirectoryError, match="Not a directory"):
+            open_storage(directory)
+
+
+def test_unknown_engine_lists_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'auto', 'io_uring', 'aiofiles', got 'floppy'"):
+        open_storage(tmp_path / "run", "floppy")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,336 @@
+"""Muon as a user of torch.optim meets it: schedulers, hooks, scalers, models, mistakes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import muon
+import tierstore
+from tests import training
+from tests.references import Pair
+
+STEPS = range(1, 11)
+
+
+def stored(optimizer: muon.Muon) -> dict[str, Any]:
+    """Copies of all that a refused call must not change."""
+    return {
+        "groups": [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
+        "parameters": [p.clone() for group in optimizer.param_groups for p in group["params"]],
+        "states": optimizer.store.read_states(),
+        "scalars": copy.deepcopy(optimizer.store.scalars),
+        "step": optimizer.store.step,
+    }
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal, tensors bit for bit."""
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same(actual[key], expected[key])
+    elif isinstance(actual, list):
+        for mine, other in zip(actual, expected, strict=True):
+            assert_same(mine, other)
+    else:
+        assert actual == expected
+
+
+def matrix(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(6, 9, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+def test_is_an_optimizer_of_torch() -> None:
+    weight = matrix()
+    optimizer = muon.Muon([weight], lr=0.5)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.defaults["lr"] == 0.5
+    assert "lr: 0.5" in repr(optimizer)
+    reference = torch.optim.Muon([matrix()])
+    defaults = muon.Muon([weight]).defaults
+    assert {key: defaults[key] for key in reference.defaults} == reference.defaults
+
+
+# ------------------------------------------------------------------- schedulers and groups
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    first = lr_scheduler.LinearLR(optimizer, start_factor=0.2, total_iters=3)
+    then = lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+    return lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[3])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.3),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=9),
+    "LambdaLR": training.make_scheduler,
+    "SequentialLR": sequence,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str) -> None:
+    pair = Pair()
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in pair.optimizers]
+    rates = set()
+    for step in STEPS:
+        pair.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert all(mine["lr"] == other["lr"] for mine, other in pair.groups)
+        rates.add(pair.groups[0][0]["lr"])
+    assert len(rates) > 2
+    pair.assert_identical()
+
+
+def test_one_cycle_turns_lr_and_momentum() -> None:
+    """Momentum is a default of Muon, so the scheduler cycles it and leaves AdamW's betas."""
+    pair = Pair()
+    schedulers = [
+        lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=0.05,
+            total_steps=len(STEPS) + 1,
+            cycle_momentum=not isinstance(optimizer, torch.optim.AdamW),
+        )
+        for optimizer in pair.optimizers
+    ]
+    momenta = set()
+    for step in STEPS:
+        pair.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+        momenta.add(pair.groups[0][0]["momentum"])
+    assert len(momenta) > 2
+    pair.assert_identical()
+
+
+def test_edits_of_param_groups_take_effect() -> None:
+    pair = Pair()
+    edits: list[dict[str, Any]] = [
+        {"lr": 0.1},
+        {"weight_decay": 0.3},
+        {"momentum": 0.5, "betas": (0.5, 0.7)},
+        {"nesterov": False, "eps": 1e-3},
+        {"ns_steps": 3, "ns_coefficients": (3.0, -4.0, 1.5)},
+        {"adjust_lr_fn": "match_rms_adamw"},
+    ]
+    for step, edit in enumerate(edits, start=1):
+        for mine, other in pair.groups:
+            known = {key: value for key, value in edit.items() if key in other}
+            mine.update(known)
+            other.update(known)
+        pair.step(step)
+        pair.assert_identical()
+
+
+@pytest.mark.parametrize("groups", [(0, 2), (1, 3), (3, 0, 1), (1, 2), (2,)])
+def test_any_groups_in_any_order(groups: tuple[int, ...]) -> None:
+    pair = Pair(groups)
+    pair.step(*STEPS)
+    pair.assert_identical()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_lr_may_be_a_tensor(group: int) -> None:
+    pair = Pair([group], lr=torch.tensor(0.013))
+    schedulers = [training.make_scheduler(optimizer) for optimizer in pair.optimizers]
+    for step in STEPS:
+        pair.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+    pair.assert_identical()
+    assert isinstance(pair.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+def add_group(pair: Pair, number: int) -> None:
+    """Add a group whose only parameter is much larger than every page before."""
+    name, option = ("big", {"lr": 0.04}) if number else ("wider", {"lr": 0.01})
+    for parameters in (pair.ours, pair.theirs):
+        generator = torch.Generator().manual_seed(number)
+        parameters[name] = nn.Parameter(torch.randn(120, 170 + number, generator=generator))
+    pair.optimizer.add_param_group({"params": [(name, pair.ours[name])], **option})
+    pair.references.append(torch.optim.Muon([(name, pair.theirs[name])], **option))
+
+
+def test_add_param_group_after_steps() -> None:
+    pair = Pair()
+    pair.step(1, 2)
+    add_group(pair, 0)
+    pair.step(3, 4)
+    add_group(pair, 1)
+    pair.step(5, 6)
+    pair.assert_identical()
+
+
+def test_added_group_is_paged_committed_and_restored(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path, page_bytes=16384, buffers=2) as store:
+        pair = Pair(store=store)
+        pair.step(1, 2)
+        pages, buffer_bytes = store.stats().pages, store.stats().host_bytes_peak
+        add_group(pair, 0)
+        store.commit(extra="before the new group was stepped")
+        pair.step(3, 4)
+        assert store.stats().pages == pages + 1
+        assert store.stats().host_bytes_peak > buffer_bytes
+        pair.assert_identical()
+    with tierstore.TierStore(tmp_path, buffers=2, resume=True) as store:
+        again = Pair(store=store)
+        add_group(again, 0)
+        assert again.optimizer.restore() == 4
+        again.theirs, again.references = pair.theirs, pair.references
+        again.assert_identical()
+        again.step(5, 6)
+        again.assert_identical()
+
+
+# ------------------------------------------------------------------- the calls of a step
+
+
+def test_step_hooks() -> None:
+    weight = matrix()
+    optimizer = muon.Muon([weight])
+    calls: list[tuple[str, bool]] = []
+    start = weight.detach().clone()
+
+    def note(when: str) -> Callable[..., None]:
+        return lambda *arguments: calls.append((when, torch.equal(weight, start)))
+
+    optimizer.register_step_pre_hook(note("before"))
+    optimizer.register_step_post_hook(note("after"))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert calls == [("before", True), ("after", False)]
+
+
+def test_zero_grad_to_none_steps_nothing() -> None:
+    pair = Pair()
+    pair.step(1)
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in pair.ours.values())
+    pair.step_with_own_gradients()
+    pair.assert_identical()
+
+
+def test_zero_grad_to_zero_steps_with_zeros() -> None:
+    pair = Pair()
+    pair.step(1)
+    for optimizer in pair.optimizers:
+        optimizer.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in pair.ours.values() if p.grad is not None)
+    before = pair.ours["wide"].detach().clone()
+    pair.step_with_own_gradients()
+    pair.assert_identical()
+    assert not torch.equal(pair.ours["wide"], before)
+
+
+def test_closure() -> None:
+    """It is called once, with gradients enabled, and its loss is returned."""
+    mine, other = matrix(), matrix()
+    optimizer, reference = muon.Muon([mine]), torch.optim.Muon([other])
+    losses = []
+
+    def closure_of(each: torch.optim.Optimizer, weight: nn.Parameter) -> Callable[[], Any]:
+        def closure() -> torch.Tensor:
+            each.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        loss = optimizer.step(closure_of(optimizer, mine))
+        assert loss.item() == losses[-1]
+        reference.step(closure_of(reference, other))
+    assert len(losses) == 6
+    assert torch.equal(mine, other)
+
+
+def test_gradient_accumulation() -> None:
+    pair = Pair([0, 1])
+    for step in range(1, 4):
+        for parameters in (pair.ours, pair.theirs):
+            for factor in (step, 0.5):
+                loss = sum(p.sin().mul(factor).sum() for p in parameters.values())
+                loss.backward()  # type: ignore[union-attr]
+        pair.step_with_own_gradients()  # The gradients stay, and grow.
+    pair.assert_identical()
+
+
+# ------------------------------------------------------------------------ gradient scalers
+
+
+def scaled_step(
+    scaler: torch.amp.GradScaler, optimizer: muon.Muon, weight: nn.Parameter, factor: float
+) -> None:
+    optimizer.zero_grad()
+    scaler.scale((weight * factor).sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_skipped_step_is_no_step(tmp_path: Path) -> None:
+    weight = matrix()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon([("weight", weight)], store=store)
+        scaled_step(scaler, optimizer, weight, 1.0)
+        store.commit(extra={"batch": 1, "scaler": scaler.state_dict()})
+        before = stored(optimizer)
+        scaled_step(scaler, optimizer, weight, float("inf"))
+        assert scaler.get_scale() == 2.0**15
+        assert_same(stored(optimizer), before)
+        store.commit(extra={"batch": 2, "scaler": scaler.state_dict()})
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        optimizer = muon.Muon([("weight", matrix(seed=1))], store=store)
+        assert optimizer.restore() == 1
+        assert_same(stored(optimizer), before)
+        assert store.extra["batch"] == 2
+        assert store.extra["scaler"]["scale"] == 2.0**15
+
+
+def test_first_step_may_be_skipped(tmp_path: Path) -> None:
+    weight, reference_weight = matrix(), matrix()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon([("weight", weight)], store=store)
+        scaled_step(scaler, optimizer, weight, float("inf"))
+        store.commit(extra={"batch": 1})
+        assert (store.step, store.committed_step) == (0, 0)
+        assert torch.equal(weight, reference_weight)
+        scaled_step(scaler, optimizer, weight, 3.0)
+        store.commit(extra={"batch": 2})
+    reference_weight.grad = torch.full_like(weight, 3.0)
+    torch.optim.Muon([reference_weight]).step()
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        restored = matrix(seed=1)
+        assert muon.Muon([("weight", restored)], store=store).restore() == 1
+        assert store.extra == {"batch": 2}
+        assert torch.equal(restored, reference_weight)
+
+
+def test_commit_of_a_skipped_first_step_keeps_its_extra(tmp_path: Path) -> None:
+    weight = matrix()
+    scaler = torch.amp.GradScaler("cpu")
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon([("weight", weight)], store=store)
+        scaled_step(scaler, optimizer, weight, float("inf"))
+        store.commit(extra={"batch": 1})
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        assert muon.Muon([("weight", matrix(seed=1))], store=store).restore() == 0
+        assert store.extra == {"batch": 1}

@@ -1,0 +1,199 @@
+"""Against torch.optim on the same gradients: bit for bit where it is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests import training
+
+STEPS = 12
+SHAPES = [(16, 16), (33, 70), (70, 33), (1, 19), (19, 1), (128, 257)]
+
+
+def matrices(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+
+
+def set_same_gradients(
+    step: int, *runs: list[torch.nn.Parameter], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    grads = [torch.randn(p.shape, generator=generator).to(dtype) for p in runs[0]]
+    for run in runs:
+        for parameter, grad in zip(run, grads, strict=True):
+            parameter.grad = grad.to(parameter.dtype)
+    return grads
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_fp32_equals_torch(
+    nesterov: bool, adjust_lr_fn: str | None, weight_decay: float
+) -> None:
+    options: dict[str, Any] = {
+        "lr": 0.02,
+        "nesterov": nesterov,
+        "adjust_lr_fn": adjust_lr_fn,
+        "weight_decay": weight_decay,
+    }
+    ours, theirs = matrices(), matrices()
+    optimizer, reference = muon.Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for step in range(1, STEPS + 1):
+        grads = set_same_gradients(step, ours, theirs)
+        optimizer.step()
+        reference.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(ours, grads, strict=True))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        expected = reference.state[other]["momentum_buffer"]
+        assert torch.equal(optimizer.state[mine]["momentum_buffer"], expected)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.03])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adamw_equals_torch(weight_decay: float, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {
+        "lr": 1e-3,
+        "betas": (0.85, 0.97),
+        "eps": 1e-7,
+        "weight_decay": weight_decay,
+    }
+    ours, theirs = training.make_parameters(dtype), training.make_parameters(dtype)
+    optimizer = muon.Muon([{"params": list(ours.items()), "algorithm": "adamw", **options}])
+    reference = torch.optim.AdamW(theirs.values(), foreach=False, **options)
+    for step in range(1, STEPS + 1):
+        training.set_gradients(ours, step)
+        training.set_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    for name, mine in ours.items():
+        assert torch.equal(mine, theirs[name]), name
+        for state, expected in reference.state[theirs[name]].items():
+            if mine.numel():
+                assert torch.equal(optimizer.state[mine][state], expected), (name, state)
+
+
+def test_both_with_groups_and_scheduler() -> None:
+    ours, theirs = training.make_parameters(), training.make_parameters()
+    groups = training.make_groups(theirs)
+    references: list[torch.optim.Optimizer] = []
+    for group in groups:
+        options = {k: v for k, v in group.items() if k != "algorithm"}
+        kind = torch.optim.Muon if group["algorithm"] == "muon" else torch.optim.AdamW
+        keywords = {} if group["algorithm"] == "muon" else {"foreach": False}
+        references.append(kind([options], **keywords))
+    optimizer = muon.Muon(training.make_groups(ours))
+    schedulers = [training.make_scheduler(each) for each in [optimizer, *references]]
+    for step in range(1, STEPS + 1):
+        training.set_gradients(ours, step)
+        training.set_gradients(theirs, step)
+        for each in [optimizer, *references]:
+            each.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    for name, mine in ours.items():
+        assert torch.equal(mine, theirs[name]), name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_bf16_with_fp32_momentum_equals_torch_over_fp32_copies(nesterov: bool) -> None:
+    ours = matrices(torch.bfloat16)
+    copies = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    optimizer = muon.Muon(ours, lr=0.02, nesterov=nesterov, momentum_dtype=torch.float32)
+    reference = torch.optim.Muon(copies, lr=0.02, nesterov=nesterov)
+    for step in range(1, STEPS + 1):
+        set_same_gradients(step, ours, copies, dtype=torch.bfloat16)
+        optimizer.step()
+        reference.step()
+    for mine, copy in zip(ours, copies, strict=True):
+        assert torch.equal(mine, copy.bfloat16())
+        assert torch.equal(optimizer.state[mine]["master"], copy)
+
+
+def test_bf16_adamw_equals_torch_over_fp32_copies() -> None:
+    ours = training.make_parameters(torch.bfloat16)
+    copies = {name: torch.nn.Parameter(p.detach().float()) for name, p in ours.items()}
+    optimizer = muon.Muon([{"params": list(ours.items()), "algorithm": "adamw"}])
+    reference = torch.optim.AdamW(copies.values(), foreach=False)
+    for step in range(1, STEPS + 1):
+        training.set_gradients(ours, step)
+        for name, copy in copies.items():
+            grad = ours[name].grad
+            copy.grad = None if grad is None else grad.float()
+        optimizer.step()
+        reference.step()
+    for name, mine in ours.items():
+        assert torch.equal(mine, copies[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_bf16_momentum_is_the_rounded_average(nesterov: bool) -> None:
+    """torch.optim.Muon 2.13 over bf16 parameters is no oracle: with ``nesterov=False`` it
+    normalizes the momentum buffer itself, in place. So the formula, in float64: the buffer
+    is within one rounding per step of the exact average, and the step is the one that
+    exact momentum gives up to that."""
+    mine = torch.nn.Parameter(torch.zeros(24, 40, dtype=torch.bfloat16))
+    optimizer = muon.Muon([mine], lr=0.02, nesterov=nesterov, momentum=0.9, weight_decay=0.0)
+    average = torch.zeros(24, 40, dtype=torch.float64)
+    for step in range(1, STEPS + 1):
+        (grad,) = set_same_gradients(step, [mine], dtype=torch.bfloat16)
+        optimizer.step()
+        average = 0.9 * average + 0.1 * grad.double()
+    buffer = optimizer.state[mine]["momentum_buffer"]
+    assert buffer.dtype == torch.bfloat16
+    # Each step rounds to 8 bits (half an ulp, 2^-9 relative) and later ones decay it: the
+    # errors add up to at most 2^-9 / (1 - 0.9) of the largest average on the way, about 1.
+    assert (buffer.double() - average).abs().max() < 2**-9 / (1 - 0.9)
+
+
+def test_tiny_gradients_do_not_explode() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8, 12))
+    parameter.grad = torch.full((8, 12), 1e-12)
+    muon.Muon([parameter], lr=1.0, weight_decay=0.0).step()
+    assert parameter.isfinite().all()
+    # 1e-12 is far below eps: what is left after division by eps, grown five times by at
+    # most the first coefficient, stays far from one.
+    assert parameter.abs().max() < 1e-12 / 1e-7 * 3.5**5
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (20, 50), (50, 20), (1, 7)])
+def test_newton_schulz_against_svd(shape: tuple[int, int]) -> None:
+    """The polynomial iterated on the singular values, in float64."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert torch.allclose(muon.orthogonalize_(matrix.clone()), u @ torch.diag(s) @ vh, atol=1e-12)
+
+
+def test_store_is_usable_by_hand() -> None:
+    """The Muon step again, by the store's public side and a float64 formula."""
+    parameter = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    parameter.grad = torch.full((5,), 0.5, dtype=torch.bfloat16)
+    store = tierstore.TierStore(None)
+    paged = tierstore.PagedParameter(
+        name="p", tensor=parameter, states={"sum": torch.float32}, elementwise=True
+    )
+    store.attach([tierstore.PagedGroup(parameters=[paged], hyperparameters={})])
+    for _ in range(3):
+        with store.sweep() as pages:
+            for page in pages:
+                for shard in page.shards:
+                    for chunk in shard.chunks:
+                        assert chunk.grad is not None
+                        chunk.states["sum"] += chunk.grad
+                        chunk.master -= 0.001 * chunk.states["sum"]
+    states = store.read_states()["p"]
+    assert torch.equal(states["sum"], torch.full((5,), 1.5))
+    assert torch.allclose(states["master"], torch.full((5,), 1 - 0.0005 - 0.001 - 0.0015))
+    assert torch.equal(parameter, states["master"].bfloat16())

@@ -1,0 +1,257 @@
+"""The rules of the design that a reader of one file cannot see: levels, sizes, words.
+
+Each rule is a function from source text to complaints, shown first on a text that breaks
+it, then applied to every file of the repository.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES_MAX = 500
+
+# Modules of tierstore, lowest first; an import goes to an earlier row only. The number is the
+# level; rows of one level are in the order in which they may use each other.
+TABLE: tuple[tuple[int, frozenset[str]], ...] = (
+    (0, frozenset({"_native", "errors", "units"})),
+    (1, frozenset({"checksums", "chunks", "config", "guard", "records", "stats", "tagged"})),
+    (1, frozenset({"groups"})),
+    (1, frozenset({"manifest", "partition"})),
+    (1, frozenset({"page"})),
+    (1, frozenset({"schedule"})),
+    (2, frozenset({"storage"})),
+    (3, frozenset({"buffers"})),
+    (3, frozenset({"commit", "views"})),
+    (3, frozenset({"run"})),
+    (3, frozenset({"residency"})),
+    (3, frozenset({"pages", "states"})),
+    (4, frozenset({"store"})),
+    (5, frozenset({"checkpoint", "plan", "testing"})),
+    (6, frozenset({"cli"})),
+)
+ROW_OF = {module: row for row, (_, modules) in enumerate(TABLE) for module in modules}
+
+# Packages whose own modules may import each other; cycles are refused everywhere.
+FAMILIES = frozenset({"storage", "checkpoint", "plan"})
+
+# Calls that do something: under `python -O` an assert around them would not.
+EFFECTS = frozenset(
+    {"acquire", "add", "append", "close", "commit", "create", "flush", "lock", "next", "pop"}
+    | {"popleft", "put", "read", "readinto", "recv", "release", "remove", "rename", "restore"}
+    | {"send", "step", "submit", "synchronize", "unlink", "wait", "write"}
+)
+
+# Marks of unfinished work, and words that the design has another one for. This file, which
+# holds them all, is not searched.
+FORBIDDEN = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bpinned[ -](host[ -])?(memory|buffer)")
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Return all Python files under these folders of the repository, sorted."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file; a package's is that of its ``__init__.py``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Yield each imported thing in full: ``from a.b import c`` gives ``a.b.c``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def level_complaints(name: str, source: str) -> list[str]:
+    """Return what is wrong with the imports of one module of tierstore."""
+    own = name.split(".")[1] if "." in name else None
+    if own is not None and own not in ROW_OF:
+        return [f"{name} is not in the table of tests/test_tidy.py"]
+    complaints = []
+    for target in imported_names(source):
+        head, *rest = target.split(".")
+        if head == "muon":
+            complaints.append(f"{name} imports {target}: tierstore never imports muon")
+        elif head == "":
+            complaints.append(f"{name} imports {target}: write the full name")
+        elif head == "tierstore" and own is not None:
+            if not rest or rest[0] not in ROW_OF:
+                complaints.append(f"{name} imports {target}, which is not in the table")
+            elif rest[0] == own:
+                if own not in FAMILIES and name != f"tierstore.{own}":
+                    complaints.append(f"{name} imports {target} of its own level")
+            elif ROW_OF[rest[0]] >= ROW_OF[own]:
+                complaints.append(f"{name} imports {target}, which is not below it")
+    return complaints
+
+
+def user_complaints(source: str, public: set[str]) -> list[str]:
+    """Return the uses of tierstore that are not public names of its top level."""
+    used = [name for name in imported_names(source) if name.startswith("tierstore.")]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used.append(f"{node.value.id}.{node.attr}")
+    names = (name.removeprefix("tierstore.") for name in used if name.startswith("tierstore."))
+    return [f"tierstore.{name} is not public" for name in names if name not in public]
+
+
+def assert_complaints(source: str) -> list[str]:
+    """Return the asserts whose condition calls something that has an effect."""
+    complaints = []
+    for statement in ast.walk(ast.parse(source)):
+        if not isinstance(statement, ast.Assert):
+            continue
+        for node in ast.walk(statement.test):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "attr", getattr(node.func, "id", None))
+                if called in EFFECTS:
+                    complaints.append(f"line {statement.lineno}: assert around {called}()")
+    return complaints
+
+
+def public_names() -> set[str]:
+    """Return what ``tierstore/__init__.py`` lists in ``__all__``."""
+    for node in ast.parse((ROOT / "tierstore/__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "complaint"),
+    [
+        ("tierstore.page", "import tierstore.store", "not below"),
+        ("tierstore.page", "def f():\n    from tierstore import store", "not below"),
+        ("tierstore.units", "from tierstore.errors import StorageError", "not below"),
+        ("tierstore.commit", "from tierstore.residency import Residency", "not below"),
+        ("tierstore.store", "from muon import Muon", "never imports muon"),
+        ("tierstore.store", "from .page import Page", "full name"),
+        ("tierstore.store", "from tierstore import TierStore", "not in the table"),
+        ("tierstore.novelty", "", "not in the table"),
+        ("tierstore.testing.faults", "import tierstore.testing.crash", "own level"),
+    ],
+)
+def test_import_rule_sees(name: str, source: str, complaint: str) -> None:
+    (found,) = level_complaints(name, source)
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("tierstore", "from tierstore.store import TierStore"),
+        ("tierstore.storage.uring", "from tierstore.storage.files import Files"),
+        ("tierstore.storage", "from tierstore.storage.select import open_storage"),
+        ("tierstore.testing", "from tierstore.testing.faults import FaultyStorage"),
+        ("tierstore.residency", "import torch\nfrom tierstore.run import Run"),
+    ],
+)
+def test_import_rule_allows(name: str, source: str) -> None:
+    assert level_complaints(name, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import tierstore.page",
+        "from tierstore.page import Page",
+        "from tierstore import page",
+        "import tierstore\ntierstore.page.layout()",
+        "from tierstore import _native",
+    ],
+)
+def test_public_rule_sees(source: str) -> None:
+    assert user_complaints(source, {"TierStore"})
+
+
+def test_public_rule_allows_public_names() -> None:
+    source = "import tierstore\nfrom tierstore import TierStore\ntierstore.TierStore('d')"
+    assert user_complaints(source, {"TierStore"}) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["assert h.wait() == 4", "assert x and q.pop()", "assert next(i), 'text'"]
+)
+def test_assert_rule_sees(source: str) -> None:
+    assert assert_complaints(source)
+
+
+def test_assert_rule_allows_questions() -> None:
+    assert assert_complaints("assert len(x) == 4, h.wait()\nassert x.done()") == []
+
+
+@pytest.mark.parametrize("path", python_files("tierstore"), ids=module_name)
+def test_imports_go_to_a_lower_level(path: Path) -> None:
+    assert level_complaints(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize("package", ["tierstore", "muon"])
+def test_no_import_cycles(package: str) -> None:
+    sources = {module_name(path): path.read_text() for path in python_files(package)}
+    assert sources
+    graph: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        # What is imported is a module, or a name in one.
+        graph[name] = {
+            target if target in sources else target.rpartition(".")[0]
+            for target in imported_names(source)
+        } & sources.keys()
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", python_files("muon", "examples"), ids=module_name)
+def test_only_public_names_of_tierstore_are_used(path: Path) -> None:
+    assert user_complaints(path.read_text(), public_names()) == []
+
+
+@pytest.mark.parametrize(
+    "path", python_files("tierstore", "muon", "examples", "bench"), ids=module_name
+)
+def test_no_assert_around_effects(path: Path) -> None:
+    assert assert_complaints(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path", python_files("tierstore", "muon", "examples", "bench", "tests"), ids=module_name
+)
+def test_module_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LINES_MAX
+
+
+@pytest.mark.parametrize(
+    "path", python_files("tierstore", "muon", "examples", "bench"), ids=module_name
+)
+def test_public_module_says_its_idea(path: Path) -> None:
+    if not path.name.startswith("_"):
+        assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_no_forbidden_words() -> None:
+    folders = ("tierstore", "muon", "native", "examples", "bench", "tests", "docs")
+    texts = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    texts += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+    suffixes = {"", ".py", ".pyi", ".md", ".cpp", ".hpp", ".sh"}
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in texts
+        if path.is_file() and path.suffix in suffixes and path != Path(__file__).resolve()
+        for match in FORBIDDEN.finditer(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["# TODO later", "in pinned memory"])
+def test_word_rule_sees(text: str) -> None:
+    assert FORBIDDEN.search(text)

@@ -1,0 +1,80 @@
+"""A fixed pool of page buffers, cut from one arena of huge pages when the store starts."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.units import SECTOR_BYTES, align_up
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+# From <linux/mman.h>; the mmap module does not name it.
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Room for one page: the same bytes as a tensor and as a memoryview."""
+
+    tensor: torch.Tensor
+    """uint8, one dimension, starts at a multiple of SECTOR_BYTES."""
+    memory: memoryview
+
+
+class BufferPool:
+    """``count`` buffers of ``nbytes`` each, all allocated now and until close().
+
+    Used by one thread. Direct I/O pins the pages of a buffer, which is why they are huge
+    (fewer of them) and are not given to forked children (a fork would have to copy them).
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.buffer_bytes = align_up(nbytes, SECTOR_BYTES)
+        self.count = count
+        arena_bytes = max(count * self.buffer_bytes, SECTOR_BYTES)
+        # Anonymous memory comes aligned to 4 KiB only: take a huge page more, start later.
+        arena = mmap.mmap(-1, arena_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
+        address = torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
+        first = align_up(address, HUGE_PAGE_BYTES) - address
+        arena.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
+            arena.madvise(mmap.MADV_HUGEPAGE)
+        _populate(arena, first, arena_bytes)
+        self._free = [
+            Buffer(
+                torch.frombuffer(arena, dtype=torch.uint8, offset=offset, count=self.buffer_bytes),
+                memoryview(arena)[offset : offset + self.buffer_bytes],
+            )
+            for offset in (first + index * self.buffer_bytes for index in range(count))
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self.count * self.buffer_bytes
+
+    @property
+    def free_count(self) -> int:
+        """Number of buffers that acquire() could still hand out."""
+        return len(self._free)
+
+    def acquire(self) -> Buffer:
+        """Take a free buffer. The caller has seen that ``free_count`` is not zero."""
+        return self._free.pop()
+
+    def release(self, buffer: Buffer) -> None:
+        """Give a buffer back. No transfer may still use it."""
+        self._free.append(buffer)
+
+
+def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Have the kernel map every page now, so that no step waits for a page fault."""
+    try:
+        arena.madvise(_MADV_POPULATE_WRITE, offset, nbytes)
+    except OSError:  # Linux before 5.14: touch each page ourselves.
+        for position in range(offset, offset + nbytes, mmap.PAGESIZE):
+            arena[position] = 0

@@ -1,0 +1,19 @@
+"""Checksums of blocks, bound to the place and the step that they belong to.
+
+A block that was lost, misdirected or left from an older step may hold the very bytes that
+belong elsewhere; binding run, page, offset and step into the checksum shows those too.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+CHECKSUM_BYTES = 8
+
+
+def block_checksum(data: memoryview, *, run_id: str, page: int, offset: int, step: int) -> int:
+    """Return the 64-bit XXH3 of a block, seeded with where and when it was written."""
+    place = run_id.encode() + struct.pack("<QQQ", page, offset, step)
+    return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(place))

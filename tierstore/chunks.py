@@ -1,0 +1,85 @@
+"""Rectangles of a tensor, and a flat range of elements as a few of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The rectangle [offsets[d], offsets[d] + sizes[d]) of an N-d tensor, in elements.
+
+    A 0-d tensor has one chunk, ``Chunk((), ())``, of one element.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(f"offsets and sizes must have the same length, got {self}")
+        if min((*self.offsets, *self.sizes), default=0) < 0:
+            raise ValueError(f"offsets and sizes must not be negative, got {self}")
+
+    @property
+    def numel(self) -> int:
+        """How many elements the rectangle has."""
+        return math.prod(self.sizes)
+
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of this rectangle of ``tensor``, of shape ``sizes``.
+
+        Raises:
+            ValueError: the rectangle does not lie within the tensor.
+        """
+        shape = tuple(tensor.shape)
+        if len(shape) != len(self.sizes) or any(
+            offset + size > extent
+            for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        ):
+            raise ValueError(f"{self} does not lie within a tensor of shape {list(shape)}")
+        for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dimension, offset, size)
+        return tensor
+
+
+def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
+    """Return the elements [start, stop) of the row-major order as chunks, in that order.
+
+    Each chunk is contiguous in the flat order. An N-d range is at most 2N - 1 chunks: from
+    ``start`` to ever larger sub-tensors, and from there to ever smaller ones up to ``stop``.
+
+    Raises:
+        ValueError: a size is negative, or the range does not lie within the tensor.
+    """
+    numel = math.prod(shape)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"sizes must not be negative, got shape {list(shape)}")
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(
+            f"the range [{start}, {stop}) does not lie within the {numel} elements of "
+            f"shape {list(shape)}"
+        )
+    if start == stop:
+        return []
+    if not shape:
+        return [Chunk((), ())]
+    # Elements from one index of a dimension to the next. No size is 0 from here on.
+    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    chunks = []
+    while start < stop:
+        # The outermost dimension of which a whole row begins here and fits.
+        dimension = next(
+            d for d, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop
+        )
+        stride = strides[dimension]
+        index = [start // strides[d] % shape[d] for d in range(len(shape))]
+        rows = min(shape[dimension] - index[dimension], (stop - start) // stride)
+        sizes = (*[1] * dimension, rows, *shape[dimension + 1 :])
+        chunks.append(Chunk(tuple(index), sizes))
+        start += rows * stride
+    return chunks

@@ -1,0 +1,74 @@
+"""Whether a store may be used: open, by its own process, not failed, and restored."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+from tierstore.errors import (
+    RunDirectoryError,
+    StoreClosedError,
+    StoreFailedError,
+    TierstoreError,
+)
+
+logger = logging.getLogger("tierstore")
+
+
+class Guard:
+    """The condition of one store, asked before every call."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self.closed = False
+        self.failure: BaseException | None = None
+        """What left the parameters or the pages between two steps."""
+        self.awaits_restore = False
+        """Whether there is a commit that was not restored yet."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the one that opened the store."""
+        return self._pid != os.getpid()
+
+    def fail(self, error: BaseException) -> None:
+        """Let nothing but restore() and close() work from now on."""
+        self.failure = error
+        logger.error("the store failed: %r", error)
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Fail the store if a storage fails in the block."""
+        try:
+            yield
+        except TierstoreError as error:
+            self.fail(error)
+            raise
+
+    def require_open(self) -> None:
+        """Raise StoreClosedError unless the store is open in this process."""
+        if self.is_forked:
+            raise StoreClosedError(
+                "this process is a fork of the one that opened the store: use it there only"
+            )
+        if self.closed:
+            raise StoreClosedError("the store is closed: open another")
+
+    def require_usable(self) -> None:
+        """Raise StoreClosedError, or StoreFailedError if an earlier call failed the store."""
+        self.require_open()
+        if self.failure is not None:
+            raise StoreFailedError(
+                f"the store failed: {self.failure!r}. restore() goes back to the last commit; "
+                "nothing else works but close()"
+            ) from self.failure
+
+    def require_restored(self) -> None:
+        """Raise, as require_usable() or because there is a commit to restore first."""
+        self.require_usable()
+        if self.awaits_restore:
+            raise RunDirectoryError(
+                "the directory holds a committed step: call restore() before anything else"
+            )

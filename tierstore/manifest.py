@@ -1,0 +1,165 @@
+"""The files that say what a run directory holds: one identity, and one manifest per commit.
+
+Both are JSON that a person can read, behind a first line that names the format and
+carries a checksum of everything after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import xxhash
+
+from tierstore.checksums import CHECKSUM_BYTES
+from tierstore.errors import CorruptionError, RunDirectoryError
+from tierstore.groups import ParameterSpec
+
+FORMAT_VERSION = 1
+
+IDENTITY_NAME = "run.json"
+_MANIFEST_NAME = re.compile(r"commit-(\d{10,})")
+
+
+def manifest_name(step: int) -> str:
+    """Return the name of the manifest of a step."""
+    return f"commit-{step:010d}"
+
+
+def manifest_step(name: str) -> int | None:
+    """Return the step whose manifest a file of this name is, or None for any other file."""
+    match = _MANIFEST_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def page_file(page: int, copy: str) -> str:
+    """Return the name of the file that holds copy "a" or "b" of a page."""
+    return f"page-{page:06d}.{copy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """What stays the same for as long as a run directory exists."""
+
+    run_id: str
+    rank: int
+    world_size: int
+    page_bytes: int
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file IDENTITY_NAME."""
+        body = {
+            "run_id": self.run_id,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "page_bytes": self.page_bytes,
+        }
+        return _seal("run", body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Read the content of the file IDENTITY_NAME; ``where`` names it in errors."""
+        return cls(**_unseal("run", data, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageEntry:
+    """Where the committed content of a page is, and how to recognize it."""
+
+    copy: str
+    """Which of the two files of the page: "a" or "b"."""
+    step: int
+    """The step in which it was written."""
+    checksums: tuple[int, ...]
+    """One for each block of the layout; empty where checksums are off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One committed step of one rank: everything that a restart needs besides the pages."""
+
+    run_id: str
+    attempt: str
+    """Names one opening of the run, so that steps of two histories are told apart."""
+    rank: int
+    world_size: int
+    step: int
+    groups: Sequence[Sequence[ParameterSpec]]
+    pages: Sequence[PageEntry]
+    scalars: Mapping[str, Mapping[str, float]]
+    """Parameter name -> scalar name -> value."""
+    hyperparameters: Any
+    """One dict per group, as tagged.encode() leaves it."""
+    extra: Any
+    """What the user gave to commit(), as tagged.encode() leaves it."""
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file manifest_name(step)."""
+        body = {
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": self.step,
+            "hyperparameters": self.hyperparameters,
+            "extra": self.extra,
+            "scalars": self.scalars,
+            "groups": [[spec.to_json() for spec in group] for group in self.groups],
+            "pages": [
+                {"copy": page.copy, "step": page.step, "checksums": _hex(page.checksums)}
+                for page in self.pages
+            ],
+        }
+        return _seal("commit", body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Read a manifest; ``where`` names the file in errors.
+
+        Raises:
+            CorruptionError: the content is not what was written.
+            RunDirectoryError: it was written by a later version.
+        """
+        body = _unseal("commit", data, where)
+        groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
+        pages = [
+            PageEntry(copy=page["copy"], step=page["step"], checksums=_checksums(page["checksums"]))
+            for page in body["pages"]
+        ]
+        return cls(**{**body, "groups": groups, "pages": pages})
+
+
+def _hex(checksums: Sequence[int]) -> str:
+    return b"".join(checksum.to_bytes(CHECKSUM_BYTES) for checksum in checksums).hex()
+
+
+def _checksums(text: str) -> tuple[int, ...]:
+    data = bytes.fromhex(text)
+    return tuple(
+        int.from_bytes(data[start : start + CHECKSUM_BYTES])
+        for start in range(0, len(data), CHECKSUM_BYTES)
+    )
+
+
+def _seal(kind: str, body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    return f"tierstore {kind} {FORMAT_VERSION} {xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+
+
+def _unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
+    head, _, text = data.partition(b"\n")
+    match = re.fullmatch(rb"tierstore (\w+) (\d+) ([0-9a-f]{32})", head)
+    if match is None or match[1].decode() != kind:
+        raise CorruptionError(f"{where} does not begin like a tierstore {kind} file")
+    if int(match[2]) != FORMAT_VERSION:
+        raise RunDirectoryError(
+            f"{where} has format version {int(match[2])}, this tierstore reads version "
+            f"{FORMAT_VERSION}: use the version of tierstore that wrote it"
+        )
+    if xxhash.xxh3_128_hexdigest(text) != match[3].decode():
+        raise CorruptionError(f"{where} is damaged: its checksum does not match its content")
+    body: dict[str, Any] = json.loads(text)
+    return body

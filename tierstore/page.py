@@ -1,0 +1,155 @@
+"""The layout of one page: sections of records, and tensors over them in a buffer.
+
+::
+
+    page    = section | section | ...            each starts at a multiple of SECTOR_BYTES
+    section = record | record | ...              one state of all shards of the subgroup
+    record  = prefix | data | trailer | padding  what torch.load reads, see records.py
+
+Masters of parameters that are their own master come first, in a section that a step
+writes and never reads, so that everything it reads is one range of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tierstore.chunks import Chunk
+from tierstore.groups import MASTER, ParameterSpec
+from tierstore.partition import Subgroup
+from tierstore.records import RECORD_PREFIX_BYTES, record_nbytes, record_prefix, record_trailer
+from tierstore.units import SECTOR_BYTES, Extent, align_up
+
+BLOCK_BYTES = 8 * 2**20
+"""The unit of checksums, and the largest request that an engine sends to a disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One chunk of one state: where its framed bytes lie in the page."""
+
+    parameter: ParameterSpec
+    chunk: Chunk
+    state: str
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def data_offset(self) -> int:
+        """Byte of the page at which the raw little-endian elements begin."""
+        return self.offset + RECORD_PREFIX_BYTES
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the raw elements."""
+        return self.chunk.numel * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the elements as a tensor of the chunk's shape over a uint8 page buffer."""
+        data = buffer[self.data_offset : self.data_offset + self.data_nbytes]
+        return data.view(self.dtype).view(self.chunk.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """All records of one state in the page."""
+
+    state: str
+    write_only: bool
+    """True for masters whose parameter holds the same value: no step reads them."""
+    extent: Extent
+    records: tuple[Record, ...]
+
+    def blocks(self) -> list[Extent]:
+        """Return the ranges that have a checksum each."""
+        end = self.extent.offset + self.extent.nbytes
+        return [
+            Extent(offset, min(BLOCK_BYTES, end - offset))
+            for offset in range(self.extent.offset, end, BLOCK_BYTES)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Sections of one subgroup's page. Made by lay_out()."""
+
+    subgroup: Subgroup
+    sections: tuple[Section, ...]
+    nbytes: int
+    records: Mapping[tuple[str, Chunk], Mapping[str, Record]] = field(repr=False)
+    """(parameter name, chunk) -> state name -> its record."""
+    blocks: tuple[Extent, ...] = field(repr=False)
+    """Every range that has a checksum, in the order in which a commit lists them."""
+
+    @property
+    def readable(self) -> list[Section]:
+        """The sections that a step reads."""
+        return [section for section in self.sections if not section.write_only]
+
+    def sections_of(self, state: str) -> list[Section]:
+        """Return the sections that hold records of one state."""
+        return [section for section in self.sections if section.state == state]
+
+    def blocks_of(self, sections: Sequence[Section]) -> list[tuple[int, Extent]]:
+        """Return the blocks of some sections, each with its place in ``blocks``."""
+        offsets = {block.offset for section in sections for block in section.blocks()}
+        return [item for item in enumerate(self.blocks) if item[1].offset in offsets]
+
+    def stamp(self, buffer: torch.Tensor, sections: Iterable[Section]) -> None:
+        """Write the framing of the records of some sections, and zero what lies between.
+
+        Data is left as it is.
+        """
+        page = buffer.numpy()
+        for section in sections:
+            position = section.extent.offset
+            for record in section.records:
+                prefix = record_prefix(record.chunk.sizes, record.dtype)
+                trailer = record_trailer(record.chunk.sizes, record.dtype)
+                page[record.offset : record.data_offset] = np.frombuffer(prefix, np.uint8)
+                position = record.data_offset + record.data_nbytes
+                page[position : position + len(trailer)] = np.frombuffer(trailer, np.uint8)
+                position += len(trailer)
+                record_end = record.offset + record_nbytes(record.chunk.sizes, record.dtype)
+                page[position:record_end] = 0
+                position = record_end
+            page[position : section.extent.offset + section.extent.nbytes] = 0
+
+
+def lay_out(subgroup: Subgroup) -> PageLayout:
+    """Return the layout of a subgroup's page. Depends on the subgroup alone."""
+    states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
+    for shard in subgroup.shards:
+        for state, dtype in shard.parameter.all_states:
+            write_only = state == MASTER and shard.parameter.owns_master
+            members = states.setdefault((state, write_only), [])
+            members += [(shard.parameter, chunk, dtype) for chunk in shard.chunks]
+
+    sections = []
+    position = 0
+    for (state, write_only), members in sorted(
+        states.items(),
+        key=lambda item: not item[0][1],  # Stable: write-only ones first.
+    ):
+        start = position
+        records = []
+        for parameter, chunk, dtype in members:
+            records.append(Record(parameter, chunk, state, dtype, position))
+            position += record_nbytes(chunk.sizes, dtype)
+        position = align_up(position, SECTOR_BYTES)
+        sections.append(Section(state, write_only, Extent(start, position - start), tuple(records)))
+
+    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {}
+    for record in (record for section in sections for record in section.records):
+        by_chunk.setdefault((record.parameter.name, record.chunk), {})[record.state] = record
+    return PageLayout(
+        subgroup=subgroup,
+        sections=tuple(sections),
+        nbytes=position,
+        records=by_chunk,
+        blocks=tuple(block for section in sections for block in section.blocks()),
+    )

@@ -1,0 +1,140 @@
+"""From an optimizer's groups to the pages of a run and their files, and back again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from tierstore.config import BUFFERS_MIN, StoreConfig
+from tierstore.errors import BudgetError, CorruptionError, RunMismatchError, StorageError
+from tierstore.groups import PagedGroup, ParameterSpec
+from tierstore.manifest import Manifest, page_file
+from tierstore.page import lay_out
+from tierstore.partition import partition_group
+from tierstore.residency import Page
+from tierstore.storage.base import Storage
+from tierstore.units import SECTOR_BYTES, align_up, format_bytes
+
+
+def make_pages(
+    groups: Sequence[PagedGroup], *, first_group: int, first_page: int, page_bytes: int
+) -> list[Page]:
+    """Lay out the pages of some groups, numbered from ``first_page`` on."""
+    pages: list[Page] = []
+    for index, group in enumerate(groups, start=first_group):
+        members = {parameter.name: parameter for parameter in group.parameters}
+        specs = [parameter.spec for parameter in group.parameters]
+        for subgroup in partition_group(index, specs, page_bytes):
+            names = [shard.parameter.name for shard in subgroup.shards]
+            pages.append(
+                Page(
+                    first_page + len(pages),
+                    lay_out(subgroup),
+                    {name: members[name] for name in names},
+                )
+            )
+    return pages
+
+
+def buffer_plan(pages: Sequence[Page], config: StoreConfig) -> tuple[int, int]:
+    """Return how many buffers of how many bytes these pages stream through.
+
+    Raises:
+        BudgetError: the budget cannot hold them; the message names the smallest that works.
+    """
+    nbytes = max((page.layout.nbytes for page in pages), default=SECTOR_BYTES)
+    nbytes = align_up(nbytes, SECTOR_BYTES)
+    count_max = config.host_memory // nbytes
+    count = config.buffers
+    if count is None:
+        count = max(BUFFERS_MIN, min(count_max, len(pages)))
+    if count > count_max:
+        raise BudgetError(
+            f"host_memory is {config.host_memory} bytes ({format_bytes(config.host_memory)}), "
+            f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}: "
+            f"pass host_memory={count * nbytes} or more"
+            + (f", or fewer than {count} buffers" if count > BUFFERS_MIN else "")
+            + ", or begin a run with a smaller page_bytes"
+        )
+    return count, nbytes
+
+
+def create_files(storage: Storage, pages: Sequence[Page], copies: str) -> None:
+    """Allocate the files of pages that do not have theirs yet, all or none.
+
+    A full disk shows here, before any step, rather than in the middle of one.
+    """
+    existing = set(storage.list())
+    created: list[str] = []
+    try:
+        for page in pages:
+            for copy in copies:
+                name = page_file(page.index, copy)
+                if name in existing and storage.size(name) == page.layout.nbytes:
+                    continue
+                storage.create(name, page.layout.nbytes)
+                created.append(name)
+    except StorageError as error:
+        total = len(copies) * sum(page.layout.nbytes for page in pages)
+        error.add_note(
+            f"The pages of this run take {format_bytes(total)} in {storage.location}: free "
+            "that much, or name another directory. Nothing was kept of them."
+        )
+        for name in created:
+            with contextlib.suppress(StorageError):  # The first error is the one to mend.
+                storage.unlink(name)
+        raise
+    if created:
+        storage.sync_directory()
+
+
+def check_files(storage: Storage, pages: Sequence[Page], manifest: Manifest) -> None:
+    """Check that the file of every committed page is there in full.
+
+    Raises:
+        CorruptionError: naming the first that is not.
+    """
+    existing = set(storage.list())
+    for page, entry in zip(pages, manifest.pages, strict=True):
+        name = page_file(page.index, entry.copy)
+        found = storage.size(name) if name in existing else None
+        if found != page.layout.nbytes:
+            state = "is missing" if found is None else f"has {found} bytes"
+            raise CorruptionError(
+                f"{storage.location}/{name} {state}, but commit {manifest.step} needs it with "
+                f"{page.layout.nbytes} bytes: go back to an older checkpoint"
+            )
+
+
+def check_same_model(manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
+    """Check that a commit is of these groups.
+
+    Raises:
+        RunMismatchError: naming the first difference.
+    """
+    for committed, attached in zip_longest(_specs(manifest.groups), _specs(_own(groups))):
+        if committed != attached:
+            raise RunMismatchError(
+                "this model is not the one of the run. First difference: the run has "
+                f"{_describe(committed)}; this model has {_describe(attached)}. Build the model "
+                "and its param groups as they were, or start over with overwrite=True"
+            )
+
+
+def _own(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:
+    return [[parameter.spec for parameter in group.parameters] for group in groups]
+
+
+def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, ParameterSpec | None]]:
+    """Yield every spec with its group; a None ends each group, so that its length counts."""
+    for index, group in enumerate(groups):
+        yield from ((index, spec) for spec in group)
+        yield index, None
+
+
+def _describe(place: tuple[int, ParameterSpec | None] | None) -> str:
+    if place is None:
+        return "no further group"
+    index, spec = place
+    return f"in group {index} {spec.describe() if spec else 'no further parameter'}"

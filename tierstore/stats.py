@@ -1,0 +1,22 @@
+"""What a store tells of its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What a store has done since it was opened."""
+
+    engine: str
+    """How pages move: "io_uring", "aiofiles", "memory", or "none" where all are resident."""
+    pages: int
+    state_bytes: int
+    """Bytes of all pages, framing and padding included."""
+    bytes_read: int
+    bytes_written: int
+    stall_seconds: float
+    """Time that the training thread waited for transfers and commits."""
+    host_bytes_peak: int
+    """Bytes of all page buffers."""

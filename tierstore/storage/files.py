@@ -1,0 +1,300 @@
+"""The files of one directory on a filesystem: everything but how pages move."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.storage.base import Transfer
+from tierstore.storage.checks import (
+    LOCK_NAME,
+    check_name,
+    check_nbytes,
+    check_usable,
+    lock_text,
+    locked_error,
+)
+from tierstore.units import Extent
+
+# Names are opened without following links, and not passed on to programs we start.
+OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_MODE = 0o600
+_DIRECTORY_MODE = 0o700
+_LOCK_POLL_S = 0.1
+# Bounds the descriptors of one flush, well below the usual limit of 1024 per process.
+_FLUSH_FILES_MAX = 256
+
+
+@contextmanager
+def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[None]:
+    """Turn an OSError of the block into the StorageError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(what, path, error.errno or errno.EIO, extent) from error
+
+
+def storage_error(what: str, path: Path, error: int, extent: Extent | None = None) -> StorageError:
+    """Return the StorageError of ``errno`` ``error`` for one file."""
+    return StorageError(
+        what,
+        path=str(path),
+        errno=error,
+        offset=None if extent is None else extent.offset,
+        nbytes=None if extent is None else extent.nbytes,
+    )
+
+
+def make_directory(directory: Path) -> None:
+    """Make ``directory`` and what is absent above it, durably, closed to other users.
+
+    Raises:
+        RunDirectoryError: it cannot be made, or is something else than a directory.
+    """
+    try:
+        absent = []
+        for candidate in (directory, *directory.parents):
+            if candidate.exists():
+                break
+            absent.append(candidate)
+        for candidate in reversed(absent):
+            # Another process may have made it since.
+            with suppress(FileExistsError):
+                os.mkdir(candidate, _DIRECTORY_MODE)
+            _sync_path(candidate.parent)
+        if not stat.S_ISDIR(os.stat(directory).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{directory} cannot be used as a directory: {error.strerror} (errno {error.errno}); "
+            "make it writable for this user, or name another one"
+        ) from error
+
+
+class FileStorage(ABC):
+    """Directory operations of all storages on a filesystem. Engines add the transfers.
+
+    Args:
+        directory: made with mode 0700 where absent.
+
+    Raises:
+        RunDirectoryError: the directory cannot be made.
+    """
+
+    _closed = True  # Until everything is there that close() releases.
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.absolute()
+        make_directory(self._directory)
+        self._close_mutex = threading.Lock()
+        self._lock_mutex = threading.Lock()
+        self._lock_fd: int | None = None
+        self._owner_pid = os.getpid()
+        self._closed = False
+
+    @property
+    @abstractmethod
+    def engine(self) -> str:
+        """See Storage.engine."""
+
+    @property
+    def location(self) -> str:
+        """The directory's absolute path."""
+        return str(self._directory)
+
+    @abstractmethod
+    def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        """See Storage.read."""
+
+    @abstractmethod
+    def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        """See Storage.write."""
+
+    @abstractmethod
+    def _sync_files(self, paths: Sequence[Path]) -> None:
+        """Make the data of these files durable, or raise StorageError."""
+
+    @abstractmethod
+    def _close_engine(self) -> None:
+        """Wait for all transfers and release what moves them."""
+
+    @abstractmethod
+    def _abandon_engine(self) -> None:
+        """Drop the engine's descriptors in a forked child, taking no lock."""
+
+    def lock(self, timeout_s: float) -> None:
+        """See Storage.lock."""
+        self._check_usable()
+        path = self._directory / LOCK_NAME
+        with self._lock_mutex, storage_errors("lock", path):
+            if self._lock_fd is not None:
+                return
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, _FILE_MODE)
+            try:
+                self._wait_for_lock(fd, timeout_s)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, lock_text().encode(), 0)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._lock_fd = fd
+
+    def list(self) -> list[str]:
+        """See Storage.list. Directories, links and the lock are not listed."""
+        self._check_usable()
+        with storage_errors("list", self._directory), os.scandir(self._directory) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.name != LOCK_NAME and entry.is_file(follow_symlinks=False)
+            )
+
+    def size(self, name: str) -> int:
+        """See Storage.size."""
+        path = self._path(name)
+        with storage_errors("size", path):
+            return os.stat(path, follow_symlinks=False).st_size
+
+    def create(self, name: str, nbytes: int) -> None:
+        """See Storage.create."""
+        path = self._path(name)
+        check_nbytes(nbytes)
+        with storage_errors("create", path):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, _FILE_MODE)
+            try:
+                if nbytes > 0:
+                    os.posix_fallocate(fd, 0, nbytes)
+            except OSError:
+                os.unlink(path)  # Gives back what a full disk allowed.
+                raise
+            finally:
+                os.close(fd)
+
+    def flush(self, names: Sequence[str]) -> None:
+        """See Storage.flush."""
+        paths = [self._path(name) for name in names]
+        for start in range(0, len(paths), _FLUSH_FILES_MAX):
+            self._sync_files(paths[start : start + _FLUSH_FILES_MAX])
+
+    def put(self, name: str, data: bytes) -> None:
+        """See Storage.put."""
+        path = self._path(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
+        with storage_errors("put", path), _opened(path, flags) as fd:
+            rest = memoryview(data)
+            while rest:
+                count = os.write(fd, rest)
+                if count == 0:
+                    raise OSError(errno.EIO, "no progress")
+                rest = rest[count:]
+            os.fsync(fd)
+
+    def get(self, name: str) -> bytes:
+        """See Storage.get."""
+        path = self._path(name)
+        with storage_errors("get", path), _opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
+            parts = []
+            while part := os.read(fd, 1 << 20):
+                parts.append(part)
+            return b"".join(parts)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """See Storage.rename."""
+        path, new_path = self._path(name), self._path(new_name)
+        with storage_errors("rename", path):
+            os.rename(path, new_path)
+
+    def unlink(self, name: str) -> None:
+        """See Storage.unlink."""
+        path = self._path(name)
+        with storage_errors("unlink", path):
+            os.unlink(path)
+
+    def sync_directory(self) -> None:
+        """See Storage.sync_directory."""
+        self._check_usable()
+        with storage_errors("sync directory", self._directory):
+            _sync_path(self._directory)
+
+    def abandon(self) -> None:
+        """See Storage.abandon."""
+        if self._closed:
+            return
+        self._closed = True
+        self._abandon_engine()
+        # Closing this copy leaves the parent's lock alone; unlocking it would not.
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def close(self) -> None:
+        """See Storage.close. In a forked child the same as abandon()."""
+        if self._closed:
+            return
+        if os.getpid() != self._owner_pid:
+            self.abandon()
+            return
+        with self._close_mutex:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._close_engine()
+            finally:
+                self._release_lock()
+
+    def _release_lock(self) -> None:
+        with self._lock_mutex:
+            if self._lock_fd is None:
+                return
+            os.ftruncate(self._lock_fd, 0)
+            # A child forked meanwhile may still hold a copy: unlock for all copies.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _wait_for_lock(self, fd: int, timeout_s: float) -> None:
+        """Take the lock on ``fd``; nobody tells when it is released, so ask at intervals."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time_left_s = deadline - time.monotonic()
+                if time_left_s <= 0:
+                    holder = os.pread(fd, 1024, 0).decode(errors="replace")
+                    raise locked_error(self.location, holder, timeout_s) from None
+            time.sleep(min(_LOCK_POLL_S, time_left_s))
+
+    def _check_usable(self) -> None:
+        check_usable(self.location, closed=self._closed, owner_pid=self._owner_pid)
+
+    def _path(self, name: str) -> Path:
+        self._check_usable()
+        return self._directory / check_name(name)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags, _FILE_MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sync_path(directory: Path) -> None:
+    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
+        os.fsync(fd)

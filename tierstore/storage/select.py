@@ -1,0 +1,139 @@
+"""Which engine serves a directory: found out by real I/O there, never assumed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.storage.aiofile import AiofilesStorage
+from tierstore.storage.base import Storage
+from tierstore.units import SECTOR_BYTES, Extent
+
+_log = logging.getLogger("tierstore")
+
+# Faults of the directory, which every engine would meet.
+_DIRECTORY_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO}
+)
+
+
+class _EngineError(Exception):
+    """An engine does not work here; the message says why."""
+
+
+def open_storage(directory: Path, engine: str = "auto") -> Storage:
+    """Open the files of a directory with an engine that was seen to work there.
+
+    The engine writes a small file, reads it back and removes it before it is taken.
+
+    Args:
+        directory: made with mode 0700 where absent.
+        engine: "io_uring" (direct I/O, needs the native extension), "aiofiles"
+            (buffered), or "auto": the first of these that works. The choice and its
+            reason are logged to "tierstore", as a warning where it is not io_uring.
+
+    Raises:
+        RunDirectoryError: the directory cannot be written, or the engine named does not
+            work there; the message gives the reason.
+        ValueError: no such engine.
+    """
+    openers: dict[str, Callable[[Path], Storage]] = {
+        "io_uring": _open_uring,
+        "aiofiles": AiofilesStorage,
+    }
+    if engine == "auto":
+        return _open_first(directory, openers)
+    if engine not in openers:
+        choices = ", ".join(repr(choice) for choice in ("auto", *openers))
+        raise ValueError(f"engine must be one of {choices}, got {engine!r}")
+    try:
+        storage = _open_probed(directory, openers[engine])
+    except _EngineError as reason:
+        raise RunDirectoryError(
+            f"engine {engine!r} does not work in {directory}: {reason}; "
+            "use engine='auto' to take another one"
+        ) from reason
+    _log.info("%s: engine %s, as asked for", directory, engine)
+    return storage
+
+
+def _open_first(directory: Path, openers: dict[str, Callable[[Path], Storage]]) -> Storage:
+    reasons: list[str] = []
+    for name, opener in openers.items():
+        try:
+            storage = _open_probed(directory, opener)
+        except _EngineError as reason:
+            reasons.append(f"{name} does not work here: {reason}")
+            continue
+        if reasons:
+            _log.warning("%s: engine %s, because %s", directory, name, "; ".join(reasons))
+        else:
+            _log.info("%s: engine %s, a write and read-back succeeded", directory, name)
+        return storage
+    raise RunDirectoryError(f"no engine works in {directory}: {'; '.join(reasons)}")
+
+
+def _open_probed(directory: Path, opener: Callable[[Path], Storage]) -> Storage:
+    storage = opener(directory)
+    try:
+        _probe(storage)
+    except StorageError as error:
+        storage.close()
+        if error.errno in _DIRECTORY_ERRNOS:
+            raise RunDirectoryError(
+                f"{directory} cannot be used: {error}; free or grant what is missing there, "
+                "or name another directory"
+            ) from error
+        refused_direct = storage.engine == "io_uring" and error.errno in (
+            errno.EINVAL,
+            errno.EOPNOTSUPP,
+        )
+        reason = "O_DIRECT is refused by the filesystem" if refused_direct else "the probe failed"
+        raise _EngineError(f"{reason}: {error}") from error
+    except BaseException:
+        storage.close()
+        raise
+    return storage
+
+
+def _open_uring(directory: Path) -> Storage:
+    try:
+        from tierstore.storage.uring import UringStorage
+    except ImportError as error:
+        raise _EngineError(
+            f"the extension tierstore._native is not built ({error}); "
+            "install liburing's development package and install tierstore again"
+        ) from error
+    try:
+        return UringStorage(directory)
+    except OSError as error:
+        raise _EngineError(
+            f"the kernel refuses io_uring: {os.strerror(error.errno or 0)} (errno {error.errno})"
+        ) from error
+
+
+def _probe(storage: Storage) -> None:
+    """Write a sector and read it back; leave nothing behind."""
+    name = f"probe-{secrets.token_hex(8)}.tmp"
+    extent = Extent(0, SECTOR_BYTES)
+    buffer = mmap.mmap(-1, SECTOR_BYTES)
+    expected = secrets.token_bytes(SECTOR_BYTES)
+    try:
+        storage.create(name, SECTOR_BYTES)
+        buffer[:] = expected
+        storage.write(name, extent, memoryview(buffer)).wait()
+        storage.flush([name])
+        buffer[:] = bytes(SECTOR_BYTES)
+        storage.read(name, extent, memoryview(buffer)).wait()
+        if buffer[:] != expected:
+            raise _EngineError("bytes read back differ from those written")
+    finally:
+        with suppress(StorageError):
+            storage.unlink(name)

@@ -1,0 +1,374 @@
+"""A storage that fails on command: wraps any storage and injects chosen faults.
+
+With no fault armed it behaves as the storage inside. What it draws by chance comes from
+the seed alone, so that a failing test can be run again::
+
+    storage = FaultyStorage(MemoryStorage(), seed=7)
+    storage.arm(Fault("error", "write", call=3, errno=errno.ENOSPC))
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from errno import EIO
+from typing import Literal
+
+from tierstore.errors import StorageError
+from tierstore.storage.base import Storage, Transfer
+from tierstore.units import SECTOR_BYTES, Extent
+
+FaultKind = Literal["error", "short", "flipped_bit", "lost", "misdirected", "delayed"]
+Operation = Literal[
+    "lock",
+    "list",
+    "size",
+    "create",
+    "read",
+    "write",
+    "flush",
+    "put",
+    "get",
+    "rename",
+    "unlink",
+    "sync_directory",
+    "close",
+]
+OnOperation = Callable[[str, str, str], None]
+
+# Kinds absent here apply to every operation.
+_OPERATIONS_OF_KIND: dict[FaultKind, tuple[Operation, ...]] = {
+    "short": ("read", "write"),
+    "flipped_bit": ("read",),
+    "lost": ("write",),
+    "misdirected": ("write",),
+    "delayed": ("read", "write"),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fault:
+    """One way to go wrong, and the calls that it strikes.
+
+    Raises:
+        ValueError: the kind does not apply to the operation; ``call`` and ``probability``
+            are both given or both absent, or out of range; ``release`` is not given with
+            ``delayed``, or with another kind.
+    """
+
+    kind: FaultKind
+    """``error``: nothing happens, StorageError. ``short``: a prefix of whole sectors moves,
+    then StorageError. ``flipped_bit``: a read succeeds with one bit wrong. ``lost``: a write
+    is reported as done and the old content stays. ``misdirected``: a write lands one sector
+    late, cut at the file's end. ``delayed``: a transfer moves its bytes, and ends, only
+    after ``release`` is set, at the next done(), wait() or close()."""
+    operation: Operation
+    """The method of Storage that it strikes."""
+    _: KW_ONLY
+    name: str | None = None
+    """Strike calls for this file only (flush: if it is among them); None for any file."""
+    call: int | None = None
+    """Strike one call, counted from 1 when the fault is armed."""
+    probability: float | None = None
+    """Strike each call with this probability, for as long as the fault is armed."""
+    errno: int = EIO
+    """The number in the StorageError of ``error`` and ``short``."""
+    release: threading.Event | None = None
+    """What a ``delayed`` transfer waits for."""
+
+    def __post_init__(self) -> None:
+        if self.operation not in _OPERATIONS_OF_KIND.get(self.kind, (self.operation,)):
+            raise ValueError(f"a fault {self.kind!r} does not apply to {self.operation!r}")
+        if (self.call is None) == (self.probability is None):
+            raise ValueError("give either call or probability")
+        if self.call is not None and self.call < 1:
+            raise ValueError(f"calls are counted from 1, got {self.call}")
+        if self.probability is not None and not 0 <= self.probability <= 1:
+            raise ValueError(f"probability must lie in [0, 1], got {self.probability}")
+        if (self.kind == "delayed") != (self.release is not None):
+            raise ValueError("release goes with a delayed fault, and only with that")
+
+
+class _FaultyTransfer:
+    """A transfer whose fault shows at the first wait(); later ones repeat its outcome.
+
+    Args:
+        start: starts the transfer inside, None if that does not happen; not called before
+            ``release``.
+        release: delays the start; None for a transfer that starts at once.
+        after: called once, after the transfer has succeeded.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Transfer | None],
+        release: threading.Event | None,
+        after: Callable[[], None],
+        error: StorageError | None = None,
+    ) -> None:
+        self._start = start
+        self._release = release
+        self._delayed = release is not None
+        self._inner = start() if release is None else None
+        self._after: Callable[[], None] | None = after
+        self._error = error
+        self._mutex = threading.Lock()
+
+    def wait(self) -> None:
+        if self._release is not None:
+            self._release.wait()
+        with self._mutex:
+            self._start_if_released()
+            if self._inner is not None:
+                self._inner.wait()
+            if self._error is not None:
+                raise self._error
+            after, self._after = self._after, None
+            if after is not None:
+                after()
+
+    def done(self) -> bool:
+        if self._release is not None and not self._release.is_set():
+            return False
+        if not self._mutex.acquire(blocking=False):
+            return False  # Another thread is in wait().
+        try:
+            self._start_if_released()
+            return self._inner is None or self._inner.done()
+        finally:
+            self._mutex.release()
+
+    def _start_if_released(self) -> None:
+        if self._delayed:
+            self._delayed = False
+            self._inner = self._start()
+
+
+class FaultyStorage:
+    """Any storage, with faults on command and a callback around every operation.
+
+    Args:
+        inner: the storage that does the work.
+        seed: decides every draw: which calls a probability strikes, which bit flips, how
+            long a prefix is.
+        on_operation: called as ``on_operation(operation, file_name, when)`` with ``when``
+            "before" each operation, and "after" one that succeeded (for a transfer: when
+            its wait() first returns). What it raises passes to the caller; raised before,
+            the operation does not happen. ``file_name`` is the old name of a rename, the
+            names joined by commas of a flush, and "" where there is none.
+    """
+
+    def __init__(
+        self, inner: Storage, *, seed: int = 0, on_operation: OnOperation | None = None
+    ) -> None:
+        self.inner = inner
+        self._on_operation = on_operation
+        self._random = random.Random(seed)
+        self._calls_of_fault: dict[Fault, int] = {}
+        self._delayed: set[_FaultyTransfer] = set()
+        self._mutex = threading.Lock()
+
+    def arm(self, fault: Fault) -> None:
+        """Let ``fault`` strike from now on. Of several that match a call, the first does."""
+        with self._mutex:
+            self._calls_of_fault[fault] = 0
+
+    def disarm(self) -> None:
+        """Take back all faults. Transfers already struck stay so."""
+        with self._mutex:
+            self._calls_of_fault.clear()
+
+    @property
+    def engine(self) -> str:
+        """See Storage.engine: that of the storage inside."""
+        return self.inner.engine
+
+    @property
+    def location(self) -> str:
+        """See Storage.location: that of the storage inside."""
+        return self.inner.location
+
+    def lock(self, timeout_s: float) -> None:
+        """See Storage.lock."""
+        with self._around("lock"):
+            self.inner.lock(timeout_s)
+
+    def list(self) -> list[str]:
+        """See Storage.list."""
+        with self._around("list"):
+            return self.inner.list()
+
+    def size(self, name: str) -> int:
+        """See Storage.size."""
+        with self._around("size", name):
+            return self.inner.size(name)
+
+    def create(self, name: str, nbytes: int) -> None:
+        """See Storage.create."""
+        with self._around("create", name):
+            self.inner.create(name, nbytes)
+
+    def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        """See Storage.read."""
+        self._tell("read", name, "before")
+        fault = self._strike("read", [name])
+        if fault is not None and fault.kind in ("error", "short"):
+            return self._cut("read", name, extent, buffer, fault)
+        flips = fault is not None and fault.kind == "flipped_bit"
+        return self._transfer(
+            "read",
+            name,
+            lambda: self.inner.read(name, extent, buffer),
+            fault,
+            then=(lambda: self._flip_bit(buffer)) if flips else None,
+        )
+
+    def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        """See Storage.write."""
+        self._tell("write", name, "before")
+        fault = self._strike("write", [name])
+        if fault is not None and fault.kind in ("error", "short"):
+            return self._cut("write", name, extent, buffer, fault)
+
+        def start() -> Transfer | None:
+            if fault is not None and fault.kind == "lost":
+                return None
+            if fault is not None and fault.kind == "misdirected":
+                return self._write_late(name, extent, buffer)
+            return self.inner.write(name, extent, buffer)
+
+        return self._transfer("write", name, start, fault)
+
+    def flush(self, names: Sequence[str]) -> None:
+        """See Storage.flush."""
+        with self._around("flush", *names):
+            self.inner.flush(names)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See Storage.put."""
+        with self._around("put", name):
+            self.inner.put(name, data)
+
+    def get(self, name: str) -> bytes:
+        """See Storage.get."""
+        with self._around("get", name):
+            return self.inner.get(name)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """See Storage.rename."""
+        with self._around("rename", name):
+            self.inner.rename(name, new_name)
+
+    def unlink(self, name: str) -> None:
+        """See Storage.unlink."""
+        with self._around("unlink", name):
+            self.inner.unlink(name)
+
+    def sync_directory(self) -> None:
+        """See Storage.sync_directory."""
+        with self._around("sync_directory"):
+            self.inner.sync_directory()
+
+    def abandon(self) -> None:
+        """See Storage.abandon. Never struck: it runs in a forked child."""
+        self.inner.abandon()
+
+    def close(self) -> None:
+        """See Storage.close. Delayed transfers end first, once they are released."""
+        with self._around("close"):
+            while self._delayed:
+                with suppress(StorageError):  # Told to whoever waits for the transfer.
+                    self._delayed.pop().wait()
+            self.inner.close()
+
+    @contextmanager
+    def _around(self, operation: Operation, *names: str) -> Iterator[None]:
+        joined = ",".join(names)
+        self._tell(operation, joined, "before")
+        fault = self._strike(operation, names)
+        if fault is not None:
+            raise StorageError(operation, path=self._path(joined), errno=fault.errno)
+        yield
+        self._tell(operation, joined, "after")
+
+    def _tell(self, operation: Operation, name: str, when: str) -> None:
+        if self._on_operation is not None:
+            self._on_operation(operation, name, when)
+
+    def _path(self, name: str) -> str:
+        return f"{self.location}/{name}" if name else self.location
+
+    def _strike(self, operation: Operation, names: Sequence[str]) -> Fault | None:
+        """Count the call for every fault that it matches; return the first that strikes."""
+        struck = None
+        with self._mutex:
+            for fault in self._calls_of_fault:
+                if fault.operation != operation or fault.name not in (None, *names):
+                    continue
+                self._calls_of_fault[fault] += 1
+                if fault.probability is None:
+                    strikes = self._calls_of_fault[fault] == fault.call
+                else:
+                    strikes = self._random.random() < fault.probability
+                if strikes and struck is None:
+                    struck = fault
+        return struck
+
+    def _transfer(
+        self,
+        operation: Operation,
+        name: str,
+        start: Callable[[], Transfer | None],
+        fault: Fault | None,
+        then: Callable[[], None] | None = None,
+    ) -> Transfer:
+        def after() -> None:
+            if then is not None:
+                then()
+            self._tell(operation, name, "after")
+
+        release = None if fault is None else fault.release
+        transfer = _FaultyTransfer(start, release, after)
+        if release is not None:
+            self._delayed.add(transfer)
+        return transfer
+
+    def _cut(
+        self, operation: Operation, name: str, extent: Extent, buffer: memoryview, fault: Fault
+    ) -> Transfer:
+        """Move nothing (error) or a prefix (short), then fail."""
+        error = StorageError(
+            operation,
+            path=self._path(name),
+            errno=fault.errno,
+            offset=extent.offset,
+            nbytes=extent.nbytes,
+        )
+        nbytes = 0
+        if fault.kind == "short":
+            with self._mutex:
+                nbytes = self._random.randrange(extent.nbytes // SECTOR_BYTES) * SECTOR_BYTES
+        move = self.inner.read if operation == "read" else self.inner.write
+
+        def start() -> Transfer | None:
+            if nbytes == 0:
+                return None
+            return move(name, Extent(extent.offset, nbytes), buffer[:nbytes])
+
+        return _FaultyTransfer(start, None, lambda: None, error)
+
+    def _flip_bit(self, buffer: memoryview) -> None:
+        with self._mutex:
+            bit = self._random.randrange(buffer.nbytes * 8)
+        buffer.cast("B")[bit // 8] ^= 1 << bit % 8
+
+    def _write_late(self, name: str, extent: Extent, buffer: memoryview) -> Transfer | None:
+        offset = extent.offset + SECTOR_BYTES
+        bytes_left = (self.inner.size(name) - offset) // SECTOR_BYTES * SECTOR_BYTES
+        nbytes = min(extent.nbytes, bytes_left)
+        if nbytes <= 0:
+            return None
+        return self.inner.write(name, Extent(offset, nbytes), buffer[:nbytes])

@@ -1,0 +1,72 @@
+"""Sizes in bytes: parsing, printing, rounding, and ranges of whole sectors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Every offset and length that reaches a disk is a multiple of this. It covers the
+# direct-I/O granularity of all block devices in use (512 or 4096).
+SECTOR_BYTES = 4096
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Return a size in bytes from an int or a string such as ``"16GiB"`` or ``"1.5 MB"``.
+
+    Raises:
+        ValueError: the string is not a number followed by a known unit, or is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"a size must be an int or a string such as '16GiB', got {value!r}")
+    if isinstance(value, int):
+        nbytes = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"a size must look like '16GiB', '500MB' or '4096', got {value!r}")
+        nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if nbytes < 0:
+        raise ValueError(f"a size must not be negative, got {value!r}")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return a size for people: ``"1.5 GiB"``; exact below 1 KiB."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def align_up(nbytes: int, alignment: int) -> int:
+    """Return the smallest multiple of ``alignment`` that is at least ``nbytes``."""
+    return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The half-open byte range [offset, offset + nbytes) of a file, whole sectors only."""
+
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.offset % SECTOR_BYTES:
+            raise ValueError(f"offset must be a multiple of {SECTOR_BYTES}, got {self}")
+        if self.nbytes <= 0 or self.nbytes % SECTOR_BYTES:
+            raise ValueError(f"nbytes must be a positive multiple of {SECTOR_BYTES}, got {self}")

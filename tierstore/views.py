@@ -1,0 +1,155 @@
+"""What an optimizer sees of a page: tensors over its buffer, beside parameter and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tierstore.buffers import Buffer
+from tierstore.chunks import Chunk
+from tierstore.groups import MASTER, PagedParameter, ParameterSpec
+from tierstore.page import PageLayout
+
+
+class ChunkView:
+    """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
+
+    __slots__ = ("_parameter", "chunk", "master", "states")
+
+    def __init__(
+        self,
+        parameter: PagedParameter,
+        chunk: Chunk,
+        master: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._parameter = parameter
+        self.chunk = chunk
+        """Offsets and sizes within the parameter."""
+        self.master = master
+        """The values that the step is applied to, shape ``chunk.sizes``; float32 or wider.
+        A parameter of that dtype is its own master: then this is a view of it."""
+        self.states = states
+        """State name -> tensor of shape ``chunk.sizes`` and the state's dtype."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The same chunk of the parameter's gradient, or None; not to be modified."""
+        grad = self._parameter.tensor.grad
+        return None if grad is None else self.chunk.select(grad)
+
+    def state(self, name: str) -> torch.Tensor:
+        """Return a state by name, "master" among them."""
+        return self.master if name == MASTER else self.states[name]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The same chunk of the parameter itself."""
+        return self.chunk.select(self._parameter.tensor.detach())
+
+
+class ShardView:
+    """One parameter shard of a page: the chunks of one parameter, in flat order."""
+
+    __slots__ = ("chunks", "parameter", "spec")
+
+    def __init__(
+        self, parameter: PagedParameter, spec: ParameterSpec, chunks: list[ChunkView]
+    ) -> None:
+        self.parameter = parameter
+        self.spec = spec
+        self.chunks = chunks
+
+
+class PageView:
+    """A page in the hands of an optimizer. Valid until the next page is asked for."""
+
+    __slots__ = ("_buffer", "_layout", "_parameters", "group", "shards")
+
+    def __init__(
+        self, layout: PageLayout, parameters: Mapping[str, PagedParameter], buffer: Buffer
+    ) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        self._buffer = buffer.tensor
+        self.group = layout.subgroup.group
+        """Index of the group, in the order of attach(), that all shards belong to."""
+        self.shards = [
+            ShardView(
+                parameters[shard.parameter.name],
+                shard.parameter,
+                [self._chunk_view(shard.parameter.name, chunk) for chunk in shard.chunks],
+            )
+            for shard in layout.subgroup.shards
+        ]
+
+    def _chunk_view(self, name: str, chunk: Chunk) -> ChunkView:
+        records = self._layout.records[name, chunk]
+        parameter = self._parameters[name]
+        if records[MASTER].parameter.owns_master:
+            master = chunk.select(parameter.tensor.detach())
+        else:
+            master = records[MASTER].view(self._buffer)
+        states = {
+            state: record.view(self._buffer) for state, record in records.items() if state != MASTER
+        }
+        return ChunkView(parameter, chunk, master, states)
+
+    def initialize(self) -> None:
+        """Fill the buffer of a page that was never written: zeros, and the parameters."""
+        self._buffer[: self._layout.nbytes].zero_()
+        self._layout.stamp(self._buffer, self._layout.sections)
+        for chunk in self._chunks():
+            chunk.master.copy_(chunk.values)
+
+    def adopt_parameters(self) -> list[str]:
+        """Take over parameters that someone else changed since they were last written.
+
+        A parameter of low precision is its master, rounded; where it is not, it was
+        changed (by ``model.load_state_dict()``, say), and the master follows it.
+
+        Returns:
+            The names of the parameters that were changed.
+        """
+        changed = []
+        for shard in self.shards:
+            if shard.spec.owns_master:
+                continue
+            for chunk in shard.chunks:
+                rounded = chunk.master.to(shard.spec.dtype)
+                if torch.equal(chunk.values, rounded):
+                    continue
+                differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
+                if differs.any():
+                    adopted = torch.where(
+                        differs, chunk.values.to(chunk.master.dtype), chunk.master
+                    )
+                    chunk.master.copy_(adopted)
+                    changed.append(shard.spec.name)
+        return changed
+
+    def write_parameters(self) -> None:
+        """Round the masters into the parameters that are not their own master."""
+        for shard in self.shards:
+            if not shard.spec.owns_master:
+                for chunk in shard.chunks:
+                    chunk.values.copy_(chunk.master)
+
+    def read_parameters(self) -> None:
+        """Copy the parameters that are their own master into the page's records."""
+        for records in self._layout.records.values():
+            master = records[MASTER]
+            if master.parameter.owns_master:
+                parameter = self._parameters[master.parameter.name]
+                master.view(self._buffer).copy_(master.chunk.select(parameter.tensor.detach()))
+
+    def restore_parameters(self) -> None:
+        """Copy the masters in the page into the parameters, whoever owns them."""
+        for records in self._layout.records.values():
+            master = records[MASTER]
+            parameter = self._parameters[master.parameter.name]
+            master.chunk.select(parameter.tensor.detach()).copy_(master.view(self._buffer))
+
+    def _chunks(self) -> list[ChunkView]:
+        return [chunk for shard in self.shards for chunk in shard.chunks]
