@@ -38,8 +38,9 @@ def partition_group(
 ) -> list[Subgroup]:
     """Cut one param group into subgroups whose pages hold about ``page_bytes`` each.
 
-    Parameters without elements get no shard. A page is larger than ``page_bytes`` only
-    where a single parameter that may not be cut is.
+    Parameters without elements get no shard. The records of a page take more than
+    ``page_bytes`` only where one parameter that may not be cut does; the padding of
+    sections comes on top.
     """
     subgroups: list[Subgroup] = []
     shards: list[ParameterShard] = []

@@ -1,0 +1,25 @@
+"""What the kernel counts of this process: bytes to and from disks, anonymous memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def disk_bytes() -> tuple[int, int]:
+    """Bytes read from and written to block devices so far, by all threads."""
+    text = Path("/proc/self/io").read_text(encoding="ascii")
+    counts = dict(line.split(": ") for line in text.splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def reset_peak() -> None:
+    """Let the kernel's peak begin anew at what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def anonymous_peak() -> int:
+    """Most bytes of anonymous memory since reset_peak(): the peak less the files mapped."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    kib = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
+    return (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]) * 1024
