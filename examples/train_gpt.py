@@ -239,10 +239,10 @@ def main(
             directory, host_memory="96MiB", page_bytes="16MiB", resume=resume, overwrite=overwrite
         ) as store:
             train(store, options, resume=resume)
-    except tierstore.RunDirectoryError as error:
-        typer.echo(
-            f"{error}\nUse --resume to go on with a run, --overwrite to discard it.", err=True
-        )
+    except (tierstore.RunDirectoryError, tierstore.BudgetError) as error:
+        typer.echo(str(error), err=True)
+        if type(error) is tierstore.RunDirectoryError:  # Not locked, and not another model.
+            typer.echo("Use --resume to go on with a run, --overwrite to discard it.", err=True)
         raise typer.Exit(2) from error
 
 

@@ -32,7 +32,7 @@ def orthogonalize_(
 
     Returns:
         The update, of the same shape and dtype, bit for bit what ``torch.optim.Muon``
-        computes from the same matrix: a tall one is worked on as a transposed view.
+        computes from the same contiguous matrix: a tall one is worked on as a transposed view.
     """
     a, b, c = coefficients
     is_tall = matrix.size(0) > matrix.size(1)

@@ -12,7 +12,8 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
-from muon.update import ADJUST_LR_FNS, adamw_, adjust_lr, momentum_, muon_
+from muon.checks import check_dtype, check_hyperparameters, check_saved
+from muon.update import adamw_, adjust_lr, momentum_, muon_
 
 _ADAMW_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -21,9 +22,6 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
     "weight_decay": 1e-2,
 }
 
-# Options of torch.optim that change the result and that AdamW groups do not have here.
-_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
-
 # What the pages were laid out by, and so a state dict does not change in a group.
 _FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
 
@@ -31,8 +29,8 @@ _FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
 class Muon(torch.optim.Optimizer):
     """Muon for matrices and, in groups that say so, AdamW for the rest.
 
-    Arguments have the meanings and defaults of ``torch.optim.Muon``, and parameters of
-    float32 get bit for bit what ``torch.optim.Muon`` and
+    Arguments have the meanings and defaults of ``torch.optim.Muon``, and float32
+    parameters with contiguous gradients get bit for bit what ``torch.optim.Muon`` and
     ``torch.optim.AdamW(foreach=False)`` compute. Parameters of lower precision have a
     float32 master, which the rule is applied to.
 
@@ -88,6 +86,7 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "momentum_dtype": momentum_dtype,
         }
+        check_dtype("ns_dtype", ns_dtype)
         self._attached = 0
         self._ns_dtype = ns_dtype
         super().__init__(params, defaults)
@@ -114,7 +113,7 @@ class Muon(torch.optim.Optimizer):
             if algorithm == "adamw":
                 for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given - {"algorithm"}:
                     del param_group[name]
-            _check_hyperparameters(param_group)
+            check_hyperparameters(param_group)
             self._check_parameters(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
@@ -138,6 +137,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_hyperparameters(group)
         self._attach_groups()
         steps = self._next_steps()
         with self.store.sweep() as pages:
@@ -150,8 +151,8 @@ class Muon(torch.optim.Optimizer):
                         self._step_muon(shard, group)
                     else:
                         self._step_adamw(shard, group, steps[shard.parameter.name])
-        for name, step in steps.items():
-            self.store.scalars.setdefault(name, {})["step"] = step
+            for name, step in steps.items():
+                self.store.scalars.setdefault(name, {})["step"] = step
         return loss
 
     def restore(self) -> int:
@@ -182,9 +183,14 @@ class Muon(torch.optim.Optimizer):
             packed = {key: value for key, value in group.items() if key != "params"}
             packed["params"] = list(range(index, index + len(group["params"])))
             packed_groups.append(packed)
-            for name, _ in self._named(number):
-                if name in states:
-                    packed_states[index] = self._with_step(number, name, states[name])
+            for paged in self._paged_group(number).parameters:
+                if states and not paged.tensor.numel():  # Without elements it is in no page.
+                    states[paged.name] = dict(self.state[paged.tensor])
+                elif paged.name in states:
+                    scalars = self._scalar_states(number, paged.name)
+                    states[paged.name] = {**scalars, **states[paged.name]}
+                if paged.name in states:
+                    packed_states[index] = states[paged.name]
                 index += 1
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -230,7 +236,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step_muon(self, shard: tierstore.ShardView, group: dict[str, Any]) -> None:
         rows, columns = shard.parameter.tensor.shape
-        lr = float(group["lr"])
+        lr = group["lr"]
         matrix = torch.empty(rows, columns, dtype=self._ns_dtype)
         for chunk in shard.chunks:
             assert chunk.grad is not None
@@ -265,7 +271,7 @@ class Muon(torch.optim.Optimizer):
                 chunk.states["exp_avg"],
                 chunk.states["exp_avg_sq"],
                 step=step,
-                lr=float(group["lr"]),
+                lr=group["lr"],
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
@@ -297,18 +303,15 @@ class Muon(torch.optim.Optimizer):
                 )
         self._paged_group(number)  # Refuses what cannot be paged.
 
-    def _with_step(
-        self, number: int, name: str, states: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the states of one parameter that were read, as ``torch.optim`` has them."""
-        if self.param_groups[number]["algorithm"] == "muon" or not states:
-            return dict(states)
-        step = self.store.scalars.get(name, {}).get("step", 0.0)
-        return {"step": torch.tensor(step), **states}
+    def _scalar_states(self, number: int, name: str) -> dict[str, torch.Tensor]:
+        """Return the states of one parameter that lie in no page, as ``torch.optim`` has them."""
+        if self.param_groups[number]["algorithm"] == "muon":
+            return {}
+        return {"step": torch.tensor(self.store.scalars.get(name, {}).get("step", 0.0))}
 
     def _matched(
         self, state_dict: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
+    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
         """Check a state dict; return the hyperparameters by group, the states by name."""
         if not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError(f"not a state dict of an optimizer: its keys are {list(state_dict)}")
@@ -321,7 +324,7 @@ class Muon(torch.optim.Optimizer):
                 f"groups of {lengths}"
             )
         groups = []
-        states: dict[str, dict[str, torch.Tensor]] = {}
+        states: dict[str, dict[str, Any]] = {}
         unmatched = dict(state_dict["state"])
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             if saved.get("algorithm", group["algorithm"]) != group["algorithm"]:
@@ -333,18 +336,29 @@ class Muon(torch.optim.Optimizer):
             groups.append(
                 deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
             )
-            _check_hyperparameters({**group, **groups[-1]})
+            check_hyperparameters({**group, **groups[-1]})
             paged = self._paged_group(number).parameters
             for saved_id, parameter in zip(saved["params"], paged, strict=True):
-                states[parameter.name] = dict(unmatched.pop(saved_id, {}))
+                # torch's helpers put an empty dict where a flattened state dict has no entry.
+                saved_states: dict[str, Any] = unmatched.pop(saved_id, {})
+                states[parameter.name] = {
+                    key: value
+                    for key, value in saved_states.items()
+                    if not isinstance(value, dict) or value
+                }
                 has_step = group["algorithm"] == "adamw"
-                _check_saved(states[parameter.name], parameter, has_step=has_step)
+                check_saved(states[parameter.name], parameter, has_step=has_step)
         if unmatched:
             raise ValueError(f"the state dict has states of no parameter: {list(unmatched)[:3]}")
         return groups, states
 
     def _attach_groups(self) -> None:
         """Give the store the groups that it does not have yet."""
+        if self.store.group_count != self._attached:
+            raise ValueError(
+                "another optimizer uses this store: give each optimizer a store and a "
+                "directory of its own, or all groups to one optimizer"
+            )
         numbers = range(self._attached, len(self.param_groups))
         if numbers:
             self.store.attach([self._paged_group(number) for number in numbers])
@@ -376,22 +390,17 @@ class Muon(torch.optim.Optimizer):
 
 
 class _PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
-    """``optimizer.state``: lists every state by name, reads one from its page when asked."""
+    """``optimizer.state``: has every parameter from the beginning."""
 
     def __init__(self, optimizer: Muon) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        self._optimizer._attach_groups()
-        for number in range(len(self._optimizer.param_groups)):
-            for name, candidate in self._optimizer._named(number):
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, candidate in enumerate(group["params"]):
                 if candidate is parameter:
-                    states = self._optimizer.store.read_states([name]).get(name, {})
-                    return self._optimizer._with_step(number, name, states)
+                    return _ParameterState(self._optimizer, number, index)
         raise KeyError(parameter)
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(candidate is parameter for candidate in self)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
@@ -400,56 +409,44 @@ class _PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
         return sum(len(group["params"]) for group in self._optimizer.param_groups)
 
 
-def _check_hyperparameters(group: dict[str, Any]) -> None:
-    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
-        raise ValueError("a tensor lr must have one element")
-    for name in ("lr", "weight_decay", "eps"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} must not be negative, got {group[name]}")
-    for name in _UNSUPPORTED:
-        if group.get(name):
-            raise ValueError(f"{name} is not supported; leave it out or False")
-    if group["algorithm"] == "muon":
-        _check_muon(group)
-    else:
-        _check_adamw(group)
+class _ParameterState(Mapping[str, torch.Tensor]):
+    """The states of one parameter: their names are known, a value is read from its page."""
+
+    def __init__(self, optimizer: Muon, number: int, index: int) -> None:
+        self._optimizer = optimizer
+        self._paged = optimizer._paged_group(number).parameters[index]
+        self._scalars = optimizer._scalar_states(number, self._paged.name)
+        self._dtypes = _state_dtypes(self._paged)
+
+    def __getitem__(self, state: str) -> torch.Tensor:
+        if state in self._scalars:
+            return self._scalars[state]
+        if state not in self._dtypes:
+            raise KeyError(state)
+        self._optimizer._attach_groups()
+        states = self._optimizer.store.read_states([self._paged.name])
+        if not states:
+            return _initial_state(self._paged, state, self._dtypes[state])
+        return states[self._paged.name][state]
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self._scalars, self._dtypes)
+
+    def __len__(self) -> int:
+        return len(self._scalars) + len(self._dtypes)
+
+    def __contains__(self, state: object) -> bool:
+        return state in self._scalars or state in self._dtypes
 
 
-def _check_muon(group: dict[str, Any]) -> None:
-    if not 0 <= group["momentum"] <= 1:
-        raise ValueError(f"momentum must lie in [0, 1], got {group['momentum']}")
-    if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
-        raise ValueError(
-            f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}"
-        )
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients must be three, got {group['ns_coefficients']}")
-    if not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must lie in [0, 100), got {group['ns_steps']}")
+def _state_dtypes(paged: tierstore.PagedParameter) -> dict[str, torch.dtype]:
+    """Return the paged states of a parameter; fp32 parameters have no master beside them."""
+    spec = paged.spec
+    return dict(spec.states if spec.owns_master else spec.all_states)
 
 
-def _check_adamw(group: dict[str, Any]) -> None:
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
-
-
-def _check_saved(
-    saved: Mapping[str, Any], parameter: tierstore.PagedParameter, *, has_step: bool
-) -> None:
-    """Check that a state dict has all states of a parameter, or none, and no others."""
-    expected = {*parameter.states, *(("step",) if has_step else ())}
-    if saved and saved.keys() - {"master"} != expected:
-        raise ValueError(
-            f"the state dict has {sorted(saved)} for parameter {parameter.name!r}, expected "
-            f"{sorted(expected)}"
-        )
-    for state, value in saved.items():
-        if isinstance(value, torch.Tensor):
-            fits = state != "step" or value.numel() == 1
-        else:
-            fits = state == "step" and isinstance(value, int | float)
-        if not fits:
-            raise ValueError(
-                f"{state!r} of parameter {parameter.name!r} must be a tensor of its shape, or "
-                f"one number where it is a step; got a {type(value).__name__}"
-            )
+def _initial_state(paged: tierstore.PagedParameter, state: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a state is before the first step."""
+    if state == "master":
+        return paged.tensor.detach().to(dtype, copy=True)
+    return torch.zeros(paged.tensor.shape, dtype=dtype)

@@ -1,7 +1,8 @@
 """The two update rules, over plain tensors that are any chunk of a parameter.
 
 Everything here is elementwise, so that a result does not depend on where a parameter was
-cut. Gradients are never modified. Tensors of one call have one shape.
+cut. Gradients are never modified. Tensors of one call have one shape. A learning rate that
+is a tensor of one element is computed with in its own precision.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def momentum_(
         nesterov: look one step ahead, as ``torch.optim.Muon`` does.
         out: overwritten, in the dtype of Newton-Schulz.
     """
-    grad = _widened(grad)
-    average = _widened(momentum_buffer)  # The buffer itself where it is wide already.
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    wide = torch.promote_types(wide, momentum_buffer.dtype)
+    grad = grad.to(wide)
+    average = momentum_buffer.to(wide)  # The buffer itself where it is wide already.
     average.lerp_(grad, 1 - momentum)
     momentum_buffer.copy_(average)
     out.copy_(grad.lerp(average, momentum) if nesterov else average)
@@ -44,8 +47,8 @@ def muon_(
     master: torch.Tensor,
     update: torch.Tensor,
     *,
-    lr: float,
-    adjusted_lr: float,
+    lr: float | torch.Tensor,
+    adjusted_lr: float | torch.Tensor,
     weight_decay: float,
 ) -> None:
     """Decay the master, then subtract the orthogonalized update.
@@ -57,11 +60,13 @@ def muon_(
         adjusted_lr: learning rate of the update.
         weight_decay: decoupled, as in AdamW.
     """
-    master.mul_(1 - lr * weight_decay)
-    master.add_(update, alpha=-adjusted_lr)
+    master.mul_(float(1 - lr * weight_decay))
+    master.add_(update, alpha=-float(adjusted_lr))
 
 
-def adjust_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+def adjust_lr(
+    lr: float | torch.Tensor, adjust_lr_fn: str | None, rows: int, columns: int
+) -> float | torch.Tensor:
     """Return the learning rate of a matrix of this shape.
 
     None and "original" scale by sqrt(max(1, rows / columns)) (Keller Jordan);
@@ -80,7 +85,7 @@ def adamw_(
     exp_avg_sq: torch.Tensor,
     *,
     step: float,
-    lr: float,
+    lr: float | torch.Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -98,16 +103,11 @@ def adamw_(
         eps: added to the root of the second mean.
         weight_decay: decoupled: the master shrinks by ``lr * weight_decay``.
     """
-    grad = _widened(grad)
+    grad = grad.to(exp_avg.dtype)
     beta1, beta2 = betas
     if weight_decay != 0:
-        master.mul_(1 - lr * weight_decay)
+        master.mul_(float(1 - lr * weight_decay))
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
-    master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in float32 or wider: itself where it is that already."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    master.addcdiv_(exp_avg, denominator, value=-float(lr / (1 - beta1**step)))

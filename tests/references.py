@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,11 @@ class Pair:
         self.ours, self.theirs = training.make_parameters(), training.make_parameters()
         own_lr = {} if lr is None else {"lr": lr}
         mine, others = (
-            [{**training.make_groups(parameters)[number], **own_lr} for number in groups]
+            # A copy, because schedulers write into a tensor lr.
+            [
+                {**training.make_groups(parameters)[number], **copy.deepcopy(own_lr)}
+                for number in groups
+            ]
             for parameters in (self.ours, self.theirs)
         )
         names = [name for group in mine for name, _ in group["params"]]
@@ -83,6 +88,33 @@ class Pair:
         for reference in self.references:
             for name, other in self.theirs.items():
                 for state, expected in reference.state.get(other, {}).items():
-                    if other.numel():
-                        actual = self.optimizer.state[self.ours[name]][state]
-                        assert torch.equal(actual, expected), (state, name)
+                    actual = self.optimizer.state[self.ours[name]][state]
+                    assert torch.equal(actual, expected), (state, name)
+
+
+def stored(optimizer: muon.Muon) -> dict[str, Any]:
+    """Copies of all that a refused call must not change."""
+    return {
+        "groups": [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
+        "parameters": [p.clone() for group in optimizer.param_groups for p in group["params"]],
+        "states": optimizer.store.read_states(),
+        "scalars": copy.deepcopy(optimizer.store.scalars),
+        "step": optimizer.store.step,
+    }
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal, tensors bit for bit."""
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same(actual[key], expected[key])
+    elif isinstance(actual, list):
+        for mine, other in zip(actual, expected, strict=True):
+            assert_same(mine, other)
+    else:
+        assert actual == expected

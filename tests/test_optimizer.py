@@ -1,8 +1,8 @@
-"""Muon as a user of torch.optim meets it: schedulers, hooks, scalers, models, mistakes."""
+"""Muon as a user of torch.optim meets it: schedulers, hooks, scalers, and models."""
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,37 +15,9 @@ from torch.optim import lr_scheduler
 import muon
 import tierstore
 from tests import training
-from tests.references import Pair
+from tests.references import Pair, assert_same, stored
 
 STEPS = range(1, 11)
-
-
-def stored(optimizer: muon.Muon) -> dict[str, Any]:
-    """Copies of all that a refused call must not change."""
-    return {
-        "groups": [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
-        "parameters": [p.clone() for group in optimizer.param_groups for p in group["params"]],
-        "states": optimizer.store.read_states(),
-        "scalars": copy.deepcopy(optimizer.store.scalars),
-        "step": optimizer.store.step,
-    }
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Equal, tensors bit for bit."""
-    assert type(actual) is type(expected)
-    if isinstance(actual, torch.Tensor):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
-    elif isinstance(actual, dict):
-        assert actual.keys() == expected.keys()
-        for key in actual:
-            assert_same(actual[key], expected[key])
-    elif isinstance(actual, list):
-        for mine, other in zip(actual, expected, strict=True):
-            assert_same(mine, other)
-    else:
-        assert actual == expected
 
 
 def matrix(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -145,7 +117,7 @@ def test_any_groups_in_any_order(groups: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_lr_may_be_a_tensor(group: int) -> None:
-    pair = Pair([group], lr=torch.tensor(0.013))
+    pair = Pair([group], lr=torch.tensor(7.7))
     schedulers = [training.make_scheduler(optimizer) for optimizer in pair.optimizers]
     for step in STEPS:
         pair.step(step)
@@ -157,12 +129,12 @@ def test_lr_may_be_a_tensor(group: int) -> None:
 
 def add_group(pair: Pair, number: int) -> None:
     """Add a group whose only parameter is much larger than every page before."""
-    name, option = ("big", {"lr": 0.04}) if number else ("wider", {"lr": 0.01})
+    name, lr = ("big", 0.04) if number else ("wider", 0.01)
     for parameters in (pair.ours, pair.theirs):
         generator = torch.Generator().manual_seed(number)
         parameters[name] = nn.Parameter(torch.randn(120, 170 + number, generator=generator))
-    pair.optimizer.add_param_group({"params": [(name, pair.ours[name])], **option})
-    pair.references.append(torch.optim.Muon([(name, pair.theirs[name])], **option))
+    pair.optimizer.add_param_group({"params": [(name, pair.ours[name])], "lr": lr})
+    pair.references.append(torch.optim.Muon([(name, pair.theirs[name])], lr=lr))
 
 
 def test_add_param_group_after_steps() -> None:
@@ -256,7 +228,7 @@ def test_closure() -> None:
     for _ in range(3):
         loss = optimizer.step(closure_of(optimizer, mine))
         assert loss.item() == losses[-1]
-        reference.step(closure_of(reference, other))
+        reference.step(closure_of(reference, other))  # type: ignore[no-untyped-call]
     assert len(losses) == 6
     assert torch.equal(mine, other)
 
@@ -316,7 +288,7 @@ def test_first_step_may_be_skipped(tmp_path: Path) -> None:
         scaled_step(scaler, optimizer, weight, 3.0)
         store.commit(extra={"batch": 2})
     reference_weight.grad = torch.full_like(weight, 3.0)
-    torch.optim.Muon([reference_weight]).step()
+    torch.optim.Muon([reference_weight]).step()  # type: ignore[no-untyped-call]
     with tierstore.TierStore(tmp_path, resume=True) as store:
         restored = matrix(seed=1)
         assert muon.Muon([("weight", restored)], store=store).restore() == 1
@@ -324,13 +296,187 @@ def test_first_step_may_be_skipped(tmp_path: Path) -> None:
         assert torch.equal(restored, reference_weight)
 
 
-def test_commit_of_a_skipped_first_step_keeps_its_extra(tmp_path: Path) -> None:
+def test_run_of_skipped_steps_alone_begins_anew(tmp_path: Path) -> None:
+    """No step was done, so a restart finds none."""
     weight = matrix()
     scaler = torch.amp.GradScaler("cpu")
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon([("weight", weight)], store=store)
         scaled_step(scaler, optimizer, weight, float("inf"))
         store.commit(extra={"batch": 1})
+        store.synchronize()
     with tierstore.TierStore(tmp_path, resume=True) as store:
-        assert muon.Muon([("weight", matrix(seed=1))], store=store).restore() == 0
-        assert store.extra == {"batch": 1}
+        again = matrix(seed=1)
+        assert muon.Muon([("weight", again)], store=store).restore() == 0
+        assert torch.equal(again, matrix(seed=1))
+
+
+# ---------------------------------------------------------------------------------- models
+
+
+class Model(nn.Module):
+    """A small language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 40)
+        self.down = nn.Linear(40, 16, bias=False)
+        self.head = nn.Linear(16, 23, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        logits: torch.Tensor = self.head(x + self.down(self.up(self.norm(x)).relu()))
+        return logits
+
+
+def train_model(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[float]:
+    """Ten steps of guessing the next token; returns the losses."""
+    generator = torch.Generator().manual_seed(7)
+    losses = []
+    for _ in STEPS:
+        tokens = torch.randint(23, (4, 9), generator=generator)
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+    return losses
+
+
+def test_model_with_tied_weights_on_disk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mine, other = Model(), Model()
+    other.load_state_dict(mine.state_dict())
+    hidden = [other.up.weight, other.down.weight]
+    rest = [other.embedding.weight, other.norm.weight, other.norm.bias, other.up.bias]
+    references = [
+        torch.optim.Muon(hidden, lr=0.02),
+        torch.optim.AdamW(rest, lr=1e-3, foreach=False),
+    ]
+    expected = train_model(other, references)
+    with tierstore.TierStore(tmp_path, page_bytes=8192, buffers=2) as store:
+        optimizer = muon.Muon(muon.param_groups(mine, lr=0.02, adamw_lr=1e-3), store=store)
+        assert train_model(mine, [optimizer]) == expected
+        assert store.step == len(STEPS)
+    assert_same(dict(mine.state_dict()), dict(other.state_dict()))
+    assert mine.head.weight is mine.embedding.weight
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_transposed_parameters_and_gradients(algorithm: str) -> None:
+    """Strides change no bit: torch.optim over contiguous copies is the oracle."""
+    start = torch.randn(24, 10, generator=torch.Generator().manual_seed(0))
+    mine, other = nn.Parameter(start.clone().T), nn.Parameter(start.T.contiguous())
+    assert not mine.is_contiguous()
+    optimizer = muon.Muon([{"params": [mine], "algorithm": algorithm}])
+    reference: torch.optim.Optimizer = torch.optim.Muon([other])
+    if algorithm == "adamw":
+        reference = torch.optim.AdamW([other], foreach=False)
+    for step in STEPS:
+        grad = torch.randn(10, 24, generator=torch.Generator().manual_seed(step))
+        mine.grad, other.grad = grad, grad
+        if step % 2:  # Every other gradient is transposed too.
+            mine.grad = grad.T.contiguous().T
+        optimizer.step()
+        reference.step()
+    assert torch.equal(mine, other)
+
+
+def test_frozen_parameters_stay() -> None:
+    pair = Pair()
+    for parameters in (pair.ours, pair.theirs):
+        parameters["wide"].requires_grad_(False)
+        parameters["embedding"].requires_grad_(False)
+    for _ in range(3):
+        for parameters in (pair.ours, pair.theirs):
+            loss = sum(p.sin().sum() for p in parameters.values())
+            loss.backward()  # type: ignore[union-attr]
+        pair.step_with_own_gradients()
+    pair.assert_identical()
+    start = training.make_parameters()
+    assert torch.equal(pair.ours["wide"], start["wide"])
+    assert not torch.equal(pair.ours["tall"], start["tall"])
+
+
+def test_unnamed_parameters_are_restored_by_position(tmp_path: Path) -> None:
+    def begin(store: tierstore.TierStore, seed: int) -> muon.Muon:
+        first, second, third = (matrix(seed=seed + number) for number in range(3))
+        groups: list[dict[str, Any]] = [
+            {"params": [first, second]},
+            {"params": [third], "algorithm": "adamw"},
+        ]
+        return muon.Muon(groups, store=store)
+
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = begin(store, seed=0)
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad = weight.detach().clone()
+        optimizer.step()
+        expected = stored(optimizer)
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        optimizer = begin(store, seed=9)
+        assert optimizer.restore() == 1
+        assert_same(stored(optimizer), expected)
+
+
+def test_loaded_model_is_adopted_in_fp32() -> None:
+    pair = Pair()
+    pair.step(1, 2)
+    for name, value in training.make_parameters(seed=5).items():
+        for parameters in (pair.ours, pair.theirs):
+            parameters[name].data.copy_(value)
+    with warnings.catch_warnings(action="error"):
+        pair.step(3, 4)
+    pair.assert_identical()
+
+
+def test_loaded_model_is_adopted_in_bf16_with_one_warning(tmp_path: Path) -> None:
+    """The masters go on from the new values: torch.optim over fp32 copies of them."""
+    model = nn.Linear(12, 7).bfloat16()
+    copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    references = [
+        torch.optim.Muon(copies[:1]),
+        torch.optim.AdamW(copies[1:], lr=0.01, foreach=False),
+    ]
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter, other in zip(model.parameters(), copies, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            other.grad = parameter.grad.float()
+        for each in (optimizer, *references):
+            each.step()
+        for parameter, other in zip(model.parameters(), copies, strict=True):
+            assert torch.equal(parameter, other.bfloat16())
+
+    def load(offset: float) -> None:
+        state_dict = {name: p + offset for name, p in model.state_dict().items()}
+        assert all((state_dict[name] != p).all() for name, p in model.state_dict().items())
+        model.load_state_dict(state_dict)
+        for parameter, other in zip(model.parameters(), copies, strict=True):
+            other.data.copy_(parameter)
+
+    with tierstore.TierStore(tmp_path) as store:
+        weight, bias = model.named_parameters()
+        optimizer = muon.Muon(
+            [
+                {"params": [weight], "momentum_dtype": torch.float32},
+                {"params": [bias], "algorithm": "adamw", "lr": 0.01},
+            ],
+            store=store,
+        )
+        step(1)
+        load(1.0)
+        with pytest.warns(UserWarning, match=r"'weight' was changed outside of the optimizer"):
+            step(2)
+        load(-3.0)
+        with warnings.catch_warnings(action="error"):
+            step(3)
+            step(4)

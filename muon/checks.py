@@ -1,0 +1,94 @@
+"""What the param groups and the saved states of an optimizer must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import tierstore
+from muon.update import ADJUST_LR_FNS
+
+# Options of torch.optim that would change the result, and that nothing here knows.
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+# What a running average or Newton-Schulz can be computed in.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise ValueError, naming the argument, unless it is a floating-point dtype to use."""
+    if dtype not in _DTYPES:
+        names = ", ".join(str(known) for known in _DTYPES)
+        raise ValueError(f"{name} must be one of {names}, got {dtype!r}")
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """Check that every hyperparameter of a group is in its range.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
+        raise ValueError("a tensor lr must have one element")
+    for name in ("lr", "weight_decay", "eps"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} must not be negative, got {group[name]}")
+    for name in _UNSUPPORTED:
+        if group.get(name):
+            raise ValueError(f"{name} is not supported; leave it out or False")
+    if group.get("decoupled_weight_decay") is False:
+        raise ValueError("weight decay is decoupled here, as in AdamW; these are Adam's options")
+    if group["algorithm"] == "muon":
+        _check_muon(group)
+    else:
+        _check_adamw(group)
+
+
+def _check_muon(group: Mapping[str, Any]) -> None:
+    if not 0 <= group["momentum"] <= 1:
+        raise ValueError(f"momentum must lie in [0, 1], got {group['momentum']}")
+    if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
+        raise ValueError(
+            f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}"
+        )
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients must be three, got {group['ns_coefficients']}")
+    if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"ns_steps must be a whole number in [0, 100), got {group['ns_steps']}")
+    if group["momentum_dtype"] is not None:
+        check_dtype("momentum_dtype", group["momentum_dtype"])
+
+
+def _check_adamw(group: Mapping[str, Any]) -> None:
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
+
+
+def check_saved(
+    saved: Mapping[str, Any], parameter: tierstore.PagedParameter, *, has_step: bool
+) -> None:
+    """Check that a state dict has all states of a parameter, or none, and no others.
+
+    A master may be missing: torch.optim has none.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    expected = {*parameter.states, *(("step",) if has_step else ())}
+    if saved and saved.keys() - {"master"} != expected:
+        raise ValueError(
+            f"the state dict has {sorted(saved)} for parameter {parameter.name!r}, expected "
+            f"{sorted(expected)}"
+        )
+    for state, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            fits = state != "step" or value.numel() == 1
+        else:
+            fits = state == "step" and isinstance(value, int | float)
+        if not fits:
+            raise ValueError(
+                f"{state!r} of parameter {parameter.name!r} must be a tensor of its shape, or "
+                f"one number where it is a step; got a {type(value).__name__}"
+            )
