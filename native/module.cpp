@@ -3,7 +3,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -36,13 +38,34 @@ void submit_sync(UringEngine& engine, const Ticket& ticket, std::vector<int> fds
   engine.submit_sync(ticket.transfer, std::move(fds));
 }
 
-nb::tuple wait(UringEngine& engine, const Ticket& ticket) {
-  Outcome outcome;
-  {
-    const nb::gil_scoped_release released;
-    outcome = engine.wait(ticket.transfer);
+// A signal sent to the process is seen between two slices: Ctrl-C ends the wait, not the
+// transfer.
+constexpr std::chrono::milliseconds kSlice{100};
+
+void check_signals() {
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+nb::tuple wait_for_ticket(UringEngine& engine, const Ticket& ticket) {
+  for (;;) {
+    std::optional<Outcome> outcome;
+    {
+      const nb::gil_scoped_release released;
+      outcome = engine.wait(ticket.transfer, kSlice);
+    }
+    if (outcome) return nb::make_tuple(outcome->error, outcome->failed_at);
+    check_signals();
   }
-  return nb::make_tuple(outcome.error, outcome.failed_at);
+}
+
+void close_engine(UringEngine& engine) {
+  for (;;) {
+    {
+      const nb::gil_scoped_release released;
+      if (engine.close(kSlice)) return;
+    }
+    check_signals();
+  }
 }
 
 }  // namespace
@@ -83,7 +106,7 @@ NB_MODULE(_native, m) {
       .def("submit", &submit, "ticket"_a, "is_write"_a, "fd"_a, "address"_a, "nbytes"_a,
            "offset"_a)
       .def("submit_sync", &submit_sync, "ticket"_a, "fds"_a)
-      .def("wait", &wait, "ticket"_a)
-      .def("close", &UringEngine::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait", &wait_for_ticket, "ticket"_a)
+      .def("close", &close_engine)
       .def("abandon", &UringEngine::abandon);
 }

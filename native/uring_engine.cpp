@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -41,8 +42,8 @@ class UringEngine::Core {
   ~Core();
 
   void enqueue(const std::shared_ptr<Transfer>& transfer);
-  Outcome wait(const Transfer& transfer);
-  void stop();
+  std::optional<Outcome> wait(const Transfer& transfer, std::chrono::milliseconds limit);
+  bool stop(std::chrono::milliseconds limit);
   void close_descriptors();
 
  private:
@@ -68,9 +69,11 @@ class UringEngine::Core {
 
   // Shared with callers, under mutex_.
   std::mutex mutex_;
-  std::condition_variable some_ended_;
+  std::condition_variable some_ended_;  // A transfer, or the thread.
   std::deque<std::shared_ptr<Transfer>> submitted_;
   bool stopping_ = false;
+  bool thread_ended_ = false;
+  bool released_ = false;
 
   // The thread's own.
   const unsigned queue_depth_;
@@ -106,7 +109,8 @@ UringEngine::Core::Core(unsigned queue_depth, uint64_t request_bytes)
 }
 
 UringEngine::Core::~Core() {
-  stop();
+  while (!stop(std::chrono::hours(1))) {
+  }
 }
 
 void UringEngine::Core::make_ring() {
@@ -135,30 +139,38 @@ void UringEngine::Core::start_thread() {
 }
 
 void UringEngine::Core::enqueue(const std::shared_ptr<Transfer>& transfer) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (stopping_) throw std::runtime_error("the engine is closed");
-    submitted_.push_back(transfer);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (stopping_) {
+    // Whoever waits for it all the same must not wait for ever.
+    transfer->outcome = Outcome{ECANCELED, transfer->offset};
+    transfer->ended = true;
+    throw std::runtime_error("the engine is closed");
   }
+  submitted_.push_back(transfer);
   wake();
 }
 
-Outcome UringEngine::Core::wait(const Transfer& transfer) {
+std::optional<Outcome> UringEngine::Core::wait(const Transfer& transfer,
+                                               std::chrono::milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
-  some_ended_.wait(lock, [&] { return transfer.ended.load(); });
+  if (!some_ended_.wait_for(lock, limit, [&] { return transfer.ended.load(); })) return {};
   return transfer.outcome;
 }
 
-void UringEngine::Core::stop() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (stopping_) return;
+bool UringEngine::Core::stop(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (released_) return true;
+  if (!stopping_) {
     stopping_ = true;
+    wake();
   }
-  wake();
-  thread_.join();
+  if (!some_ended_.wait_for(lock, limit, [&] { return thread_ended_; })) return false;
+  if (released_) return true;  // Another caller was first.
+  thread_.join();  // It takes the mutex no more.
   io_uring_queue_exit(&ring_);
   ::close(wake_fd_);
+  released_ = true;
+  return true;
 }
 
 void UringEngine::Core::close_descriptors() {
@@ -168,6 +180,7 @@ void UringEngine::Core::close_descriptors() {
   ::close(wake_fd_);
 }
 
+// Called with the mutex held, so that no other thread can have closed the descriptor.
 void UringEngine::Core::wake() {
   const uint64_t one = 1;
   // Fails only when the counter is full, and then a wake-up is pending already.
@@ -180,10 +193,15 @@ void UringEngine::Core::run() {
     const bool stopping = take_new_work();
     fill_slots();
     publish_ended();
-    if (stopping && active_.empty() && free_slots_.size() == slots_.size()) return;
+    if (stopping && active_.empty() && free_slots_.size() == slots_.size()) break;
     submit_and_wait();
     reap();
   }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    thread_ended_ = true;
+  }
+  some_ended_.notify_all();
 }
 
 // Returns whether the engine is stopping; what was submitted before that is still done.
@@ -360,15 +378,16 @@ void UringEngine::submit_sync(const std::shared_ptr<Transfer>& transfer, std::ve
   enqueue(transfer);
 }
 
-Outcome UringEngine::wait(const std::shared_ptr<Transfer>& transfer) {
+std::optional<Outcome> UringEngine::wait(const std::shared_ptr<Transfer>& transfer,
+                                         std::chrono::milliseconds limit) {
   check_usable();
   if (!transfer->submitted) throw std::invalid_argument("the ticket was never submitted");
-  return core_->wait(*transfer);
+  return core_->wait(*transfer, limit);
 }
 
-void UringEngine::close() {
+bool UringEngine::close(std::chrono::milliseconds limit) {
   check_usable();
-  core_->stop();
+  return core_->stop(limit);
 }
 
 void UringEngine::abandon() {

@@ -4,8 +4,10 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace tierstore {
@@ -53,10 +55,14 @@ class UringEngine {
               uint64_t address, uint64_t nbytes, uint64_t offset);
   // Covers what was written before the call and has ended.
   void submit_sync(const std::shared_ptr<Transfer>& transfer, std::vector<int> fds);
-  // Blocks until the transfer has ended: the kernel no longer uses its memory.
-  Outcome wait(const std::shared_ptr<Transfer>& transfer);
-  // Waits for all transfers, then ends the thread and releases the ring.
-  void close();
+  // Blocks until the transfer has ended (the kernel no longer uses its memory); gives
+  // nothing if that takes longer than the limit. A caller with signals to look after
+  // calls it again.
+  std::optional<Outcome> wait(const std::shared_ptr<Transfer>& transfer,
+                              std::chrono::milliseconds limit);
+  // Takes no more transfers, waits for all of them, then ends the thread and releases the
+  // ring. Returns false if that takes longer than the limit: call it again.
+  bool close(std::chrono::milliseconds limit);
   // For a forked child: closes the child's descriptors of the ring, and nothing else.
   void abandon();
 

@@ -19,8 +19,10 @@ import torch
 import muon
 import tierstore
 from tests import crashing, training
+from tierstore.storage.base import Transfer
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
+from tierstore.units import Extent
 
 BEFORE = 3  # Steps committed before a fault strikes.
 
@@ -28,12 +30,11 @@ BEFORE = 3  # Steps committed before a fault strikes.
 class Run:
     """Training on a storage with faults, to be looked at after it was closed."""
 
-    def __init__(self, directory: Path, engine: str = "auto", **options: Any) -> None:
-        self.directory = directory
-        self.storage = FaultyStorage(open_storage(directory / "rank-00000", engine), seed=3)
-        self.store = tierstore.TierStore(
-            self.storage, page_bytes=10000, buffers=3, resume=True, **options
-        )
+    def __init__(
+        self, directory: Path, engine: str = "auto", storage: type[FaultyStorage] = FaultyStorage
+    ) -> None:
+        self.storage = storage(open_storage(directory / "rank-00000", engine), seed=3)
+        self.store = tierstore.TierStore(self.storage, page_bytes=10000, buffers=3, resume=True)
         self.parameters = training.make_parameters(torch.bfloat16)
         self.optimizer = muon.Muon(training.make_groups(self.parameters), store=self.store)
         self.scheduler = training.make_scheduler(self.optimizer)
@@ -254,6 +255,52 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
     run.storage.disarm()
     run.store.close()
     check_last_commit(tmp_path / "run", tmp_path / "copy", {BEFORE})
+
+
+class InterruptedStorage(FaultyStorage):
+    """Ctrl-C comes just after the n-th transfer was started, before anyone has kept it."""
+
+    interrupt_at = 0
+
+    def _interrupt(self) -> None:
+        self.interrupt_at -= 1
+        if self.interrupt_at == 0:
+            raise KeyboardInterrupt
+
+    def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        transfer = super().read(name, extent, buffer)
+        self._interrupt()
+        return transfer
+
+    def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        transfer = super().write(name, extent, buffer)
+        self._interrupt()
+        return transfer
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 12])
+def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> None:
+    """The transfer goes on, into or from a buffer that must not be used meanwhile."""
+    run = Run(tmp_path / "run", storage=InterruptedStorage)
+    run.train(BEFORE)
+    release = threading.Event()
+    for operation in ("read", "write"):
+        run.storage.arm(Fault("delayed", operation, probability=1, release=release))  # type: ignore[arg-type]
+    run.storage.interrupt_at = at  # type: ignore[attr-defined]
+    timer = threading.Timer(0.2, release.set)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run.train(1)
+    with pytest.raises(tierstore.StoreFailedError):
+        run.optimizer.step()
+    assert run.optimizer.restore() == BEFORE
+    assert release.is_set()  # What was under way was waited for.
+    run.storage.disarm()
+    run.scheduler.load_state_dict(run.store.extra["scheduler"])
+    run.train(2)
+    run.store.close()
+    timer.join()
+    check_last_commit(tmp_path / "run", tmp_path / "copy", {BEFORE + 2})
 
 
 def _limited(sender: Connection, directory: Path, engine: str) -> None:

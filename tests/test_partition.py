@@ -160,6 +160,14 @@ def test_cuts_are_at_rows_that_fit_half_a_page(specs: list[ParameterSpec], page_
                 assert start % row == stop % row == 0
 
 
+def test_rows_over_half_a_page_are_cut() -> None:
+    """Or the rest of each page, up to a row, would be left empty."""
+    first, *_ = partition_group(0, [make_spec("w", (10, 1000), elementwise=True)], 7999)
+    assert shard_range(first.shards[0])[1] % 1000
+    first, *_ = partition_group(0, [make_spec("w", (10, 1000), elementwise=True)], 8000)
+    assert shard_range(first.shards[0]) == (0, 1000)
+
+
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_pages_hold_about_page_bytes(specs: list[ParameterSpec], page_bytes: int) -> None:
@@ -205,10 +213,10 @@ def test_cut_parameters_leave_no_room_for_a_row(
     for page, following in itertools.pairwise(partition_group(0, specs, page_bytes)):
         parameter = following.shards[0].parameter
         row = math.prod(parameter.shape[1:])
-        # One row more would bring its data, and perhaps a record for each state of its own.
-        framing = len(parameter.all_states) * record_nbytes((), torch.float64)
+        # One row more would bring its data, and perhaps a record of its own for each state.
+        framing = record_nbytes((0,), torch.float32) + DATA_ALIGNMENT_BYTES
         if row * bytes_per_element(parameter) <= page_bytes // 2:
-            more = row * bytes_per_element(parameter) + framing
+            more = row * bytes_per_element(parameter) + framing * len(parameter.all_states)
             assert records_nbytes(page) + more > page_bytes
 
 

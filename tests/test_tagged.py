@@ -256,6 +256,7 @@ Point = namedtuple("Point", "x")
         (np.array([object()]), "dtype object"),
         (np.zeros(2, dtype=[("x", "<f4")]), "dtype"),
         (np.void(b"12"), "dtype"),
+        (type("Scalar", (np.float64,), {})(1), "Scalar"),
         (np.ma.masked_array([1]), "MaskedArray"),
     ],
     ids=lambda value: value if type(value) is str else "",

@@ -9,6 +9,7 @@ from tierstore.errors import (
     StorageError,
     StoreClosedError,
     StoreFailedError,
+    SweepError,
     TierstoreError,
 )
 from tierstore.groups import PagedGroup, PagedParameter
@@ -33,6 +34,7 @@ __all__ = [
     "StorageError",
     "StoreClosedError",
     "StoreFailedError",
+    "SweepError",
     "TierStore",
     "TierstoreError",
 ]

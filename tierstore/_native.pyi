@@ -47,15 +47,25 @@ class UringEngine:
     def submit(
         self, ticket: Ticket, is_write: bool, fd: int, address: int, nbytes: int, offset: int
     ) -> None:
-        """Start a transfer; memory and descriptor must stay valid until it has ended."""
+        """Start a transfer; memory and descriptor must stay valid until it has ended.
+
+        Raises:
+            RuntimeError: the engine is closed (the ticket has then ended with ECANCELED),
+                or belongs to the parent of this forked process.
+        """
     def submit_sync(self, ticket: Ticket, fds: list[int]) -> None:
         """Start an fdatasync of every descriptor, all in one submission."""
     def wait(self, ticket: Ticket) -> tuple[int, int]:
         """Block until it has ended; return (errno or 0, where it failed).
 
-        Where: the file offset, or for a sync the index of the descriptor.
+        Where: the file offset, or for a sync the index of the descriptor. Whatever a signal
+        handler raises (KeyboardInterrupt) passes to the caller, and the transfer goes on.
         """
     def close(self) -> None:
-        """Wait for all transfers, then end the thread and release the ring."""
+        """Wait for all transfers, then end the thread and release the ring.
+
+        Interrupted by a signal handler that raises, it takes no more transfers, and is to
+        be called again.
+        """
     def abandon(self) -> None:
         """Close this forked child's descriptors of the ring, and nothing else."""

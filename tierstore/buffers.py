@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 from dataclasses import dataclass
 
 import torch
 
-from tierstore.units import SECTOR_BYTES, align_up
+from tierstore.errors import BudgetError
+from tierstore.units import SECTOR_BYTES, align_up, format_bytes
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
@@ -26,10 +28,13 @@ class Buffer:
 
 
 class BufferPool:
-    """``count`` buffers of ``nbytes`` each, all allocated now and until close().
+    """``count`` buffers of ``nbytes`` each, all allocated now, for as long as it lives.
 
     Used by one thread. Direct I/O pins the pages of a buffer, which is why they are huge
     (fewer of them) and are not given to forked children (a fork would have to copy them).
+
+    Raises:
+        BudgetError: the machine does not have so much memory.
     """
 
     def __init__(self, count: int, nbytes: int) -> None:
@@ -37,20 +42,21 @@ class BufferPool:
         self.count = count
         arena_bytes = max(count * self.buffer_bytes, SECTOR_BYTES)
         # Anonymous memory comes aligned to 4 KiB only: take a huge page more, start later.
-        arena = mmap.mmap(-1, arena_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
+        arena = _map(arena_bytes + HUGE_PAGE_BYTES)
         address = torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
         first = align_up(address, HUGE_PAGE_BYTES) - address
         arena.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
             arena.madvise(mmap.MADV_HUGEPAGE)
         _populate(arena, first, arena_bytes)
-        self._free = [
+        self._all = [
             Buffer(
                 torch.frombuffer(arena, dtype=torch.uint8, offset=offset, count=self.buffer_bytes),
                 memoryview(arena)[offset : offset + self.buffer_bytes],
             )
             for offset in (first + index * self.buffer_bytes for index in range(count))
         ]
+        self.release_all()
 
     @property
     def nbytes(self) -> int:
@@ -70,11 +76,32 @@ class BufferPool:
         """Give a buffer back. No transfer may still use it."""
         self._free.append(buffer)
 
+    def release_all(self) -> None:
+        """Take back every buffer, whoever has it. No transfer may still use any."""
+        self._free = list(self._all)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _no_memory(nbytes) from error
+
 
 def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
     """Have the kernel map every page now, so that no step waits for a page fault."""
     try:
         arena.madvise(_MADV_POPULATE_WRITE, offset, nbytes)
-    except OSError:  # Linux before 5.14: touch each page ourselves.
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise _no_memory(nbytes) from error
+        # Linux before 5.14 does not know this advice: touch each page ourselves.
         for position in range(offset, offset + nbytes, mmap.PAGESIZE):
             arena[position] = 0
+
+
+def _no_memory(nbytes: int) -> BudgetError:
+    return BudgetError(
+        f"this machine does not give {nbytes} bytes ({format_bytes(nbytes)}) for page buffers: "
+        "free some, or pass a smaller host_memory"
+    )

@@ -8,12 +8,12 @@ untouched, because a step writes to the other copy of each page.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from tierstore.errors import StoreFailedError
 from tierstore.manifest import Manifest, manifest_name, manifest_step, page_file
 from tierstore.storage.base import Storage, Transfer
 
@@ -54,7 +54,6 @@ class Commits:
         self._storage = storage
         self._single_copy = single_copy
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
-        self._pending: Future[None] | None = None
         self.go_on_from(committed)
 
     def go_on_from(self, manifest: Manifest | None) -> None:
@@ -69,6 +68,8 @@ class Commits:
         self._copies = {index: entry.copy for index, entry in enumerate(entries)}
         self._files_written: set[str] = set()
         self._dirty = False
+        self._pending: Future[None] | None = None
+        self._begun = self._durable = 0  # Number of the last commit that was.
 
     @property
     def copies(self) -> str:
@@ -81,9 +82,11 @@ class Commits:
         Blocks until the last commit begun is durable: until then a crash needs both.
 
         Raises:
-            StorageError: that commit failed.
+            StorageError, StoreFailedError: it is not, and never will be.
         """
         self.wait()
+        if self._durable != self._begun:
+            raise StoreFailedError("an interrupt came as a commit began, and it was never made")
         committed = self._copies.get(page)
         copy = "b" if committed == "a" and not self._single_copy else "a"
         if copy == committed and not self._dirty:
@@ -104,34 +107,42 @@ class Commits:
         """
         self.wait()
         files = sorted(self._files_written)
-        self._pending = self._executor.submit(self._commit, manifest, writes, files)
+        copies = {index: entry.copy for index, entry in enumerate(manifest.pages)}
+        # Submitted last: an interrupt before that leaves a commit that is never durable,
+        # and claim_copy() then lets nothing be overwritten.
+        self._begun += 1
         self.begun_step = manifest.step
-        self._copies = {index: entry.copy for index, entry in enumerate(manifest.pages)}
-        self._files_written = set()
-        self._dirty = False
+        self._copies, self._files_written, self._dirty = copies, set(), False
+        self._pending = self._executor.submit(self._commit, self._begun, manifest, writes, files)
 
     def wait(self) -> None:
         """Block until the step that was begun, if any, is durable.
 
         Raises:
-            StorageError: it is not, and the commit before it is still the last one.
+            StorageError: it is not, and the commit before it is still the last one. Raised
+                by every call until go_on_from().
         """
         if self._pending is not None:
-            # Only once it has ended: an interrupted wait must leave it to the next one.
-            concurrent.futures.wait([self._pending])
-            pending, self._pending = self._pending, None
-            pending.result()
+            self._pending.result()
+            self._pending = None
+
+    def settle(self) -> None:
+        """Block until the thread has nothing left to do, whatever became of it."""
+        self._executor.submit(lambda: None).result()
 
     def close(self) -> None:
         """End the thread, after the step that was begun."""
         self._executor.shutdown()
 
-    def _commit(self, manifest: Manifest, writes: Sequence[Transfer], files: Sequence[str]) -> None:
+    def _commit(
+        self, number: int, manifest: Manifest, writes: Sequence[Transfer], files: Sequence[str]
+    ) -> None:
         for write in writes:
             write.wait()
         self._storage.flush(files)
         write_durably(self._storage, manifest_name(manifest.step), manifest.to_bytes())
         self.committed_step = manifest.step
+        self._durable = number
         self._forget_older()
 
     def _forget_older(self) -> None:

@@ -44,6 +44,10 @@ class StoreFailedError(TierstoreError):
     """An earlier error left the store unusable; only close() and restore() work."""
 
 
+class SweepError(TierstoreError, RuntimeError):
+    """A call in the middle of a sweep, or a sweep that was left before its last page."""
+
+
 class StoreClosedError(TierstoreError):
     """The store was closed, or belongs to the parent of this forked process."""
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from tierstore.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
+
+_PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 MASTER = "master"
 """The state that every parameter has: the value that steps are applied to."""
 
@@ -155,10 +159,15 @@ def _check_parameter(parameter: PagedParameter) -> None:
     name, tensor = parameter.name, parameter.tensor
     if not name or any(ord(character) < 32 for character in name):
         raise ValueError(f"a parameter's name must be non-empty printable text, got {name!r}")
-    if not tensor.is_floating_point():
+    if tensor.dtype not in _PARAMETER_DTYPES:
+        names = ", ".join(_dtype_name(dtype) for dtype in _PARAMETER_DTYPES)
         raise ValueError(
-            f"parameter {name!r} has dtype {tensor.dtype}; only real floating-point "
-            "parameters can be paged"
+            f"parameter {name!r} has dtype {_dtype_name(tensor.dtype)}; only {names} can be paged"
+        )
+    if tensor.ndim > RECORD_DIMENSIONS_MAX:
+        raise ValueError(
+            f"parameter {name!r} has {tensor.ndim} dimensions; at most {RECORD_DIMENSIONS_MAX} "
+            "can be paged"
         )
     if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided:
         raise ValueError(
@@ -170,11 +179,15 @@ def _check_parameter(parameter: PagedParameter) -> None:
             f"parameter {name!r} is on {tensor.device}; this version pages parameters on the "
             "CPU only"
         )
-    for state in parameter.states:
+    for state, dtype in parameter.states.items():
         if state == MASTER or not state.isidentifier():
             raise ValueError(
                 f"parameter {name!r}: a state's name must be an identifier other than "
                 f"{MASTER!r}, got {state!r}"
+            )
+        if dtype not in RECORD_DTYPES:
+            raise ValueError(
+                f"parameter {name!r}: state {state!r} cannot have dtype {_dtype_name(dtype)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Whether a store may be used: open, by its own process, not failed, and restored."""
+"""Whether a store may be used: open, by its own process, between steps, not failed, restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierstore.errors import (
     RunDirectoryError,
     StoreClosedError,
     StoreFailedError,
-    TierstoreError,
+    SweepError,
 )
 
 logger = logging.getLogger("tierstore")
@@ -27,6 +27,8 @@ class Guard:
         """What left the parameters or the pages between two steps."""
         self.awaits_restore = False
         """Whether there is a commit that was not restored yet."""
+        self.sweeping = False
+        """Whether a step is under way, so that parameters and pages are of two steps."""
 
     @property
     def is_forked(self) -> bool:
@@ -39,12 +41,20 @@ class Guard:
         logger.error("the store failed: %r", error)
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Fail the store if a storage fails in the block."""
+    def failing(self, *, interrupts: bool) -> Iterator[None]:
+        """Fail the store if anything fails in the block.
+
+        Args:
+            interrupts: whether an interrupt there leaves something half done, too.
+        """
         try:
             yield
-        except TierstoreError as error:
+        except Exception as error:
             self.fail(error)
+            raise
+        except BaseException as error:
+            if interrupts:
+                self.fail(error)
             raise
 
     def require_open(self) -> None:
@@ -55,14 +65,19 @@ class Guard:
             )
         if self.closed:
             raise StoreClosedError("the store is closed: open another")
+        if self.sweeping:
+            raise SweepError(
+                "a step is under way, and its pages are of two steps: call this after it. A "
+                "signal handler should only note the signal"
+            )
 
     def require_usable(self) -> None:
         """Raise StoreClosedError, or StoreFailedError if an earlier call failed the store."""
         self.require_open()
         if self.failure is not None:
             raise StoreFailedError(
-                f"the store failed: {self.failure!r}. restore() goes back to the last commit; "
-                "nothing else works but close()"
+                f"the store failed: {self.failure!r}. restore() goes back to the last commit, "
+                "if there is one; nothing else works but close()"
             ) from self.failure
 
     def require_restored(self) -> None:

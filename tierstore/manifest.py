@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -88,9 +88,11 @@ class Manifest:
     world_size: int
     step: int
     groups: Sequence[Sequence[ParameterSpec]]
+    layout: str
+    """Digest of where every chunk of every state lies in which page."""
     pages: Sequence[PageEntry]
-    scalars: Mapping[str, Mapping[str, float]]
-    """Parameter name -> scalar name -> value."""
+    scalars: Any
+    """Parameter name -> scalar name -> value, as tagged.encode() leaves it."""
     hyperparameters: Any
     """One dict per group, as tagged.encode() leaves it."""
     extra: Any
@@ -107,6 +109,7 @@ class Manifest:
             "hyperparameters": self.hyperparameters,
             "extra": self.extra,
             "scalars": self.scalars,
+            "layout": self.layout,
             "groups": [[spec.to_json() for spec in group] for group in self.groups],
             "pages": [
                 {"copy": page.copy, "step": page.step, "checksums": _hex(page.checksums)}

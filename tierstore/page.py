@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import xxhash
 
 from tierstore.chunks import Chunk
 from tierstore.groups import MASTER, ParameterSpec
@@ -84,6 +85,8 @@ class PageLayout:
     """(parameter name, chunk) -> state name -> its record."""
     blocks: tuple[Extent, ...] = field(repr=False)
     """Every range that has a checksum, in the order in which a commit lists them."""
+    digest: str
+    """Changes with whatever lies elsewhere, or is cut in another way."""
 
     @property
     def readable(self) -> list[Section]:
@@ -152,4 +155,5 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
         nbytes=position,
         records=by_chunk,
         blocks=tuple(block for section in sections for block in section.blocks()),
+        digest=xxhash.xxh3_128_hexdigest(repr(sections).encode()),
     )

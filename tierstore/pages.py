@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
+import xxhash
+
+from tierstore import tagged
 from tierstore.config import BUFFERS_MIN, StoreConfig
 from tierstore.errors import BudgetError, CorruptionError, RunMismatchError, StorageError
 from tierstore.groups import PagedGroup, ParameterSpec
-from tierstore.manifest import Manifest, page_file
+from tierstore.manifest import Manifest, RunIdentity, page_file
 from tierstore.page import lay_out
 from tierstore.partition import partition_group
 from tierstore.residency import Page
@@ -103,12 +107,70 @@ def check_files(storage: Storage, pages: Sequence[Page], manifest: Manifest) -> 
             state = "is missing" if found is None else f"has {found} bytes"
             raise CorruptionError(
                 f"{storage.location}/{name} {state}, but commit {manifest.step} needs it with "
-                f"{page.layout.nbytes} bytes: go back to an older checkpoint"
+                f"{page.layout.nbytes} bytes: go back to a checkpoint of the run, if there is one"
             )
 
 
-def check_same_model(manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
-    """Check that a commit is of these groups.
+def make_manifest(
+    identity: RunIdentity,
+    *,
+    attempt: str,
+    step: int,
+    groups: Sequence[PagedGroup],
+    pages: Sequence[Page],
+    scalars: Mapping[str, Mapping[str, float]],
+    extra: Any,
+) -> Manifest:
+    """Return the manifest of a step: a copy of all that later steps will change.
+
+    Args:
+        identity: the run.
+        attempt: this opening of it.
+        step: what is committed.
+        groups: those that have all their pages written.
+        pages: theirs, all of them.
+        scalars: parameter name -> scalar name -> value.
+        extra: as tagged.encode() left it.
+
+    Raises:
+        TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
+    """
+    entries = [page.entry for page in pages if page.entry is not None]
+    assert len(entries) == len(pages)
+    return Manifest(
+        run_id=identity.run_id,
+        attempt=attempt,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        step=step,
+        groups=_own(groups),
+        layout=_layout_digest(pages),
+        pages=entries,
+        scalars=tagged.encode(scalars, name="scalars"),
+        hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
+        extra=extra,
+    )
+
+
+def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
+    """Return the hyperparameters of a group as a manifest holds them.
+
+    Raises:
+        TypeError, ValueError: one that no commit can hold, by name.
+    """
+    return tagged.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")
+
+
+def _layout_digest(pages: Sequence[Page]) -> str:
+    """Return a digest of the partition: which bytes of which page are what."""
+    digests = "".join(page.layout.digest for page in pages)
+    return xxhash.xxh3_128_hexdigest(digests.encode())
+
+
+def check_same_model(
+    manifest: Manifest, groups: Sequence[PagedGroup], pages: Sequence[Page]
+) -> None:
+    """Check that a commit is of these groups, and has them in these pages.
 
     Raises:
         RunMismatchError: naming the first difference.
@@ -120,6 +182,11 @@ def check_same_model(manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
                 f"{_describe(committed)}; this model has {_describe(attached)}. Build the model "
                 "and its param groups as they were, or start over with overwrite=True"
             )
+    if manifest.layout != _layout_digest(pages):
+        raise RunMismatchError(
+            "the run has the parameters of this model, but another version of tierstore laid "
+            "them out in other pages: resume it with the version that wrote it"
+        )
 
 
 def _own(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:

@@ -59,6 +59,9 @@ _STORAGES = {
     torch.bool: "BoolStorage",
 }
 
+RECORD_DTYPES = frozenset(_STORAGES)
+"""What the elements of a record may be."""
+
 # torch.load takes what stands before the first slash for the archive's name.
 _PICKLE_NAME = b"a/data.pkl"
 _DATA_NAME = b"a/data/0"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,15 +17,13 @@ from dataclasses import dataclass, field
 
 from tierstore.buffers import Buffer, BufferPool
 from tierstore.checksums import block_checksum
-from tierstore.errors import CorruptionError
+from tierstore.errors import CorruptionError, StorageError
 from tierstore.groups import PagedParameter
 from tierstore.manifest import PageEntry, page_file
 from tierstore.page import PageLayout, Section
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import Extent
 from tierstore.views import PageView
-
-logger = logging.getLogger("tierstore")
 
 
 class PageState(enum.Enum):
@@ -82,12 +79,9 @@ class Pager:
         self.bytes_read = 0
         self.bytes_written = 0
         self.stall_seconds = 0.0
-        self.resident_bytes = 0
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers, shared ones and those of resident pages."""
-        return self._pool.nbytes + self.resident_bytes
+        self.buffer_bytes_peak = 0
+        self.lost_write = False
+        """Whether a write failed: the page it was of is in no file and in no buffer."""
 
     def provide_buffers(self, count: int, nbytes: int) -> None:
         """Replace the pool by one of ``count`` buffers of ``nbytes``, if it differs."""
@@ -95,12 +89,13 @@ class Pager:
         if (count, nbytes) != (self._pool.count, self._pool.buffer_bytes):
             self._pool = BufferPool(0, 0)  # Free the old one first.
             self._pool = BufferPool(count, nbytes)
+            self.buffer_bytes_peak = max(self.buffer_bytes_peak, self._pool.nbytes)
 
     def make_resident(self, pages: Iterable[Page]) -> None:
         """Give each fresh page a buffer for good."""
         for page in pages:
             pool = BufferPool(1, page.layout.nbytes)
-            self.resident_bytes += pool.nbytes
+            self.buffer_bytes_peak += pool.nbytes
             page.buffer = pool.acquire()
 
     def stream(
@@ -108,18 +103,19 @@ class Pager:
     ) -> Generator[Page, None, None]:
         """Yield pages in order, each held, with the chosen sections read and checked.
 
-        The caller gives each one back, by swap_out() or release(), before the next.
-        Pages already being read when the caller stops early are dropped.
+        The caller gives each one back, by swap_out() or release(), before the next. The
+        one it has, and those being read, are dropped when it stops early or a read fails.
+        After an interrupt within the pager, abandon() has to follow.
         """
         waiting, ahead = deque(pages), deque[Page]()
         try:
             while waiting or ahead:
                 self._prefetch(waiting, ahead, sections)
                 self._arrive(ahead[0])
-                yield ahead.popleft()
+                yield ahead[0]
+                ahead.popleft()
         finally:
-            for page in ahead:
-                self._abandon_transfers(page)
+            self._drop(ahead)
 
     def swap_out(self, page: Page, *, step: int, copy: str) -> None:
         """Start writing a held page as the content of ``step`` into one of its two files."""
@@ -145,8 +141,8 @@ class Pager:
         """Give back a held page that was not changed, or whose change is to be forgotten."""
         page.state = PageState.FRESH if page.entry is None else PageState.STORED
         if self._storage is not None and page.buffer is not None:
-            self._pool.release(page.buffer)
-            page.buffer = None
+            buffer, page.buffer = page.buffer, None
+            self._pool.release(buffer)
 
     def finish_writes(self) -> None:
         """Wait for all writes. Raises StorageError for the first that failed."""
@@ -159,9 +155,23 @@ class Pager:
 
     def abandon(self, pages: Iterable[Page]) -> None:
         """Wait for all transfers and take all buffers back, whatever became of the pages."""
+        if self._storage is None:
+            return
+        self._storage.drain()
         self._writing.clear()
+        self.lost_write = False
         for page in pages:
-            self._abandon_transfers(page)
+            page.buffer, page.transfers = None, []
+            page.state = PageState.FRESH if page.entry is None else PageState.STORED
+        self._pool.release_all()
+
+    def close(self, pages: Iterable[Page]) -> None:
+        """Give all memory back, once no transfer uses it."""
+        pages = list(pages)
+        self.abandon(pages)
+        self._pool = BufferPool(0, 0)
+        for page in pages:
+            page.buffer = None
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
@@ -237,8 +247,8 @@ class Pager:
                     f"{self._storage.location}/{page_file(page.index, entry.copy)}: the "
                     f"{block.nbytes} bytes at offset {block.offset} are not those written in "
                     f"step {entry.step} (checksum {checksum:016x}, expected "
-                    f"{entry.checksums[number]:016x}). The disk or memory damaged them; go "
-                    "back to an older checkpoint"
+                    f"{entry.checksums[number]:016x}). The disk, memory or another "
+                    "program changed them: go back to a checkpoint of the run, if there is one"
                 )
 
     def _checksums_of(self, page: Page, step: int, numbers: Iterable[int]) -> list[int]:
@@ -263,29 +273,29 @@ class Pager:
             self._finish_write(page)
 
     def _finish_write(self, page: Page) -> None:
-        self._wait(page.transfers)
+        try:
+            self._wait(page.transfers)
+        except StorageError:
+            self.lost_write = True
+            raise
         page.transfers = []
         self._writing.remove(page)
         self.release(page)
 
-    def _abandon_transfers(self, page: Page) -> None:
-        _ended(page.transfers)
-        page.transfers = []
-        self.release(page)
+    def _drop(self, pages: Iterable[Page]) -> None:
+        """Take back the buffers of pages that are being read or held."""
+        pages = [page for page in pages if page.state in (PageState.READING, PageState.HELD)]
+        if pages and self._storage is not None:
+            # Not only for their transfers: an interrupt may have kept one from its page.
+            self._storage.drain()
+        for page in pages:
+            page.transfers = []
+            self.release(page)
 
     def _wait(self, transfers: Sequence[Transfer]) -> None:
         with self.stalled():
             for transfer in transfers:
                 transfer.wait()
-
-
-def _ended(transfers: Sequence[Transfer]) -> None:
-    """Wait until transfers no longer use their buffers; their outcome no longer matters."""
-    for transfer in transfers:
-        try:
-            transfer.wait()
-        except Exception as error:  # Already on the way out with the error that matters.
-            logger.debug("while cleaning up: %s", error)
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

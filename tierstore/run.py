@@ -26,7 +26,10 @@ logger = logging.getLogger("tierstore")
 
 LOCK_TIMEOUT_S = 30.0
 
-_OWN_NAMES = re.compile(rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|commit-\d+|page-\d+\.[ab]")
+_DAMAGED = ".damaged"
+_OWN_NAMES = re.compile(
+    rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|commit-\d+({re.escape(_DAMAGED)})?|page-\d+\.[ab]"
+)
 _TEMPORARY_NAME = re.compile(rf"(?:{_OWN_NAMES.pattern})\.tmp")
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -69,28 +72,40 @@ def rank_directory(directory: Path, rank: int) -> Path:
     """Return the directory of one rank's files, after checking that it may be one.
 
     Raises:
-        RunDirectoryError: ``directory`` is not a directory, belongs to someone else, lies
-            in memory, or holds something that is not a run.
+        RunDirectoryError: ``directory`` is not a directory, may not be entered, belongs to
+            someone else, lies in memory, or holds something that is not a run.
     """
     path = directory / f"rank-{rank:05d}"
-    if path.is_symlink():
-        raise RunDirectoryError(f"{path} is a symbolic link: remove it, or name another directory")
-    for place in (directory, path):
-        if place.exists():
-            _check_place(place)
-    if directory.exists() and not path.exists():
-        strange = sorted(
-            entry.name
-            for entry in directory.iterdir()
-            if entry.name != "lost+found" and not re.fullmatch(r"rank-\d{5}", entry.name)
-        )
-        if strange:
+    try:
+        if path.is_symlink():
             raise RunDirectoryError(
-                f"{directory} holds no tierstore run but other files ({', '.join(strange[:3])}"
-                f"{', ...' if len(strange) > 3 else ''}): name an empty or a new directory"
+                f"{path} is a symbolic link: remove it, or name another directory"
             )
-    _check_filesystem(directory)
+        for place in (directory, path):
+            if place.exists():
+                _check_place(place)
+        if directory.exists() and not path.exists():
+            _check_empty(directory)
+        _check_filesystem(directory)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{directory} cannot be looked into: {error.strerror} (errno {error.errno}); make "
+            "it accessible for this user, or name another directory"
+        ) from error
     return path
+
+
+def _check_empty(directory: Path) -> None:
+    strange = sorted(
+        entry.name
+        for entry in directory.iterdir()
+        if entry.name != "lost+found" and not re.fullmatch(r"rank-\d{5}", entry.name)
+    )
+    if strange:
+        raise RunDirectoryError(
+            f"{directory} holds no tierstore run but other files ({', '.join(strange[:3])}"
+            f"{', ...' if len(strange) > 3 else ''}): name an empty or a new directory"
+        )
 
 
 def _check_place(place: Path) -> None:
@@ -180,7 +195,7 @@ def _read_identity(storage: Storage, names: list[str], rank: int, world_size: in
 
 
 def recover(storage: Storage, identity: RunIdentity) -> Manifest:
-    """Return the newest committed step, and durably forget whatever claims to be newer.
+    """Return the newest committed step, and durably set aside whatever claims to be newer.
 
     A file under a manifest's name was renamed there after it was whole, so one that is not
     whole now was damaged later. The commit before it is then the newest: its pages are
@@ -191,24 +206,37 @@ def recover(storage: Storage, identity: RunIdentity) -> Manifest:
             keeps was being overwritten.
     """
     commits = {step: name for name in storage.list() if (step := manifest_step(name)) is not None}
+    damaged: list[CorruptionError] = []
     for step in sorted(commits, reverse=True):
         try:
             manifest = _read_manifest(storage, commits[step], identity)
         except CorruptionError as error:
             logger.warning("%s; looking for the commit before it", error)
+            damaged.append(error)
             continue
         _refuse_dirty(storage, manifest.step)
+        if damaged and not all(page.checksums for page in manifest.pages):
+            raise RunDirectoryError(
+                f"{damaged[0]}. The commit before it cannot be told from what later steps "
+                "wrote, because the run has no checksums: start over with overwrite=True"
+            ) from damaged[0]
+        # Out of the way, but still there for who wants to know what happened.
         for newer in [name for newer, name in commits.items() if newer > step]:
-            storage.unlink(newer)
+            storage.rename(newer, f"{newer}{_DAMAGED}")
         for name in storage.list():
             if _TEMPORARY_NAME.fullmatch(name):
                 storage.unlink(name)
         storage.sync_directory()
         return manifest
     _refuse_dirty(storage, 0)
+    if not commits:
+        raise RunDirectoryError(
+            f"no step was committed in {storage.location} yet, so there is none to go back to: "
+            "start over with a new model and a new store"
+        )
     raise RunDirectoryError(
-        f"no commit in {storage.location} is whole: start over from a published checkpoint, "
-        "with overwrite=True"
+        f"no commit in {storage.location} is whole: start over with overwrite=True, from a "
+        "checkpoint of the run if there is one"
     )
 
 
@@ -226,14 +254,17 @@ def _read_manifest(storage: Storage, name: str, identity: RunIdentity) -> Manife
 def _refuse_dirty(storage: Storage, newest_step: int) -> None:
     if DIRTY_NAME not in storage.list():
         return
-    overwritten = json.loads(storage.get(DIRTY_NAME))["overwriting_step"]
+    try:
+        overwritten = json.loads(storage.get(DIRTY_NAME))["overwriting_step"]
+    except ValueError:  # Damaged: then no commit is known to be newer.
+        overwritten = newest_step
     if overwritten < newest_step:  # The crash came between a commit and clear_dirty().
         clear_dirty(storage)
         return
     raise RunDirectoryError(
         f"{storage.location} keeps one copy of each page (commit_every=None) and was stopped "
-        f"while overwriting step {overwritten}: its pages are of mixed steps. Start over from "
-        "the last published checkpoint, with overwrite=True"
+        f"while overwriting step {overwritten}: its pages are of mixed steps. Start over with "
+        "overwrite=True, from a checkpoint of the run if there is one"
     )
 
 

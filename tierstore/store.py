@@ -16,12 +16,20 @@ import torch
 from tierstore import tagged
 from tierstore.commit import Commits
 from tierstore.config import StoreConfig
-from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.errors import RunDirectoryError, SweepError, TierstoreError
 from tierstore.groups import PagedGroup, ParameterSpec, check_states, check_unchanged
 from tierstore.guard import Guard
 from tierstore.manifest import Manifest
-from tierstore.pages import buffer_plan, check_files, check_same_model, create_files, make_pages
-from tierstore.residency import Page, Pager, PageState
+from tierstore.pages import (
+    buffer_plan,
+    check_files,
+    check_same_model,
+    create_files,
+    encode_hyperparameters,
+    make_manifest,
+    make_pages,
+)
+from tierstore.residency import Page, Pager
 from tierstore.run import (
     abandon_in_children,
     open_run,
@@ -95,7 +103,7 @@ class TierStore:
         self._specs: dict[str, ParameterSpec] = {}
         self._scalars: dict[str, dict[str, float]] = {}
         self._step, self._warned = 0, False
-        self._changed = False  # Whether a page was written since the last commit was begun.
+        self._changed = False  # Whether a page was written since a commit was begun.
         self._groups_written = 0  # Groups attached later are in no commit yet.
         self._extra: Any = None
         self._next_extra: tuple[int, Any] = (0, None)  # A step, and what to commit with it.
@@ -127,8 +135,6 @@ class TierStore:
         self._commits = Commits(storage, found, single_copy=self._config.commit_every is None)
         abandon_in_children(storage)
 
-    # ------------------------------------------------------------------ for an optimizer
-
     def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for these groups, after those of groups attached before.
 
@@ -138,7 +144,8 @@ class TierStore:
         Raises:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
                 message names the smallest budget that does.
-            ValueError: two parameters of one name.
+            ValueError, TypeError: two parameters of one name, or a hyperparameter that no
+                commit can hold.
         """
         self._guard.require_usable()
         specs = [parameter.spec for group in groups for parameter in group.parameters]
@@ -146,6 +153,8 @@ class TierStore:
         for name, count in names.items():
             if count > 1 or name in self._specs:
                 raise ValueError(f"two parameters are named {name!r}: names must be unique")
+        for index, group in enumerate(groups, start=len(self._groups)):
+            encode_hyperparameters(index, group)  # Refuses now what could not be committed later.
         pages = make_pages(
             groups,
             first_group=len(self._groups),
@@ -156,7 +165,7 @@ class TierStore:
             self._pager.make_resident(pages)
         else:
             plan = buffer_plan([*self._pages, *pages], self._config)
-            with self._guard.failing():
+            with self._guard.failing(interrupts=True):
                 self._pager.provide_buffers(*plan)
             if not self._guard.awaits_restore:
                 create_files(self._storage, pages, self._commits.copies)
@@ -173,35 +182,50 @@ class TierStore:
         parameters and the page. A step that was not committed yet is committed first.
 
         If the loop raises or stops early after the first page was handed out, the
-        parameters are of two steps and the store is failed.
+        parameters are of two steps and the store is failed. (A store without a directory,
+        which has no step to go back to, goes on as optimizers of PyTorch do.)
+
+        Raises:
+            StorageError, CorruptionError: a page could not be read or written. Before the
+                first page was handed out, nothing was changed and the step may be retried.
+            SweepError: the loop was left before its last page.
+            ValueError: a parameter or gradient does not fit what was attached.
         """
         self._guard.require_restored()
         for group in self._groups:
             for parameter in group.parameters:
                 check_unchanged(parameter, self._specs[parameter.name])
         self._commit_if_due()
-        self._step += 1
-        progress = _Progress()
+        step, progress = self._step, _Progress()
         try:
+            self._guard.sweeping = True
+            self._step = step + 1
             with contextlib.closing(self._stepped_pages(progress)) as pages:
                 yield pages
             if not progress.finished:
-                raise RuntimeError("the sweep was left before its last page")
+                raise SweepError("the sweep was left before its last page")
+            self._changed = True
+            self._groups_written = len(self._groups)
         except BaseException as error:
-            if progress.begun:
-                self._guard.fail(error)
+            if progress.begun or (progress.reading and not self._may_retry(error)):
+                self._fail(error)
             else:
-                self._step -= 1
+                self._step = step
             raise
-        self._changed = True
-        self._groups_written = len(self._groups)
+        finally:
+            self._guard.sweeping = False
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups attached; those of one optimizer, which sweep() steps together."""
+        return len(self._groups)
 
     @property
     def scalars(self) -> dict[str, dict[str, float]]:
         """Parameter name -> scalar name -> value: small states such as a step count.
 
         Kept in memory and stored with every commit; restore() puts them back. Change them
-        outside of sweep(), so that a failed step leaves them as they were.
+        within sweep(), after its last page: whatever interrupts that fails the store.
         """
         return self._scalars
 
@@ -217,7 +241,12 @@ class TierStore:
         """
         self._guard.require_restored()
         wanted = self._specs.keys() if names is None else names
-        return read_states(self._pager, self._pages, wanted)
+        try:
+            return read_states(self._pager, self._pages, wanted)
+        except BaseException as error:
+            if not self._may_retry(error):
+                self._fail(error)
+            raise
 
     @torch.no_grad()
     def write_states(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -237,12 +266,10 @@ class TierStore:
         try:
             write_states(self._pager, self._pages, values, self._swap_out)
         except BaseException as error:
-            self._guard.fail(error)
+            self._fail(error)
             raise
         self._changed = True
         self._groups_written = len(self._groups)
-
-    # ------------------------------------------------------------------------ for a user
 
     @property
     def step(self) -> int:
@@ -262,7 +289,8 @@ class TierStore:
     def commit(self, extra: Any = None) -> None:
         """Make the last step the one that a restart finds, in the background.
 
-        Hyperparameters and ``extra`` are copied now. With ``commit_every`` above 1 only
+        Hyperparameters and ``extra`` are copied now; parameters and states are those that
+        the step left, whatever was changed since. With ``commit_every`` above 1 only
         every so many steps are committed; ``extra`` is then kept for synchronize().
 
         Args:
@@ -274,10 +302,13 @@ class TierStore:
                 too large; the message names it.
             StorageError: an earlier commit or write failed.
         """
-        self._guard.require_usable()
+        self._guard.require_restored()
         self._require_storage("commit()")
+        committed = self._step and self._step == self._commits.begun_step
+        if committed and extra is None:
+            return
         self._next_extra = (self._step, tagged.encode(extra, name="extra"))
-        if self._step and self._step == self._commits.begun_step:
+        if committed:
             self._begin_commit()  # The same step with another extra.
         else:
             self._commit_if_due()
@@ -288,13 +319,13 @@ class TierStore:
         Raises:
             StorageError: it could not be made durable; the commit before it is intact.
         """
-        self._guard.require_usable()
+        self._guard.require_restored()
         self._require_storage("synchronize()")
         if self._changed or (self._step and self._next_extra[0] == self._step):
             self._begin_commit()
-        with self._guard.failing():
-            with self._pager.stalled():
-                self._commits.wait()
+        with self._guard.failing(interrupts=False), self._pager.stalled():
+            self._commits.wait()
+        with self._guard.failing(interrupts=True):
             self._pager.finish_writes()
 
     @torch.no_grad()
@@ -305,18 +336,19 @@ class TierStore:
             The step, or 0 where nothing was ever committed and nothing was changed.
 
         Raises:
+            RunDirectoryError: steps were done, and none was committed. Nothing was changed.
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
             CorruptionError: a page is not what was committed.
         """
         self._guard.require_open()
         storage = self._require_storage("restore()")
-        if not (self._guard.awaits_restore or self._step or self._guard.failure):
+        changed = self._step or self._groups_written or self._guard.failure
+        if not (self._guard.awaits_restore or changed):
             return 0
-        with contextlib.suppress(StorageError):  # If it failed, that is why we are here.
-            self._commits.wait()
+        self._commits.settle()
         manifest = recover(storage, self._identity)
-        check_same_model(manifest, self._groups)
+        check_same_model(manifest, self._groups, self._pages)
         check_files(storage, self._pages, manifest)
         self._guard.awaits_restore = True  # Until all of the below is done.
         self._pager.abandon(self._pages)
@@ -334,7 +366,7 @@ class TierStore:
             bytes_read=self._pager.bytes_read,
             bytes_written=self._pager.bytes_written,
             stall_seconds=self._pager.stall_seconds,
-            host_bytes_peak=self._pager.buffer_bytes,
+            host_bytes_peak=self._pager.buffer_bytes_peak,
         )
 
     def close(self) -> None:
@@ -343,29 +375,37 @@ class TierStore:
         A failed store is released as it is. Raises what synchronize() raises, after
         everything was released.
         """
+        self._close(synchronize=True)
+
+    def _close(self, *, synchronize: bool) -> None:
         if self._guard.closed or self._guard.is_forked:
             return
-        try:
-            if self._storage and self._guard.failure is None and not self._guard.awaits_restore:
-                self.synchronize()
-        finally:
-            self._guard.closed = True
-            self._pager.abandon(self._pages)
+        if self._guard.sweeping:
+            self._guard.fail(SweepError("the store was closed in the middle of a step"))
+        with contextlib.ExitStack() as stack:  # From the last to the first, whatever fails.
+            stack.callback(setattr, self._guard, "closed", True)
             if self._storage:
-                self._commits.close()
-                self._storage.close()
+                stack.callback(self._storage.close)
+                stack.callback(self._commits.close)
+            stack.callback(self._pager.close, self._pages)
+            usable = not (self._guard.failure or self._guard.awaits_restore)
+            if synchronize and self._storage and usable:
+                self.synchronize()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close; after an exception, commit nothing that was not being committed already.
 
-    # --------------------------------------------------------------------------- private
+        The last step may lack its ``extra`` and the learning rates of the scheduler.
+        """
+        self._close(synchronize=kind is None)
 
     def _stepped_pages(self, progress: _Progress) -> Generator[PageView, None, None]:
         """Yield the pages to step, and write each one as soon as the next is asked for."""
-        pages = [page for page in self._pages if page.state is PageState.FRESH or page.has_gradient]
+        pages = [page for page in self._pages if page.entry is None or page.has_gradient]
+        progress.reading = True
         with contextlib.closing(
             self._pager.stream(pages, lambda page: page.layout.readable)
         ) as stream:
@@ -404,22 +444,16 @@ class TierStore:
         groups = self._groups[: self._groups_written]
         pages = [page for page in self._pages if page.layout.subgroup.group < len(groups)]
         extra_step, extra = self._next_extra
-        manifest = Manifest(
-            run_id=self._identity.run_id,
+        manifest = make_manifest(
+            self._identity,
             attempt=self._commits.attempt,
-            rank=self._identity.rank,
-            world_size=self._identity.world_size,
             step=self._step,
-            groups=[[self._specs[p.name] for p in group.parameters] for group in groups],
-            pages=[page.entry for page in pages if page.entry],
-            scalars={name: dict(values) for name, values in self._scalars.items()},
-            hyperparameters=[
-                tagged.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")
-                for index, group in enumerate(groups)
-            ],
+            groups=groups,
+            pages=pages,
+            scalars=self._scalars,
             extra=extra if extra_step == self._step else None,
         )
-        with self._pager.stalled(), self._guard.failing():
+        with self._pager.stalled(), self._guard.failing(interrupts=False):
             self._commits.begin(manifest, self._pager.pending_writes())
         self._next_extra = (0, None)
         self._changed = False
@@ -428,7 +462,7 @@ class TierStore:
         """Make a commit whose pages were read the present of this store."""
         for group, saved in zip(self._groups, manifest.hyperparameters, strict=True):
             group.hyperparameters.update(tagged.decode(saved))
-        self._scalars = {name: dict(values) for name, values in manifest.scalars.items()}
+        self._scalars = tagged.decode(manifest.scalars)
         self._extra = tagged.decode(manifest.extra)
         self._commits.go_on_from(manifest)
         self._step = manifest.step
@@ -436,6 +470,17 @@ class TierStore:
         self._changed = self._guard.awaits_restore = False
         self._next_extra = (0, None)
         self._guard.failure = None
+
+    def _may_retry(self, error: BaseException) -> bool:
+        """Whether a call that only read leaves everything as it was, despite an error.
+
+        An interrupt may have come anywhere within the pager.
+        """
+        return isinstance(error, TierstoreError) and not self._pager.lost_write
+
+    def _fail(self, error: BaseException) -> None:
+        if self._storage:  # Without one there is nothing to go back to.
+            self._guard.fail(error)
 
     def _require_storage(self, call: str) -> Storage:
         if self._storage is None:
@@ -445,7 +490,6 @@ class TierStore:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a sweep has come."""
-
-    begun: bool = False
+    reading: bool = False  # The pager may have been asked for pages.
+    begun: bool = False  # A page may have been stepped or written.
     finished: bool = False

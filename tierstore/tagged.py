@@ -125,7 +125,7 @@ class _Encoder:
             return {"$tensor": self._tensor(value, path)}
         if kind is np.ndarray:
             return {"$array": self._array(value, path)}
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and kind is value.dtype.type:
             return {"$scalar": self._scalar(value, path)}
         raise _refusal(path, f"a {_type_name(kind)}")
 
@@ -148,8 +148,10 @@ class _Encoder:
             raise _refusal(path, "a tensor on the meta device, without data")
 
         def data() -> bytes:
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            # With one element any stride counts as contiguous, but not for the view.
+            flat = plain.as_strided((plain.numel(),), (1,))
+            return flat.view(torch.uint8).numpy().tobytes()
 
         return {
             "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -1,3 +1,4 @@
 import pytest
 
-pytest.register_assert_rewrite("tierstore.testing.storage_tests")
+for module in ("storage_tests", "storage_machine"):
+    pytest.register_assert_rewrite(f"tierstore.testing.{module}")

@@ -12,8 +12,8 @@ from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.testing.faults import Fault, FaultyStorage
-from tierstore.testing.storage_tests import (
-    StorageTests,
+from tierstore.testing.storage_tests import StorageTests
+from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
     random_bytes,
@@ -219,6 +219,30 @@ def test_released_transfer_gets_done_without_wait(storage: FaultyStorage) -> Non
     assert not transfer.done()
     release.set()
     assert transfer.done()
+    assert files_of(storage)["page"] == NEW
+
+
+def test_failed_start_of_a_delayed_transfer_is_its_outcome(storage: FaultyStorage) -> None:
+    release = threading.Event()
+    storage.arm(Fault("delayed", "write", call=1, release=release))
+    transfer = storage.write("page", Extent(0, len(NEW)), aligned_buffer(NEW))
+    storage.unlink("page")
+    release.set()
+    assert transfer.done()
+    storage.drain()
+    for _ in range(2):
+        with pytest.raises(StorageError) as caught:
+            transfer.wait()
+        assert caught.value.errno == errno.ENOENT
+        assert transfer.done()
+
+
+def test_drain_ends_delayed_transfers(storage: FaultyStorage) -> None:
+    release = threading.Event()
+    storage.arm(Fault("delayed", "write", call=1, release=release))
+    storage.write("page", Extent(0, len(NEW)), aligned_buffer(NEW))
+    release.set()
+    storage.drain()
     assert files_of(storage)["page"] == NEW
 
 

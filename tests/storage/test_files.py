@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import pytest
 
 from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
 from tierstore.storage import Extent, Storage, open_storage
-from tierstore.testing.storage_tests import (
+from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
     random_bytes,
@@ -57,6 +61,19 @@ storage = open_storage(Path(sys.argv[1]), sys.argv[2])
 storage.lock(0)
 print("locked", flush=True)
 sys.stdin.read()
+"""
+
+
+EXIT_WITH_AN_OPEN_STORAGE = """
+import mmap, sys
+from pathlib import Path
+from tierstore.storage import Extent, open_storage
+
+storage = open_storage(Path(sys.argv[1]), sys.argv[2])
+storage.lock(0)
+storage.create("page", 4 << 20)
+transfer = storage.write("page", Extent(0, 4 << 20), memoryview(mmap.mmap(-1, 4 << 20)))
+print(1)
 """
 
 
@@ -165,16 +182,6 @@ def test_forked_child_may_not_use_the_storage(storage: Storage) -> None:
         other.lock(0)
 
 
-def test_modes_keep_other_users_out(storage: Storage) -> None:
-    directory = Path(storage.location)
-    storage.create("page", SECTOR_BYTES)
-    storage.put("file", b"")
-    storage.lock(0)
-    assert directory.stat().st_mode & 0o777 == 0o700
-    for name in ("page", "file", "lock"):
-        assert (directory / name).stat().st_mode & 0o777 == 0o600
-
-
 def test_links_are_not_followed(storage: Storage, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"t" * SECTOR_BYTES)
@@ -220,3 +227,106 @@ def test_forked_child_abandons_transfers_in_flight(storage: Storage) -> None:
     transfer.wait()
     assert status == 0
     assert (Path(storage.location) / "page").read_bytes() == content
+
+
+class HeldBackWrite:
+    """A write of one sector to "page" that cannot end before release()."""
+
+    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        storage.create("page", SECTOR_BYTES)
+        buffer = aligned_buffer(b"n" * SECTOR_BYTES)
+        self._go_on = threading.Event()
+        self._pipe = os.pipe()
+        with monkeypatch.context() as patch:
+            if storage.engine == "io_uring":
+                # Its file is a pipe with room for one sector, which is taken.
+                writer = self._pipe[1]
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SECTOR_BYTES)
+                os.write(writer, bytes(SECTOR_BYTES))
+                patch.setattr(os, "open", lambda *_: os.dup(writer))
+            else:
+                monkeypatch.setattr(os, "fdatasync", lambda _: self._go_on.wait())
+            self.transfer = storage.write("page", Extent(0, SECTOR_BYTES), buffer)
+
+    def release(self) -> None:
+        """Let the write end, and give the pipe back."""
+        if not self._go_on.is_set():
+            self._go_on.set()
+            for end in self._pipe:  # Without its reader the write to the pipe fails.
+                os.close(end)
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Expect that the block, which would wait for the write, ends by a Ctrl-C."""
+        thread = threading.main_thread().ident
+        assert thread is not None
+        timers = [
+            threading.Timer(0.2, signal.pthread_kill, (thread, signal.SIGINT)),
+            threading.Timer(30, self.release),  # Else a failure would never end.
+        ]
+        for timer in timers:
+            timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+                timer.join()
+
+
+@pytest.fixture
+def held_back(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldBackWrite]:
+    write = HeldBackWrite(storage, monkeypatch)
+    yield write
+    write.release()
+
+
+def test_interrupt_ends_a_wait_but_no_transfer(storage: Storage, held_back: HeldBackWrite) -> None:
+    with held_back.interrupted():
+        held_back.transfer.wait()
+    with held_back.interrupted():
+        storage.drain()
+    assert not held_back.transfer.done()
+    held_back.release()
+    storage.drain()
+    assert held_back.transfer.done()
+
+
+def test_interrupted_close_keeps_the_lock_until_transfers_have_ended(
+    storage: Storage, held_back: HeldBackWrite
+) -> None:
+    storage.lock(0)
+    with closing(type(storage)(Path(storage.location))) as other:
+        for _ in range(2):  # The second close() goes on waiting.
+            with held_back.interrupted():
+                storage.close()
+            with pytest.raises(RunLockedError):
+                other.lock(0)
+        with pytest.raises(StoreClosedError):
+            storage.list()
+        assert not held_back.transfer.done()
+        held_back.release()
+        storage.close()
+        assert held_back.transfer.done()
+        other.lock(0)
+
+
+def test_storage_dropped_unclosed_gives_everything_back(tmp_path: Path, engine: str) -> None:
+    content = random_bytes(4096 * SECTOR_BYTES)
+    threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    storage = open_storage(tmp_path, engine)
+    storage.lock(0)
+    storage.create("page", len(content))
+    storage.write("page", Extent(0, len(content)), aligned_buffer(content))
+    del storage
+    gc.collect()
+    assert (tmp_path / "page").read_bytes() == content
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == opened
+    with closing(open_storage(tmp_path, engine)) as storage:
+        storage.lock(0)
+
+
+def test_process_ends_with_a_storage_open(tmp_path: Path, engine: str) -> None:
+    assert run_script(EXIT_WITH_AN_OPEN_STORAGE, tmp_path, engine) == 1

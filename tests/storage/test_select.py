@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import subprocess
@@ -143,6 +144,41 @@ def test_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     for directory in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(RunDirectoryError, match="Not a directory"):
             open_storage(directory)
+
+
+def test_probes_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    others = ["probe-0123456789abcdef.tmp.old", "probe-0123456789ABCDEF.tmp", "probe-12.tmp"]
+    for name in ("probe-0123456789abcdef.tmp", *others):
+        (tmp_path / name).write_bytes(b"x")
+    with closing(open_storage(tmp_path, "aiofiles")) as storage:
+        assert storage.list() == sorted(others)
+
+
+def test_probe_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+    probe = tmp_path / "probe-0123456789abcdef.tmp"
+    probe.touch()
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_SH)  # As every probe does.
+        with closing(open_storage(tmp_path, "aiofiles")):
+            assert probe.exists()
+    finally:
+        os.close(directory)
+
+
+def test_probe_that_is_under_way_survives_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_fallocate = os.posix_fallocate
+
+    def open_another_first(*arguments: Any) -> None:
+        monkeypatch.undo()
+        open_storage(tmp_path, "aiofiles").close()
+        real_fallocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", open_another_first)
+    with closing(open_storage(tmp_path, "aiofiles")) as storage:
+        assert storage.list() == []
 
 
 def test_unknown_engine_lists_the_choices(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import mmap
 import os
 import resource
@@ -9,13 +8,14 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
-from tierstore.testing.storage_tests import (
-    FileStorageTests,
+from tierstore.testing.storage_tests import FileStorageTests
+from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
     random_bytes,
@@ -29,6 +29,8 @@ try:
 except OSError as refused:
     pytest.skip(f"the kernel refuses io_uring: {refused}", allow_module_level=True)
 
+from tierstore._native import UringEngine  # noqa: E402
+from tierstore.storage import uring  # noqa: E402
 from tierstore.storage.uring import QUEUE_DEPTH, REQUEST_BYTES, UringStorage  # noqa: E402
 
 # Holds the GIL in C while it waits for a transfer to reach a pipe. Tickets are dropped at
@@ -102,15 +104,26 @@ class TestUringStorage(FileStorageTests):
         assert bytes(buffer[-SECTOR_BYTES:]) == b"e" * SECTOR_BYTES
 
 
-def test_storage_dropped_unclosed_finishes_its_transfers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("submitted", [False, True])
+def test_interrupt_around_a_submission_hides_nothing_from_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: bool
+) -> None:
+    class InterruptedEngine(UringEngine):
+        def submit(self, *arguments: Any) -> None:
+            if submitted:
+                super().submit(*arguments)
+            raise KeyboardInterrupt
+
     content = random_bytes(2 * REQUEST_BYTES)
-    storage = UringStorage(tmp_path)
-    storage.create("page", len(content))
-    storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-    del storage
-    gc.collect()
+    monkeypatch.setattr(uring, "UringEngine", InterruptedEngine)
     with closing(UringStorage(tmp_path)) as storage:
-        assert read_bytes(storage, "page", 0, len(content)) == content
+        storage.create("page", len(content))
+        opened = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(KeyboardInterrupt):
+            storage.write("page", Extent(0, len(content)), aligned_buffer(content))
+        storage.drain()
+        assert (tmp_path / "page").read_bytes() == (content if submitted else bytes(len(content)))
+        assert len(os.listdir("/proc/self/fd")) == opened
 
 
 class TestEngine:
@@ -144,8 +157,11 @@ class TestEngine:
         engine = native.UringEngine(2, SECTOR_BYTES)
         engine.close()
         engine.close()
+        ticket = native.Ticket()
         with pytest.raises(RuntimeError, match="closed"):
-            engine.submit_sync(native.Ticket(), [])
+            engine.submit_sync(ticket, [])
+        assert ticket.ended
+        assert engine.wait(ticket) == (errno.ECANCELED, 0)
 
     def test_descriptors_exhausted_is_an_os_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -6,15 +6,16 @@ import asyncio
 import errno
 import os
 import selectors
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiofiles
 
-from tierstore.errors import StoreClosedError
 from tierstore.storage.base import Transfer
 from tierstore.storage.checks import checked_bytes
 from tierstore.storage.files import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _THREADS = 8
+_THREAD_NAME = "tierstore-aiofiles"
 
 
 class AiofilesTransfer:
@@ -55,6 +57,87 @@ class AiofilesTransfer:
         return self._task.done()
 
 
+class _LoopThread:
+    """An event loop and the thread that runs it. Knows no storage, so that one can be dropped.
+
+    A task is given out as a Future that ends after the task's descriptor was closed.
+    """
+
+    def __init__(self) -> None:
+        # Our own selector, so that a forked child can close its copy of the descriptor.
+        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=_THREAD_NAME)
+        self._loop.set_default_executor(self._executor)
+        # Tasks not yet ended, and the descriptors they use. Only single operations are
+        # used, so that no lock is held when another thread forks.
+        self._tasks: dict[Future[None], asyncio.Task[None] | None] = {}
+        self._descriptors: set[int] = set()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=_THREAD_NAME, daemon=True
+        )
+        self._thread.start()
+
+    def start(self, fd: int, work: Coroutine[None, None, None]) -> Future[None]:
+        """Run ``work`` on the loop, then close ``fd``."""
+        self._descriptors.add(fd)
+        ended: Future[None] = Future()
+        ended.add_done_callback(self._tasks.pop)
+        try:
+            # Known before it is started: an interrupt in between must not hide it.
+            self._tasks[ended] = None
+            self._loop.call_soon_threadsafe(self._begin, ended, fd, work)
+        except BaseException:
+            ended.cancel()  # Unless the loop has taken it, it never will.
+            raise
+        return ended
+
+    def unfinished(self) -> list[Future[None]]:
+        """Return the tasks that were started and have not ended."""
+        return list(self._tasks)
+
+    def close(self) -> None:
+        """End the threads, once all tasks have ended. May be called again if interrupted."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._executor.shutdown()
+        self._loop.close()
+        self._close_descriptors()
+
+    def abandon(self) -> None:
+        """Close the descriptors that a forked child inherited."""
+        # The loop counts as running here, so it cannot be closed; its pair of wake-up
+        # sockets, which reach no file, goes with the process.
+        self._selector.close()
+        self._close_descriptors()
+
+    def _begin(self, ended: Future[None], fd: int, work: Coroutine[None, None, None]) -> None:
+        if ended.set_running_or_notify_cancel():
+            self._tasks[ended] = self._loop.create_task(self._run(ended, fd, work))
+        else:
+            work.close()
+
+    async def _run(self, ended: Future[None], fd: int, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._close_descriptor(fd)
+            # The frames of its traceback would keep the buffer.
+            ended.set_exception(error.with_traceback(None))
+        else:
+            self._close_descriptor(fd)
+            ended.set_result(None)
+
+    def _close_descriptor(self, fd: int) -> None:
+        self._descriptors.discard(fd)
+        os.close(fd)
+
+    def _close_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
 class AiofilesStorage(FileStorage):
     """Files of one directory, moved by an event loop in a thread of its own.
 
@@ -66,22 +149,25 @@ class AiofilesStorage(FileStorage):
     """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        # Our own selector, so that a forked child can close its copy of the descriptor.
-        self._selector = selectors.DefaultSelector()
-        self._loop = asyncio.SelectorEventLoop(self._selector)
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-aiofiles")
-        self._loop.set_default_executor(self._executor)
-        # Tasks not yet ended, and the descriptors they use. Only single operations are
-        # used, so that no lock is held when another thread forks.
-        self._tasks: set[Future[None]] = set()
-        self._descriptors: set[int] = set()
-        # Orders the start of a task against close().
+        # Orders the start of a task against drain() and close().
         self._start_mutex = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tierstore-loop", daemon=True
-        )
-        self._thread.start()
+        self._threads = _LoopThread()
+        try:
+            super().__init__(directory)
+        except BaseException:
+            self._threads.close()
+            raise
+
+    def __del__(self) -> None:
+        # When the interpreter ends, its threads stand still already, and the system takes
+        # everything back.
+        if sys.is_finalizing():
+            return
+        if threading.current_thread().name.startswith(_THREAD_NAME):
+            # The collector ran in a thread that close() would wait for.
+            threading.Thread(target=self.close).start()
+        else:
+            self.close()
 
     @property
     def engine(self) -> str:
@@ -102,14 +188,22 @@ class AiofilesStorage(FileStorage):
         task = self._start("write", path, extent, os.O_RDWR, lambda fd: _write(fd, extent, memory))
         return AiofilesTransfer(self, "write", path, extent, task)
 
+    def drain(self) -> None:
+        """See Storage.drain."""
+        self._check_owner()
+        with self._start_mutex:
+            tasks = self._threads.unfinished()
+        for task in tasks:
+            with suppress(CancelledError):  # Interrupted before the loop took it.
+                task.exception()
+
     def wait_for(self, task: Future[None]) -> int:
         """Block until a task of this storage has ended; return its errno, or 0.
 
         Raises:
             StoreClosedError: in a forked child, where no thread runs the task.
         """
-        if os.getpid() != self._owner_pid:
-            raise StoreClosedError(f"{self.location} belongs to the parent of this process")
+        self._check_owner()
         error = task.exception()
         if error is None:
             return 0
@@ -130,18 +224,7 @@ class AiofilesStorage(FileStorage):
             self._check_usable()
             with storage_errors(what, path, extent):
                 fd = os.open(path, flags | OPEN_FLAGS)
-            self._descriptors.add(fd)
-            task = asyncio.run_coroutine_threadsafe(self._run(fd, work(fd)), self._loop)
-            self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _run(self, fd: int, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        finally:
-            self._descriptors.discard(fd)
-            os.close(fd)
+            return self._threads.start(fd, work(fd))
 
     def _sync_files(self, paths: Sequence[Path]) -> None:
         started: list[tuple[Path, Future[None]]] = []
@@ -156,20 +239,11 @@ class AiofilesStorage(FileStorage):
                 raise storage_error("flush", path, error)
 
     def _close_engine(self) -> None:
-        with self._start_mutex:
-            tasks = list(self._tasks)
-        wait(tasks)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._executor.shutdown()
-        self._loop.close()
+        self.drain()
+        self._threads.close()
 
     def _abandon_engine(self) -> None:
-        # The loop counts as running here, so it cannot be closed; its pair of wake-up
-        # sockets, which reach no file, goes with the process.
-        self._selector.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        self._threads.abandon()
 
 
 async def _read(fd: int, extent: Extent, memory: npt.NDArray[np.uint8]) -> None:

@@ -97,6 +97,12 @@ class Storage(Protocol):
     def sync_directory(self) -> None:
         """Make all names durable: what was created, renamed or removed until now."""
 
+    def drain(self) -> None:
+        """Block until every transfer begun so far has ended, whether or not it succeeded.
+
+        For a caller that was interrupted between the start of a transfer and keeping it.
+        """
+
     def abandon(self) -> None:
         """Drop every descriptor at once, in a forked child, touching no file and no lock."""
 

@@ -90,7 +90,7 @@ class FileStorage(ABC):
         RunDirectoryError: the directory cannot be made.
     """
 
-    _closed = True  # Until everything is there that close() releases.
+    _released = True  # Until everything is there that close() releases.
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
@@ -99,7 +99,8 @@ class FileStorage(ABC):
         self._lock_mutex = threading.Lock()
         self._lock_fd: int | None = None
         self._owner_pid = os.getpid()
-        self._closed = False
+        self._closed = False  # Whether work is refused.
+        self._released = False
 
     @property
     @abstractmethod
@@ -125,7 +126,7 @@ class FileStorage(ABC):
 
     @abstractmethod
     def _close_engine(self) -> None:
-        """Wait for all transfers and release what moves them."""
+        """Wait for all transfers and release what moves them. Called again if interrupted."""
 
     @abstractmethod
     def _abandon_engine(self) -> None:
@@ -229,9 +230,9 @@ class FileStorage(ABC):
 
     def abandon(self) -> None:
         """See Storage.abandon."""
-        if self._closed:
+        if self._released:
             return
-        self._closed = True
+        self._closed = self._released = True
         self._abandon_engine()
         # Closing this copy leaves the parent's lock alone; unlocking it would not.
         if self._lock_fd is not None:
@@ -239,20 +240,22 @@ class FileStorage(ABC):
             self._lock_fd = None
 
     def close(self) -> None:
-        """See Storage.close. In a forked child the same as abandon()."""
-        if self._closed:
+        """See Storage.close. In a forked child the same as abandon().
+
+        An interrupt leaves the directory locked, because transfers may still run: call it
+        again to wait for them.
+        """
+        if self._released:
             return
         if os.getpid() != self._owner_pid:
             self.abandon()
             return
+        self._closed = True
         with self._close_mutex:
-            if self._closed:
-                return
-            self._closed = True
-            try:
+            if not self._released:
                 self._close_engine()
-            finally:
                 self._release_lock()
+                self._released = True
 
     def _release_lock(self) -> None:
         with self._lock_mutex:
@@ -277,6 +280,10 @@ class FileStorage(ABC):
                     holder = os.pread(fd, 1024, 0).decode(errors="replace")
                     raise locked_error(self.location, holder, timeout_s) from None
             time.sleep(min(_LOCK_POLL_S, time_left_s))
+
+    def _check_owner(self) -> None:
+        """Refuse what only the owner's threads can bring to an end, with StoreClosedError."""
+        check_usable(self.location, closed=False, owner_pid=self._owner_pid)
 
     def _check_usable(self) -> None:
         check_usable(self.location, closed=self._closed, owner_pid=self._owner_pid)

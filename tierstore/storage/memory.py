@@ -146,6 +146,9 @@ class MemoryStorage:
         """See Storage.sync_directory: memory has nothing to make durable."""
         self._check_usable()
 
+    def drain(self) -> None:
+        """See Storage.drain: every transfer ends as it is begun."""
+
     def abandon(self) -> None:
         """See Storage.abandon: a copy of the parent's memory holds nothing."""
         self._closed = True

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
+import re
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Storage
+from tierstore.storage.files import storage_errors
 from tierstore.units import SECTOR_BYTES, Extent
 
 _log = logging.getLogger("tierstore")
@@ -22,6 +25,7 @@ _log = logging.getLogger("tierstore")
 _DIRECTORY_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO}
 )
+_PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}\.tmp")
 
 
 class _EngineError(Exception):
@@ -83,7 +87,8 @@ def _open_first(directory: Path, openers: dict[str, Callable[[Path], Storage]]) 
 def _open_probed(directory: Path, opener: Callable[[Path], Storage]) -> Storage:
     storage = opener(directory)
     try:
-        _probe(storage)
+        with _probing(directory):
+            _probe(storage)
     except StorageError as error:
         storage.close()
         if error.errno in _DIRECTORY_ERRNOS:
@@ -137,3 +142,26 @@ def _probe(storage: Storage) -> None:
     finally:
         with suppress(StorageError):
             storage.unlink(name)
+
+
+@contextmanager
+def _probing(directory: Path) -> Iterator[None]:
+    """Mark the directory as being probed; first remove what killed probes left there.
+
+    Every probe holds a shared lock on the directory itself, which the system takes back
+    from a killed process: whoever gets the lock alone finds only files that nobody uses.
+    """
+    with storage_errors("open", directory):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Some network filesystems lock no directories: there such files stay.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in os.listdir(fd):
+                if _PROBE_NAME.fullmatch(name):
+                    os.unlink(name, dir_fd=fd)
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)

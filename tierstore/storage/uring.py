@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,34 +27,36 @@ REQUEST_BYTES = 8 << 20
 QUEUE_DEPTH = 16
 
 
+@dataclass(slots=True)
+class _Held:
+    """What must stay until a ticket has ended: descriptors, and memory through its export."""
+
+    fds: list[int]
+    memory: npt.NDArray[np.uint8] | None = None
+
+
 class UringTransfer:
-    """One read or write in flight; owns its descriptor and the export of its buffer."""
+    """One read or write in flight. The storage holds its descriptor and its buffer."""
 
     def __init__(
-        self,
-        storage: UringStorage,
-        what: str,
-        path: Path,
-        extent: Extent,
-        memory: npt.NDArray[np.uint8],
+        self, storage: UringStorage, what: str, path: Path, extent: Extent, ticket: Ticket
     ) -> None:
-        self.ticket = Ticket()
         self._storage = storage
         self._what = what
         self._path = path
         self._extent = extent
-        self._memory = memory
+        self._ticket = ticket
 
     def wait(self) -> None:
         """See Transfer.wait."""
-        error, stopped_at = self._storage.wait_for(self)
+        error, stopped_at = self._storage.wait_for(self._ticket)
         if error:
             what = f"{self._what} (stopped at byte {stopped_at})"
             raise storage_error(what, self._path, error, self._extent)
 
     def done(self) -> bool:
         """See Transfer.done."""
-        return self.ticket.ended
+        return self._ticket.ended
 
 
 class UringStorage(FileStorage):
@@ -67,10 +72,11 @@ class UringStorage(FileStorage):
 
     def __init__(self, directory: Path) -> None:
         self._engine = UringEngine(QUEUE_DEPTH, REQUEST_BYTES)
-        # Descriptors of transfers not yet seen to have ended. The keys keep transfers,
-        # and so their buffers, alive even if the caller drops them. Only single dict
-        # operations are used, so that no lock is held when another thread forks.
-        self._descriptors: dict[UringTransfer, int] = {}
+        # What tickets not yet seen to have ended need, even if the caller drops or never
+        # gets the transfer. Only single dict operations are used.
+        self._held: dict[Ticket, _Held] = {}
+        # Makes "held, then submitted" one act to drain(). A forked child never takes it.
+        self._submit_mutex = threading.Lock()
         super().__init__(directory)
 
     def __del__(self) -> None:
@@ -90,48 +96,64 @@ class UringStorage(FileStorage):
         """See Storage.write."""
         return self._start("write", name, extent, buffer)
 
-    def wait_for(self, transfer: UringTransfer) -> tuple[int, int]:
-        """Block until a transfer of this storage has ended.
+    def drain(self) -> None:
+        """See Storage.drain."""
+        self._check_owner()
+        with self._submit_mutex:
+            tickets = list(self._held)
+        for ticket in tickets:
+            # Never submitted, if an interrupt came in between: there is nothing to wait for.
+            with suppress(ValueError):
+                self._engine.wait(ticket)
+            self._forget(ticket)
+
+    def wait_for(self, ticket: Ticket) -> tuple[int, int]:
+        """Block until a transfer or sync of this storage has ended.
 
         Returns:
-            (errno or 0, file offset where it failed).
+            (errno or 0, where it failed: the file offset, or for a sync the file's index).
 
         Raises:
             StoreClosedError: in a forked child.
         """
-        try:
-            outcome = self._engine.wait(transfer.ticket)
-        except RuntimeError as error:
-            raise StoreClosedError(f"{self.location}: {error}") from error
-        self._forget(transfer)
+        self._check_owner()
+        outcome = self._engine.wait(ticket)
+        self._forget(ticket)
         return outcome
 
     def _start(self, what: str, name: str, extent: Extent, buffer: memoryview) -> UringTransfer:
         path = self._path(name)
         is_write = what == "write"
         memory = checked_bytes(buffer, extent, written_to=not is_write)
-        for earlier in list(self._descriptors):
-            if earlier.ticket.ended:
+        for earlier in list(self._held):
+            if earlier.ended:
                 self._forget(earlier)
-        transfer = UringTransfer(self, what, path, extent, memory)
         flags = (os.O_WRONLY if is_write else os.O_RDONLY) | os.O_DIRECT | OPEN_FLAGS
         with storage_errors(what, path, extent):
             fd = os.open(path, flags)
-        # Known before it is submitted: an interrupt in between must not free the buffer.
-        self._descriptors[transfer] = fd
-        try:
-            self._engine.submit(
-                transfer.ticket, is_write, fd, memory.ctypes.data, extent.nbytes, extent.offset
-            )
-        except RuntimeError as error:
-            self._forget(transfer)
-            raise StoreClosedError(f"{self.location}: {error}") from error
-        return transfer
+        address, nbytes, offset = memory.ctypes.data, extent.nbytes, extent.offset
+        ticket = Ticket()
+        self._submit(
+            ticket,
+            _Held([fd], memory),
+            lambda: self._engine.submit(ticket, is_write, fd, address, nbytes, offset),
+        )
+        return UringTransfer(self, what, path, extent, ticket)
 
-    def _forget(self, transfer: UringTransfer) -> None:
-        fd = self._descriptors.pop(transfer, None)
-        if fd is not None:
-            os.close(fd)
+    def _submit(self, ticket: Ticket, held: _Held, submit: Callable[[], None]) -> None:
+        with self._submit_mutex:
+            # Held before it is submitted: an interrupt in between must not free the buffer.
+            self._held[ticket] = held
+            try:
+                submit()
+            except RuntimeError as error:
+                self._forget(ticket)
+                raise StoreClosedError(f"{self.location}: {error}") from error
+
+    def _forget(self, ticket: Ticket) -> None:
+        held = self._held.pop(ticket, None)
+        if held is not None:
+            _close_all(held.fds)
 
     def _sync_files(self, paths: Sequence[Path]) -> None:
         fds: list[int] = []
@@ -139,24 +161,26 @@ class UringStorage(FileStorage):
             for path in paths:
                 with storage_errors("flush", path):
                     fds.append(os.open(path, os.O_RDONLY | OPEN_FLAGS))
-            ticket = Ticket()
-            try:
-                self._engine.submit_sync(ticket, fds)
-                error, index = self._engine.wait(ticket)
-            except RuntimeError as closed:
-                raise StoreClosedError(f"{self.location}: {closed}") from closed
-        finally:
-            for fd in fds:
-                os.close(fd)
+        except BaseException:
+            _close_all(fds)
+            raise
+        ticket = Ticket()
+        self._submit(ticket, _Held(fds), lambda: self._engine.submit_sync(ticket, fds))
+        error, index = self.wait_for(ticket)
         if error:
             raise storage_error("flush", paths[index], error)
 
     def _close_engine(self) -> None:
         self._engine.close()
-        for transfer in list(self._descriptors):
-            self._forget(transfer)
+        for ticket in list(self._held):
+            self._forget(ticket)
 
     def _abandon_engine(self) -> None:
         self._engine.abandon()
-        for transfer in list(self._descriptors):
-            self._forget(transfer)
+        for ticket in list(self._held):
+            self._forget(ticket)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from errno import EIO
 from typing import Literal
 
-from tierstore.errors import StorageError
+from tierstore.errors import StorageError, TierstoreError
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import SECTOR_BYTES, Extent
 
@@ -64,7 +64,7 @@ class Fault:
     then StorageError. ``flipped_bit``: a read succeeds with one bit wrong. ``lost``: a write
     is reported as done and the old content stays. ``misdirected``: a write lands one sector
     late, cut at the file's end. ``delayed``: a transfer moves its bytes, and ends, only
-    after ``release`` is set, at the next done(), wait() or close()."""
+    after ``release`` is set, at the next done(), wait(), drain() or close()."""
     operation: Operation
     """The method of Storage that it strikes."""
     _: KW_ONLY
@@ -107,7 +107,7 @@ class _FaultyTransfer:
         start: Callable[[], Transfer | None],
         release: threading.Event | None,
         after: Callable[[], None],
-        error: StorageError | None = None,
+        error: Exception | None = None,
     ) -> None:
         self._start = start
         self._release = release
@@ -143,8 +143,11 @@ class _FaultyTransfer:
 
     def _start_if_released(self) -> None:
         if self._delayed:
+            try:
+                self._inner = self._start()
+            except Exception as error:
+                self._error = error
             self._delayed = False
-            self._inner = self._start()
 
 
 class FaultyStorage:
@@ -272,6 +275,14 @@ class FaultyStorage:
         with self._around("sync_directory"):
             self.inner.sync_directory()
 
+    def drain(self) -> None:
+        """See Storage.drain. Delayed transfers end first, once they are released."""
+        for transfer in list(self._delayed):
+            with suppress(TierstoreError):  # Told to whoever waits for the transfer.
+                transfer.wait()
+            self._delayed.discard(transfer)
+        self.inner.drain()
+
     def abandon(self) -> None:
         """See Storage.abandon. Never struck: it runs in a forked child."""
         self.inner.abandon()
@@ -279,9 +290,7 @@ class FaultyStorage:
     def close(self) -> None:
         """See Storage.close. Delayed transfers end first, once they are released."""
         with self._around("close"):
-            while self._delayed:
-                with suppress(StorageError):  # Told to whoever waits for the transfer.
-                    self._delayed.pop().wait()
+            self.drain()
             self.inner.close()
 
     @contextmanager

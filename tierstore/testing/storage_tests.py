@@ -10,9 +10,7 @@ have failed assertions explained.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import random
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,47 +21,19 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from tierstore.errors import RunLockedError, StorageError, StoreClosedError
 from tierstore.storage.base import Storage
+from tierstore.testing.storage_machine import StorageMachine
+from tierstore.testing.transfers import (
+    aligned_buffer,
+    create_with,
+    random_bytes,
+    read_bytes,
+    write_bytes,
+)
 from tierstore.units import SECTOR_BYTES, Extent
-
-_SECTORS_MAX = 6
-
-
-def aligned_buffer(content: bytes | int) -> memoryview:
-    """Return page-aligned memory that holds ``content``, or that many zero bytes."""
-    nbytes = content if isinstance(content, int) else len(content)
-    buffer = memoryview(mmap.mmap(-1, nbytes))
-    if not isinstance(content, int):
-        buffer[:] = content
-    return buffer
-
-
-def random_bytes(nbytes: int, seed: int = 0) -> bytes:
-    """Return ``nbytes`` bytes that depend on ``seed`` alone."""
-    return random.Random(seed).randbytes(nbytes)
-
-
-def write_bytes(storage: Storage, name: str, offset: int, content: bytes) -> None:
-    """Write ``content`` at ``offset`` of an existing file and wait."""
-    storage.write(name, Extent(offset, len(content)), aligned_buffer(content)).wait()
-
-
-def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
-    """Read ``nbytes`` at ``offset`` and wait."""
-    buffer = aligned_buffer(nbytes)
-    storage.read(name, Extent(offset, nbytes), buffer).wait()
-    return bytes(buffer)
-
-
-def create_with(storage: Storage, name: str, content: bytes) -> None:
-    """Create a file and write ``content``, of whole sectors, over all of it."""
-    storage.create(name, len(content))
-    write_bytes(storage, name, 0, content)
-
 
 # Everything that needs the file "page" to be there.
 _ON_A_FILE: list[Callable[[Storage], object]] = [
@@ -182,6 +152,30 @@ class StorageTests(ABC):
         storage.write("page", Extent(0, len(content)), aligned_buffer(content))
         storage.close()
         assert self.raw_bytes(storage, "page") == content
+
+    def test_transfers_nobody_kept_end_before_drain_returns(self, storage: Storage) -> None:
+        content = random_bytes(2048 * SECTOR_BYTES)
+        storage.create("page", len(content))
+        for start in range(0, len(content), len(content) // 4):
+            part = content[start : start + len(content) // 4]
+            storage.write("page", Extent(start, len(part)), aligned_buffer(part))
+        storage.drain()
+        assert self.raw_bytes(storage, "page") == content
+        storage.drain()
+        assert read_bytes(storage, "page", 0, len(content)) == content
+
+    def test_drain_leaves_a_failure_to_wait(self, storage: Storage) -> None:
+        storage.create("page", SECTOR_BYTES)
+        transfer = storage.read("page", Extent(0, 2 * SECTOR_BYTES), aligned_buffer(8192))
+        storage.drain()
+        assert transfer.done()
+        with pytest.raises(StorageError):
+            transfer.wait()
+
+    def test_drain_of_a_closed_storage_returns(self, storage: Storage) -> None:
+        create_with(storage, "page", bytes(SECTOR_BYTES))
+        storage.close()
+        storage.drain()
 
     def test_create_gives_zeros_on_allocated_space(self, storage: Storage) -> None:
         storage.create("page", 300 * SECTOR_BYTES)
@@ -357,6 +351,30 @@ class StorageTests(ABC):
             with closing(self.open_again(storage)) as third, pytest.raises(RunLockedError):
                 third.lock(0)
 
+    def test_lock_is_refused_after_the_timeout(self, storage: Storage) -> None:
+        storage.lock(0)
+        with closing(self.open_again(storage)) as other:
+            started_s = time.monotonic()
+            with pytest.raises(RunLockedError):
+                other.lock(0.2)
+            assert 0.2 <= time.monotonic() - started_s < 20
+
+    def test_forked_child_that_abandons_leaves_the_lock_to_its_parent(
+        self, storage: Storage
+    ) -> None:
+        storage.lock(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                storage.abandon()
+                storage.close()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with closing(self.open_again(storage)) as other, pytest.raises(RunLockedError):
+            other.lock(0)
+
     def test_files_outlive_the_storage(self, storage: Storage) -> None:
         content = random_bytes(3 * SECTOR_BYTES)
         create_with(storage, "page", content)
@@ -376,7 +394,7 @@ class StorageTests(ABC):
         assert self.raw_bytes(storage, "page") == b"x" * SECTOR_BYTES
 
     def test_any_sequence_agrees_with_a_dict(self, storage: Storage) -> None:
-        class Machine(_StorageMachine):
+        class Machine(StorageMachine):
             tested = storage
             raw_bytes = staticmethod(lambda name: self.raw_bytes(storage, name))
 
@@ -390,76 +408,6 @@ class StorageTests(ABC):
                 suppress_health_check=list(HealthCheck),
             ),
         )
-
-
-class _StorageMachine(RuleBasedStateMachine):
-    """Compares a storage with a dict of bytearrays, operation by operation."""
-
-    tested: Storage
-    raw_bytes: Callable[[str], bytes]
-
-    names = st.sampled_from(["a", "b", "c"])
-    sectors = st.integers(1, _SECTORS_MAX)
-    seeds = st.integers(0, 2**32)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: dict[str, bytearray] = {}
-
-    @rule(name=names, sectors=sectors)
-    def create(self, name: str, sectors: int) -> None:
-        self.tested.create(name, sectors * SECTOR_BYTES)
-        self.model[name] = bytearray(sectors * SECTOR_BYTES)
-
-    @rule(name=names, seed=seeds, nbytes=st.integers(0, _SECTORS_MAX * SECTOR_BYTES))
-    def put(self, name: str, seed: int, nbytes: int) -> None:
-        self.tested.put(name, random_bytes(nbytes, seed))
-        self.model[name] = bytearray(random_bytes(nbytes, seed))
-
-    @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors, seed=seeds)
-    def write(self, name: str, first: int, sectors: int, seed: int) -> None:
-        start, nbytes = first * SECTOR_BYTES, sectors * SECTOR_BYTES
-        if start + nbytes > len(self.model.get(name, b"")):
-            return
-        content = random_bytes(nbytes, seed)
-        write_bytes(self.tested, name, start, content)
-        self.model[name][start : start + nbytes] = content
-
-    @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors)
-    def read(self, name: str, first: int, sectors: int) -> None:
-        start, nbytes = first * SECTOR_BYTES, sectors * SECTOR_BYTES
-        if name in self.model and start + nbytes <= len(self.model[name]):
-            expected = self.model[name][start : start + nbytes]
-            assert read_bytes(self.tested, name, start, nbytes) == expected
-        else:
-            with pytest.raises(StorageError):
-                read_bytes(self.tested, name, start, nbytes)
-
-    @rule(name=names, new_name=names)
-    def rename(self, name: str, new_name: str) -> None:
-        if name in self.model:
-            self.tested.rename(name, new_name)
-            self.model[new_name] = self.model.pop(name)
-        else:
-            with pytest.raises(StorageError):
-                self.tested.rename(name, new_name)
-
-    @rule(name=names)
-    def unlink(self, name: str) -> None:
-        if name in self.model:
-            self.tested.unlink(name)
-            del self.model[name]
-        else:
-            with pytest.raises(StorageError):
-                self.tested.unlink(name)
-
-    def teardown(self) -> None:
-        """Compare everything, then leave no files to the next sequence."""
-        assert self.tested.list() == sorted(self.model)
-        for name, content in self.model.items():
-            assert self.tested.size(name) == len(content)
-            assert self.raw_bytes(name) == content
-            self.tested.unlink(name)
 
 
 class FileStorageTests(StorageTests):
@@ -490,3 +438,15 @@ class FileStorageTests(StorageTests):
     def open_again(self, storage: Storage) -> Storage:
         """See StorageTests."""
         return self.open_storage(Path(storage.location))
+
+    def test_files_are_closed_to_other_users(self, storage: Storage) -> None:
+        umask = os.umask(0)  # The storage itself must see to it.
+        try:
+            storage.create("page", SECTOR_BYTES)
+            storage.put("file", b"")
+            storage.lock(0)
+        finally:
+            os.umask(umask)
+        modes = [path.stat().st_mode & 0o777 for path in Path(storage.location).iterdir()]
+        assert len(modes) >= 2
+        assert set(modes) == {0o600}

@@ -1,0 +1,90 @@
+"""A state machine that compares a storage with a dict, over operations drawn by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from tierstore.errors import StorageError
+from tierstore.storage.base import Storage
+from tierstore.testing.transfers import random_bytes, read_bytes, write_bytes
+from tierstore.units import SECTOR_BYTES
+
+_SECTORS_MAX = 6
+
+
+class StorageMachine(RuleBasedStateMachine):
+    """Operations on ``tested``, an empty storage, each compared with a dict of bytearrays.
+
+    Derive from it, and set ``tested`` and ``raw_bytes``, which gives a file's content
+    without using the storage.
+    """
+
+    tested: Storage
+    raw_bytes: Callable[[str], bytes]
+
+    names = st.sampled_from(["a", "b", "c"])
+    sectors = st.integers(1, _SECTORS_MAX)
+    seeds = st.integers(0, 2**32)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[str, bytearray] = {}
+
+    @rule(name=names, sectors=sectors)
+    def create(self, name: str, sectors: int) -> None:
+        self.tested.create(name, sectors * SECTOR_BYTES)
+        self.model[name] = bytearray(sectors * SECTOR_BYTES)
+
+    @rule(name=names, seed=seeds, nbytes=st.integers(0, _SECTORS_MAX * SECTOR_BYTES))
+    def put(self, name: str, seed: int, nbytes: int) -> None:
+        self.tested.put(name, random_bytes(nbytes, seed))
+        self.model[name] = bytearray(random_bytes(nbytes, seed))
+
+    @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors, seed=seeds)
+    def write(self, name: str, first: int, sectors: int, seed: int) -> None:
+        start, nbytes = first * SECTOR_BYTES, sectors * SECTOR_BYTES
+        if start + nbytes > len(self.model.get(name, b"")):
+            return
+        content = random_bytes(nbytes, seed)
+        write_bytes(self.tested, name, start, content)
+        self.model[name][start : start + nbytes] = content
+
+    @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors)
+    def read(self, name: str, first: int, sectors: int) -> None:
+        start, nbytes = first * SECTOR_BYTES, sectors * SECTOR_BYTES
+        if name in self.model and start + nbytes <= len(self.model[name]):
+            expected = self.model[name][start : start + nbytes]
+            assert read_bytes(self.tested, name, start, nbytes) == expected
+        else:
+            with pytest.raises(StorageError):
+                read_bytes(self.tested, name, start, nbytes)
+
+    @rule(name=names, new_name=names)
+    def rename(self, name: str, new_name: str) -> None:
+        if name in self.model:
+            self.tested.rename(name, new_name)
+            self.model[new_name] = self.model.pop(name)
+        else:
+            with pytest.raises(StorageError):
+                self.tested.rename(name, new_name)
+
+    @rule(name=names)
+    def unlink(self, name: str) -> None:
+        if name in self.model:
+            self.tested.unlink(name)
+            del self.model[name]
+        else:
+            with pytest.raises(StorageError):
+                self.tested.unlink(name)
+
+    def teardown(self) -> None:
+        """Compare everything, then leave no files to the next sequence."""
+        assert self.tested.list() == sorted(self.model)
+        for name, content in self.model.items():
+            assert self.tested.size(name) == len(content)
+            assert self.raw_bytes(name) == content
+            self.tested.unlink(name)
