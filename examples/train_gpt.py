@@ -236,7 +236,7 @@ def main(
     )
     try:
         with tierstore.TierStore(
-            directory, host_memory="96MiB", page_bytes="16MiB", resume=resume, overwrite=overwrite
+            directory, host_memory="64MiB", page_bytes="16MiB", resume=resume, overwrite=overwrite
         ) as store:
             train(store, options, resume=resume)
     except (tierstore.RunDirectoryError, tierstore.BudgetError) as error:

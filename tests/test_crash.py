@@ -76,7 +76,8 @@ def test_killed_at_each_point(first: int, second: int, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(1, 60))
 def test_killed_at_each_point_of_commit_and_recovery(first: int, tmp_path: Path) -> None:
-    for second in range(1, 31):
+    """Every first point and every second one, a third of all pairs."""
+    for second in range(1 + first % 3, 31, 3):
         crash_twice(tmp_path / f"run-{second}", tmp_path / "copy", [first, second])
 
 

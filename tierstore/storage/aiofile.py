@@ -88,7 +88,8 @@ class _LoopThread:
             self._tasks[ended] = None
             self._loop.call_soon_threadsafe(self._begin, ended, fd, work)
         except BaseException:
-            ended.cancel()  # Unless the loop has taken it, it never will.
+            if ended.cancel():  # Then the loop has not taken it and never will.
+                work.close()
             raise
         return ended
 
@@ -115,8 +116,6 @@ class _LoopThread:
     def _begin(self, ended: Future[None], fd: int, work: Coroutine[None, None, None]) -> None:
         if ended.set_running_or_notify_cancel():
             self._tasks[ended] = self._loop.create_task(self._run(ended, fd, work))
-        else:
-            work.close()
 
     async def _run(self, ended: Future[None], fd: int, work: Coroutine[None, None, None]) -> None:
         try:
