@@ -260,3 +260,16 @@ def test_scalars_come_back(value: float, tmp_path: Path) -> None:
     assert found["other"] == 1e-310
     assert found["step"] == value or (math.isnan(found["step"]) and math.isnan(value))
     toy.store.close()
+
+
+def test_commit_of_states_written_after_a_commit(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+    toy.store.commit()
+    toy.store.write_states({"second": {"average": torch.full((9,), 5.0)}})
+    toy.store.commit()
+    toy.store.synchronize()
+    toy.step()
+    assert toy.store.restore() == 1
+    assert torch.equal(toy.store.read_states()["second"]["average"], torch.full((9,), 5.0))
+    toy.store.close()

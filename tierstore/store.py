@@ -305,7 +305,7 @@ class TierStore:
         self._guard.require_restored()
         self._require_storage("commit()")
         committed = self._step and self._step == self._commits.begun_step
-        if committed and extra is None:
+        if committed and extra is None and not self._changed:
             return
         self._next_extra = (self._step, tagged.encode(extra, name="extra"))
         if committed:

@@ -101,7 +101,7 @@ def run_script(script: str, *arguments: object) -> Any:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
 
