@@ -54,11 +54,13 @@ def measure(directory: Path | None, rounds: list[int]) -> tuple[int, list[int]]:
 def test_peak_is_within_the_budget_and_does_not_grow(tmp_path: Path) -> None:
     # Newton-Schulz needs the same workspace in both, so it drops out of the difference.
     state_bytes, (resident,) = measure(None, [3])
-    paged_state_bytes, (early, _, late) = measure(tmp_path, [3, 94, 3])
+    paged_state_bytes, paged = measure(tmp_path, [3, 3, 3, 94, 3, 3, 3])
     assert state_bytes == paged_state_bytes
     assert state_bytes >= 4 * HOST_MEMORY
-    assert early - (resident - state_bytes) <= HOST_MEMORY + 64 * MIB
-    assert late <= early + 4 * MIB
+    assert max(paged) - (resident - state_bytes) <= HOST_MEMORY + 64 * MIB
+    # A round's peak has one temporary of a step more or less, by the allocator's chance.
+    # What leaks would be in the lowest of the later ones.
+    assert min(paged[4:]) <= max(paged[:3]) + 4 * MIB
 
 
 @pytest.mark.parametrize("buffers", [None, 2, 5])
