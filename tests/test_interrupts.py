@@ -132,14 +132,13 @@ def test_an_interrupt_as_a_commit_begins(tmp_path: Path, monkeypatch: pytest.Mon
 def test_memory_is_given_back_by_close(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1024, 4096))
     parameter.grad = torch.ones_like(parameter)
-    kernel.reset_peak()
-    before = kernel.anonymous_peak()
     store = tierstore.TierStore(tmp_path, page_bytes="64MiB", buffers=4)
     muon.Muon([{"params": [parameter], "algorithm": "adamw"}], store=store).step()
-    assert kernel.anonymous_peak() - before > 4 * 48 * 2**20
+    kernel.reset_peak()
+    during = kernel.anonymous_peak()
     store.close()
     kernel.reset_peak()
-    assert kernel.anonymous_peak() - before < 2 * 48 * 2**20
+    assert during - kernel.anonymous_peak() > 3 * 48 * 2**20
 
 
 def test_a_store_without_a_directory_goes_on_after_an_interrupt() -> None:
