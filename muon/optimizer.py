@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
@@ -20,6 +21,15 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 1e-2,
+    # What torch.optim.AdamW looks for in a checkpoint. Other values are refused, but for
+    # those that say how torch computes.
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
 }
 
 # What the pages were laid out by, and so a state dict does not change in a group.
@@ -152,25 +162,35 @@ class Muon(torch.optim.Optimizer):
                     else:
                         self._step_adamw(shard, group, steps[shard.parameter.name])
             for name, step in steps.items():
-                self.store.scalars.setdefault(name, {})["step"] = step
+                self.store.scalars[name]["step"] = step
         return loss
 
-    def restore(self) -> int:
+    def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
         """Go back to the step that the store has committed: parameters, state, groups.
+
+        Args:
+            checkpoint: begin a new run with what this checkpoint holds; see
+                ``TierStore.restore()``. The parameters need names.
 
         Returns:
             The step, or 0 for a new run.
 
         Raises:
-            RunMismatchError: the run is of another model; nothing was changed.
+            RunMismatchError, CheckpointError: it is of another model; nothing was changed.
         """
         self._attach_groups()
-        return self.store.restore()
+        fixed = [{key: group[key] for key in _FIXED if key in group} for group in self.param_groups]
+        step = self.store.restore(checkpoint)
+        for group, values in zip(self.param_groups, fixed, strict=True):
+            group.update(values)
+        return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of ``torch.optim``, all of it read into memory.
+        """Return the state in the format of ``torch.optim``, also before the first step.
 
-        Parameters of low precision have an entry "master" beside their other states.
+        Its tensors are mappings of the page files, see ``TierStore.read_states()``: they cost
+        no memory and stay as they are. Parameters of low precision have an entry "master"
+        beside their other states.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -184,13 +204,8 @@ class Muon(torch.optim.Optimizer):
             packed["params"] = list(range(index, index + len(group["params"])))
             packed_groups.append(packed)
             for paged in self._paged_group(number).parameters:
-                if states and not paged.tensor.numel():  # Without elements it is in no page.
-                    states[paged.name] = dict(self.state[paged.tensor])
-                elif paged.name in states:
-                    scalars = self._scalar_states(number, paged.name)
-                    states[paged.name] = {**scalars, **states[paged.name]}
-                if paged.name in states:
-                    packed_states[index] = states[paged.name]
+                scalars = self._scalar_states(number, paged.name)
+                packed_states[index] = {**scalars, **(states.get(paged.name) or _empty(paged))}
                 index += 1
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -218,8 +233,8 @@ class Muon(torch.optim.Optimizer):
             name: float(saved.pop("step")) for name, saved in states.items() if "step" in saved
         }
         self.store.write_states(states)
-        self.store.scalars.clear()
-        self.store.scalars.update({name: {"step": step} for name, step in steps.items()})
+        for name, scalars in self.store.scalars.items():
+            scalars["step"] = steps.get(name, 0.0)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -280,7 +295,7 @@ class Muon(torch.optim.Optimizer):
     def _next_steps(self) -> dict[str, float]:
         """Return the step count that each AdamW parameter with a gradient comes to."""
         return {
-            name: self.store.scalars.get(name, {}).get("step", 0.0) + 1.0
+            name: self.store.scalars[name]["step"] + 1.0
             for number, group in enumerate(self.param_groups)
             if group["algorithm"] == "adamw"
             for name, parameter in self._named(number)
@@ -307,7 +322,7 @@ class Muon(torch.optim.Optimizer):
         """Return the states of one parameter that lie in no page, as ``torch.optim`` has them."""
         if self.param_groups[number]["algorithm"] == "muon":
             return {}
-        return {"step": torch.tensor(self.store.scalars.get(name, {}).get("step", 0.0))}
+        return {"step": torch.tensor(self.store.scalars.get(name, {"step": 0.0})["step"])}
 
     def _matched(
         self, state_dict: Mapping[str, Any]
@@ -363,6 +378,10 @@ class Muon(torch.optim.Optimizer):
         if numbers:
             self.store.attach([self._paged_group(number) for number in numbers])
             self._attached = len(self.param_groups)
+            for number in numbers:
+                if self.param_groups[number]["algorithm"] == "adamw":
+                    for name, _ in self._named(number):
+                        self.store.scalars[name] = {"step": 0.0}
 
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
         group = self.param_groups[number]
@@ -425,9 +444,7 @@ class _ParameterState(Mapping[str, torch.Tensor]):
             raise KeyError(state)
         self._optimizer._attach_groups()
         states = self._optimizer.store.read_states([self._paged.name])
-        if not states:
-            return _initial_state(self._paged, state, self._dtypes[state])
-        return states[self._paged.name][state]
+        return (states.get(self._paged.name) or _empty(self._paged))[state]
 
     def __iter__(self) -> Iterator[str]:
         return chain(self._scalars, self._dtypes)
@@ -445,8 +462,7 @@ def _state_dtypes(paged: tierstore.PagedParameter) -> dict[str, torch.dtype]:
     return dict(spec.states if spec.owns_master else spec.all_states)
 
 
-def _initial_state(paged: tierstore.PagedParameter, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a state is before the first step."""
-    if state == "master":
-        return paged.tensor.detach().to(dtype, copy=True)
-    return torch.zeros(paged.tensor.shape, dtype=dtype)
+def _empty(paged: tierstore.PagedParameter) -> dict[str, torch.Tensor]:
+    """Return the states of a parameter without elements, which is in no page."""
+    shape = paged.tensor.shape
+    return {state: torch.empty(shape, dtype=dtype) for state, dtype in _state_dtypes(paged).items()}

@@ -140,6 +140,7 @@ def history(seeds: list[int]) -> list[dict[str, torch.Tensor]]:
         }
         states.append(training.snapshot(optimizer, parameters) | rates)
 
+    optimizer.state_dict()  # Lays out the pages, as restore() does.
     remember(0)
     for index, seed in enumerate(seeds):
         training.train(

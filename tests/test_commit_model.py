@@ -73,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
             masters[name] -= now.rates[group]
             counts[name] += 1
         # The first step writes every page, whether it has a gradient or not.
-        self.written = self.written or bool(names) or not self.toy.store.read_states()
+        self.written = self.written or bool(names) or now.step == 0
         self.present = replace(now, step=now.step + 1, masters=masters, counts=counts)
         self.toy.step(names)
 

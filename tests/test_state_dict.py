@@ -48,11 +48,16 @@ def test_is_what_torch_gives(group: int) -> None:
         assert mine[key] == other[key]
 
 
-def test_before_the_first_step_is_what_torch_gives() -> None:
-    pair = Pair([0])
-    actual, expected = pair.optimizer.state_dict(), pair.references[0].state_dict()
-    assert actual["state"] == expected["state"] == {}
-    assert actual["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+@pytest.mark.parametrize("group", range(4))
+def test_before_the_first_step_is_what_it_starts_from(group: int) -> None:
+    """torch.optim has nothing then, and goes on from ours as from nothing."""
+    pair = Pair([group])
+    saved = pair.optimizer.state_dict()
+    assert len(saved["state"]) == len(pair.ours)
+    assert not any(tensor.any() for state in saved["state"].values() for tensor in state.values())
+    pair.references[0].load_state_dict(saved)
+    pair.step(1, 2)
+    pair.assert_identical()
 
 
 @pytest.mark.parametrize("group", range(4))

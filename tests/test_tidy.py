@@ -21,7 +21,13 @@ LINES_MAX = 500
 # level; rows of one level are in the order in which they may use each other.
 TABLE: tuple[tuple[int, frozenset[str]], ...] = (
     (0, frozenset({"_native", "errors", "units"})),
-    (1, frozenset({"checksums", "chunks", "config", "guard", "records", "stats", "tagged"})),
+    (0, frozenset({"peers"})),
+    (
+        1,
+        frozenset(
+            {"checksums", "chunks", "config", "guard", "publication", "records", "stats", "tagged"}
+        ),
+    ),
     (1, frozenset({"groups"})),
     (1, frozenset({"manifest", "partition"})),
     (1, frozenset({"page"})),
@@ -31,9 +37,11 @@ TABLE: tuple[tuple[int, frozenset[str]], ...] = (
     (3, frozenset({"commit", "views"})),
     (3, frozenset({"run"})),
     (3, frozenset({"residency"})),
-    (3, frozenset({"pages", "states"})),
+    (3, frozenset({"pages", "states", "sweep"})),
+    (3, frozenset({"checkpoint", "history"})),
+    (4, frozenset({"paged"})),
     (4, frozenset({"store"})),
-    (5, frozenset({"checkpoint", "plan", "testing"})),
+    (5, frozenset({"plan", "testing"})),
     (6, frozenset({"cli"})),
 )
 ROW_OF = {module: row for row, (_, modules) in enumerate(TABLE) for module in modules}

@@ -3,18 +3,30 @@
 The order is what a crash cannot get wrong: pages written and looked at, page files
 flushed, manifest under a temporary name, its final name, the directory. Until the last of
 these the commit before is the one that a restart finds; the pages that it names are
-untouched, because a step writes to the other copy of each page.
+untouched, because a step writes to the other copy of each page. Of several ranks each does
+so with its own files, then tells the others; none overwrites anything before all have.
+
+A file that is shared, with a published checkpoint for one, is never written again: a fresh
+one, allocated ahead, takes its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tierstore.errors import StoreFailedError
-from tierstore.manifest import Manifest, manifest_name, manifest_step, page_file
+from tierstore.errors import StorageError, StoreFailedError
+from tierstore.manifest import (
+    Manifest,
+    manifest_name,
+    manifest_revision,
+    page_file,
+    spare_file,
+)
+from tierstore.peers import Peers, agree
 from tierstore.storage.base import Storage, Transfer
 
 DIRTY_NAME = "dirty"
@@ -46,30 +58,45 @@ class Commits:
 
     Args:
         storage: the rank's files.
+        peers: all ranks, to be told of each commit.
         committed: the commit that the run goes on from, or None.
         single_copy: whether each page has one file instead of two.
     """
 
-    def __init__(self, storage: Storage, committed: Manifest | None, *, single_copy: bool) -> None:
+    def __init__(
+        self, storage: Storage, peers: Peers, committed: Manifest | None, *, single_copy: bool
+    ) -> None:
         self._storage = storage
+        self._peers = peers
         self._single_copy = single_copy
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
         self.go_on_from(committed)
 
     def go_on_from(self, manifest: Manifest | None) -> None:
         """Make a commit found by recovery the last one, in an attempt of its own."""
-        self.attempt = secrets.token_hex(8)
-        """Names this opening of the run in every manifest."""
-        self.committed_step = manifest.step if manifest else 0
-        """The newest durable step."""
-        self.begun_step = self.committed_step
-        """The newest step that begin() was called for."""
+        self.attempt: str = self._peers.gather(secrets.token_hex(8))[0]
+        """Names this opening of the run in every manifest, the same on all ranks."""
+        self.committed = manifest
+        """The newest durable commit."""
+        self.begun = manifest
+        """The newest commit that begin() was called for."""
         entries = manifest.pages if manifest else ()
         self._copies = {index: entry.copy for index, entry in enumerate(entries)}
         self._files_written: set[str] = set()
-        self._dirty = False
+        self._spares: set[str] = set()  # Recovery removed those that were there.
+        self._dirty = self._renamed = False
         self._pending: Future[None] | None = None
         self._begun = self._durable = 0  # Number of the last commit that was.
+
+    @property
+    def committed_step(self) -> int:
+        """The newest durable step, or 0."""
+        return self.committed.step if self.committed else 0
+
+    @property
+    def begun_step(self) -> int:
+        """The newest step that begin() was called for, or 0."""
+        return self.begun.step if self.begun else 0
 
     @property
     def copies(self) -> str:
@@ -89,11 +116,39 @@ class Commits:
             raise StoreFailedError("an interrupt came as a commit began, and it was never made")
         committed = self._copies.get(page)
         copy = "b" if committed == "a" and not self._single_copy else "a"
+        name = page_file(page, copy)
         if copy == committed and not self._dirty:
             mark_dirty(self._storage, self.committed_step)
             self._dirty = True
-        self._files_written.add(page_file(page, copy))
+        if self._storage.is_shared(name):
+            self.provide_spares([name])
+            self._renamed = True
+            self._storage.rename(spare_file(name), name)
+            self._spares.discard(name)
+        elif name in self._spares:  # Whoever shared it has let it go.
+            self._storage.unlink(spare_file(name))
+            self._spares.discard(name)
+        self._files_written.add(name)
         return copy
+
+    def provide_spares(self, names: Iterable[str]) -> None:
+        """Allocate what shall take the place of these page files, for all or for none.
+
+        Raises:
+            StorageError: the disk is full, say. Nothing was changed.
+        """
+        made: list[str] = []
+        try:
+            for name in names:
+                if name not in self._spares:
+                    self._storage.create(spare_file(name), self._storage.size(name))
+                    made.append(name)
+        except StorageError:
+            for name in made:
+                with contextlib.suppress(StorageError):  # The first error is the one to mend.
+                    self._storage.unlink(spare_file(name))
+            raise
+        self._spares.update(made)
 
     def begin(self, manifest: Manifest, writes: Sequence[Transfer]) -> None:
         """Start to make a step durable; the one before is waited for.
@@ -111,9 +166,12 @@ class Commits:
         # Submitted last: an interrupt before that leaves a commit that is never durable,
         # and claim_copy() then lets nothing be overwritten.
         self._begun += 1
-        self.begun_step = manifest.step
+        self.begun = manifest
         self._copies, self._files_written, self._dirty = copies, set(), False
-        self._pending = self._executor.submit(self._commit, self._begun, manifest, writes, files)
+        renamed, self._renamed = self._renamed, False
+        self._pending = self._executor.submit(
+            self._commit, self._begun, manifest, writes, files, renamed
+        )
 
     def wait(self) -> None:
         """Block until the step that was begun, if any, is durable.
@@ -135,20 +193,30 @@ class Commits:
         self._executor.shutdown()
 
     def _commit(
-        self, number: int, manifest: Manifest, writes: Sequence[Transfer], files: Sequence[str]
+        self,
+        number: int,
+        manifest: Manifest,
+        writes: Sequence[Transfer],
+        files: Sequence[str],
+        renamed: bool,
     ) -> None:
-        for write in writes:
-            write.wait()
-        self._storage.flush(files)
-        write_durably(self._storage, manifest_name(manifest.step), manifest.to_bytes())
-        self.committed_step = manifest.step
+        def commit_here() -> None:
+            for write in writes:
+                write.wait()
+            self._storage.flush(files)
+            if renamed:  # Else the manifest could name a page file that is still another.
+                self._storage.sync_directory()
+            write_durably(self._storage, manifest_name(manifest.revision), manifest.to_bytes())
+
+        agree(self._peers, commit_here)
+        self.committed = manifest
         self._durable = number
         self._forget_older()
 
     def _forget_older(self) -> None:
         names = self._storage.list()
-        steps = sorted(step for name in names if (step := manifest_step(name)) is not None)
-        for step in steps[: -1 if self._single_copy else -2]:
-            self._storage.unlink(manifest_name(step))
+        revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
+        for revision in revisions[: -1 if self._single_copy else -2]:
+            self._storage.unlink(manifest_name(revision))
         if DIRTY_NAME in names:
             clear_dirty(self._storage)

@@ -66,3 +66,21 @@ class RunLockedError(RunDirectoryError):
 
 class RunMismatchError(RunDirectoryError):
     """The directory holds a run of another model; the message names the first difference."""
+
+
+class CheckpointError(TierstoreError, ValueError):
+    """A checkpoint cannot be published or read there; the message says what to do."""
+
+
+class PeerFailed(TierstoreError):  # noqa: N818 - it tells of another's error.
+    """Another rank of the job failed, and this one cannot go on without it.
+
+    Attributes:
+        rank: which one.
+        reason: what it said.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        self.rank = rank
+        self.reason = reason
+        super().__init__(f"rank {rank} failed: {reason}")

@@ -48,8 +48,8 @@ class ParameterSpec:
         return {
             "name": self.name,
             "shape": list(self.shape),
-            "dtype": _dtype_name(self.dtype),
-            "states": {name: _dtype_name(dtype) for name, dtype in self.states},
+            "dtype": dtype_name(self.dtype),
+            "states": {name: dtype_name(dtype) for name, dtype in self.states},
             "elementwise": self.elementwise,
         }
 
@@ -66,10 +66,10 @@ class ParameterSpec:
 
     def describe(self) -> str:
         """Return the spec in words, for messages."""
-        states = ", ".join(f"{name} {_dtype_name(dtype)}" for name, dtype in self.states)
+        states = ", ".join(f"{name} {dtype_name(dtype)}" for name, dtype in self.states)
         kind = "elementwise" if self.elementwise else "whole"
         return (
-            f"{self.name!r} {_dtype_name(self.dtype)} {list(self.shape)}, {kind}, "
+            f"{self.name!r} {dtype_name(self.dtype)} {list(self.shape)}, {kind}, "
             f"states: {states or 'none'}"
         )
 
@@ -160,9 +160,9 @@ def _check_parameter(parameter: PagedParameter) -> None:
     if not name or any(ord(character) < 32 for character in name):
         raise ValueError(f"a parameter's name must be non-empty printable text, got {name!r}")
     if tensor.dtype not in _PARAMETER_DTYPES:
-        names = ", ".join(_dtype_name(dtype) for dtype in _PARAMETER_DTYPES)
+        names = ", ".join(dtype_name(dtype) for dtype in _PARAMETER_DTYPES)
         raise ValueError(
-            f"parameter {name!r} has dtype {_dtype_name(tensor.dtype)}; only {names} can be paged"
+            f"parameter {name!r} has dtype {dtype_name(tensor.dtype)}; only {names} can be paged"
         )
     if tensor.ndim > RECORD_DIMENSIONS_MAX:
         raise ValueError(
@@ -187,11 +187,12 @@ def _check_parameter(parameter: PagedParameter) -> None:
             )
         if dtype not in RECORD_DTYPES:
             raise ValueError(
-                f"parameter {name!r}: state {state!r} cannot have dtype {_dtype_name(dtype)}"
+                f"parameter {name!r}: state {state!r} cannot have dtype {dtype_name(dtype)}"
             )
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that a dtype has in a commit, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,6 +1,6 @@
-"""The files that say what a run directory holds: one identity, and one manifest per commit.
+"""The files that say what a directory holds: a run's identity, and one manifest per commit.
 
-Both are JSON that a person can read, behind a first line that names the format and
+They are JSON that a person can read, behind a first line that names the format and
 carries a checksum of everything after it.
 """
 
@@ -21,23 +21,32 @@ from tierstore.groups import ParameterSpec
 FORMAT_VERSION = 1
 
 IDENTITY_NAME = "run.json"
-_MANIFEST_NAME = re.compile(r"commit-(\d{10,})")
+MANIFEST_PATTERN = r"commit-(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
+
+Revision = tuple[int, int]
+"""A step, and the how-manieth commit of it: nearly always the first."""
 
 
-def manifest_name(step: int) -> str:
-    """Return the name of the manifest of a step."""
-    return f"commit-{step:010d}"
+def manifest_name(revision: Revision) -> str:
+    """Return the name of a manifest: that of its step, unless that was committed before."""
+    step, number = revision
+    return f"commit-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
-def manifest_step(name: str) -> int | None:
-    """Return the step whose manifest a file of this name is, or None for any other file."""
-    match = _MANIFEST_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+def manifest_revision(name: str) -> Revision | None:
+    """Return what a file of this name is the manifest of, or None for any other file."""
+    match = re.fullmatch(MANIFEST_PATTERN, name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
 
 
 def page_file(page: int, copy: str) -> str:
     """Return the name of the file that holds copy "a" or "b" of a page."""
     return f"page-{page:06d}.{copy}"
+
+
+def spare_file(page_file: str) -> str:
+    """Return the name of the file that shall take the place of a shared page file."""
+    return f"{page_file}.next"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +66,12 @@ class RunIdentity:
             "world_size": self.world_size,
             "page_bytes": self.page_bytes,
         }
-        return _seal("run", body)
+        return seal("run", body)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
         """Read the content of the file IDENTITY_NAME; ``where`` names it in errors."""
-        return cls(**_unseal("run", data, where))
+        return cls(**unseal("run", data, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +96,12 @@ class Manifest:
     rank: int
     world_size: int
     step: int
+    number: int
+    """1, or more where the step was committed before, with another ``extra`` say."""
+    first: bool
+    """Whether no commit of this run was before it. Any other one all ranks have."""
+    page_bytes: int
+    """What the groups were cut into pages by."""
     groups: Sequence[Sequence[ParameterSpec]]
     layout: str
     """Digest of where every chunk of every state lies in which page."""
@@ -98,14 +113,22 @@ class Manifest:
     extra: Any
     """What the user gave to commit(), as tagged.encode() leaves it."""
 
+    @property
+    def revision(self) -> Revision:
+        """What the manifest is of, and what it is named by."""
+        return self.step, self.number
+
     def to_bytes(self) -> bytes:
-        """Return the content of the file manifest_name(step)."""
+        """Return the content of the file manifest_name(revision)."""
         body = {
             "run_id": self.run_id,
             "attempt": self.attempt,
             "rank": self.rank,
             "world_size": self.world_size,
             "step": self.step,
+            "number": self.number,
+            "first": self.first,
+            "page_bytes": self.page_bytes,
             "hyperparameters": self.hyperparameters,
             "extra": self.extra,
             "scalars": self.scalars,
@@ -116,7 +139,7 @@ class Manifest:
                 for page in self.pages
             ],
         }
-        return _seal("commit", body)
+        return seal("commit", body)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
@@ -126,7 +149,7 @@ class Manifest:
             CorruptionError: the content is not what was written.
             RunDirectoryError: it was written by a later version.
         """
-        body = _unseal("commit", data, where)
+        body = unseal("commit", data, where)
         groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
         pages = [
             PageEntry(copy=page["copy"], step=page["step"], checksums=_checksums(page["checksums"]))
@@ -147,12 +170,19 @@ def _checksums(text: str) -> tuple[int, ...]:
     )
 
 
-def _seal(kind: str, body: dict[str, Any]) -> bytes:
+def seal(kind: str, body: dict[str, Any]) -> bytes:
+    """Return a file of some kind: the line that names it, then the body as JSON."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     return f"tierstore {kind} {FORMAT_VERSION} {xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
 
 
-def _unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
+def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
+    """Return the body of such a file; ``where`` names it in errors.
+
+    Raises:
+        CorruptionError: it is not what was written.
+        RunDirectoryError: another version wrote it.
+    """
     head, _, text = data.partition(b"\n")
     match = re.fullmatch(rb"tierstore (\w+) (\d+) ([0-9a-f]{32})", head)
     if match is None or match[1].decode() != kind:

@@ -12,6 +12,7 @@ writes and never reads, so that everything it reads is one range of the page.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +21,8 @@ import torch
 import xxhash
 
 from tierstore.chunks import Chunk
-from tierstore.groups import MASTER, ParameterSpec
-from tierstore.partition import Subgroup
+from tierstore.groups import MASTER, ParameterSpec, dtype_name
+from tierstore.partition import Subgroup, partition_group
 from tierstore.records import RECORD_PREFIX_BYTES, record_nbytes, record_prefix, record_trailer
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
@@ -53,6 +54,15 @@ class Record:
         """Return the elements as a tensor of the chunk's shape over a uint8 page buffer."""
         data = buffer[self.data_offset : self.data_offset + self.data_nbytes]
         return data.view(self.dtype).view(self.chunk.sizes)
+
+    def over(self, memory: memoryview) -> torch.Tensor:
+        """Return the elements as a tensor that has just them of a page's memory for storage.
+
+        So torch.save() of it writes no more than them.
+        """
+        return torch.frombuffer(
+            memory, dtype=self.dtype, count=self.chunk.numel, offset=self.data_offset
+        ).view(self.chunk.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,11 @@ class PageLayout:
     """Every range that has a checksum, in the order in which a commit lists them."""
     digest: str
     """Changes with whatever lies elsewhere, or is cut in another way."""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The parameters that have a shard in the page, in order."""
+        return [shard.parameter.name for shard in self.subgroup.shards]
 
     @property
     def readable(self) -> list[Section]:
@@ -155,5 +170,39 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
         nbytes=position,
         records=by_chunk,
         blocks=tuple(block for section in sections for block in section.blocks()),
-        digest=xxhash.xxh3_128_hexdigest(repr(sections).encode()),
+        digest=_digest(sections),
     )
+
+
+def _digest(sections: Sequence[Section]) -> str:
+    """Return the digest of where everything lies; docs/format.md says how it is made."""
+    places = [
+        [
+            section.state,
+            section.extent.offset,
+            section.extent.nbytes,
+            [
+                [
+                    record.parameter.name,
+                    record.chunk.offsets,
+                    record.chunk.sizes,
+                    dtype_name(record.dtype),
+                    record.offset,
+                ]
+                for record in section.records
+            ],
+        ]
+        for section in sections
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(places, separators=(",", ":")).encode())
+
+
+def lay_out_groups(
+    groups: Iterable[Sequence[ParameterSpec]], page_bytes: int, *, first_group: int = 0
+) -> list[PageLayout]:
+    """Return the layouts of all pages of some param groups, in their order."""
+    return [
+        lay_out(subgroup)
+        for index, specs in enumerate(groups, start=first_group)
+        for subgroup in partition_group(index, specs, page_bytes)
+    ]

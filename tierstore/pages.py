@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -13,32 +13,47 @@ from tierstore import tagged
 from tierstore.config import BUFFERS_MIN, StoreConfig
 from tierstore.errors import BudgetError, CorruptionError, RunMismatchError, StorageError
 from tierstore.groups import PagedGroup, ParameterSpec
-from tierstore.manifest import Manifest, RunIdentity, page_file
-from tierstore.page import lay_out
-from tierstore.partition import partition_group
+from tierstore.manifest import Manifest, page_file
+from tierstore.page import PageLayout, lay_out_groups
 from tierstore.residency import Page
 from tierstore.storage.base import Storage
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
+
+
+def check_groups(
+    groups: Sequence[PagedGroup], known: Collection[str], *, first_group: int
+) -> dict[str, ParameterSpec]:
+    """Return the parameters of groups by name, after checking that a store can keep them.
+
+    Args:
+        groups: what is to be attached.
+        known: names of the parameters that are attached already.
+        first_group: number of the first of these groups.
+
+    Raises:
+        ValueError, TypeError: two parameters of one name, or a hyperparameter that no commit
+            can hold.
+    """
+    specs: dict[str, ParameterSpec] = {}
+    for spec in (parameter.spec for group in groups for parameter in group.parameters):
+        if spec.name in specs or spec.name in known:
+            raise ValueError(f"two parameters are named {spec.name!r}: names must be unique")
+        specs[spec.name] = spec
+    for index, group in enumerate(groups, start=first_group):
+        encode_hyperparameters(index, group)  # Refuses now what could not be committed later.
+    return specs
 
 
 def make_pages(
     groups: Sequence[PagedGroup], *, first_group: int, first_page: int, page_bytes: int
 ) -> list[Page]:
     """Lay out the pages of some groups, numbered from ``first_page`` on."""
-    pages: list[Page] = []
-    for index, group in enumerate(groups, start=first_group):
-        members = {parameter.name: parameter for parameter in group.parameters}
-        specs = [parameter.spec for parameter in group.parameters]
-        for subgroup in partition_group(index, specs, page_bytes):
-            names = [shard.parameter.name for shard in subgroup.shards]
-            pages.append(
-                Page(
-                    first_page + len(pages),
-                    lay_out(subgroup),
-                    {name: members[name] for name in names},
-                )
-            )
-    return pages
+    members = {parameter.name: parameter for group in groups for parameter in group.parameters}
+    layouts = lay_out_groups(_own(groups), page_bytes, first_group=first_group)
+    return [
+        Page(index, layout, {name: members[name] for name in layout.parameter_names})
+        for index, layout in enumerate(layouts, start=first_page)
+    ]
 
 
 def buffer_plan(pages: Sequence[Page], config: StoreConfig) -> tuple[int, int]:
@@ -64,18 +79,21 @@ def buffer_plan(pages: Sequence[Page], config: StoreConfig) -> tuple[int, int]:
     return count, nbytes
 
 
-def create_files(storage: Storage, pages: Sequence[Page], copies: str) -> None:
+def create_files(storage: Storage, pages: Sequence[Page], copies: str) -> list[str]:
     """Allocate the files of pages that do not have theirs yet, all or none.
 
-    A full disk shows here, before any step, rather than in the middle of one.
+    Returns:
+        The names of those that were there.
     """
     existing = set(storage.list())
+    found: list[str] = []
     created: list[str] = []
     try:
         for page in pages:
             for copy in copies:
                 name = page_file(page.index, copy)
                 if name in existing and storage.size(name) == page.layout.nbytes:
+                    found.append(name)
                     continue
                 storage.create(name, page.layout.nbytes)
                 created.append(name)
@@ -91,6 +109,7 @@ def create_files(storage: Storage, pages: Sequence[Page], copies: str) -> None:
         raise
     if created:
         storage.sync_directory()
+    return found
 
 
 def check_files(storage: Storage, pages: Sequence[Page], manifest: Manifest) -> None:
@@ -111,47 +130,6 @@ def check_files(storage: Storage, pages: Sequence[Page], manifest: Manifest) -> 
             )
 
 
-def make_manifest(
-    identity: RunIdentity,
-    *,
-    attempt: str,
-    step: int,
-    groups: Sequence[PagedGroup],
-    pages: Sequence[Page],
-    scalars: Mapping[str, Mapping[str, float]],
-    extra: Any,
-) -> Manifest:
-    """Return the manifest of a step: a copy of all that later steps will change.
-
-    Args:
-        identity: the run.
-        attempt: this opening of it.
-        step: what is committed.
-        groups: those that have all their pages written.
-        pages: theirs, all of them.
-        scalars: parameter name -> scalar name -> value.
-        extra: as tagged.encode() left it.
-
-    Raises:
-        TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
-    """
-    entries = [page.entry for page in pages if page.entry is not None]
-    assert len(entries) == len(pages)
-    return Manifest(
-        run_id=identity.run_id,
-        attempt=attempt,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        step=step,
-        groups=_own(groups),
-        layout=_layout_digest(pages),
-        pages=entries,
-        scalars=tagged.encode(scalars, name="scalars"),
-        hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
-        extra=extra,
-    )
-
-
 def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
     """Return the hyperparameters of a group as a manifest holds them.
 
@@ -161,10 +139,9 @@ def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
     return tagged.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")
 
 
-def _layout_digest(pages: Sequence[Page]) -> str:
+def layout_digest(layouts: Iterable[PageLayout]) -> str:
     """Return a digest of the partition: which bytes of which page are what."""
-    digests = "".join(page.layout.digest for page in pages)
-    return xxhash.xxh3_128_hexdigest(digests.encode())
+    return xxhash.xxh3_128_hexdigest("".join(layout.digest for layout in layouts).encode())
 
 
 def check_same_model(
@@ -182,7 +159,7 @@ def check_same_model(
                 f"{_describe(committed)}; this model has {_describe(attached)}. Build the model "
                 "and its param groups as they were, or start over with overwrite=True"
             )
-    if manifest.layout != _layout_digest(pages):
+    if manifest.layout != layout_digest(page.layout for page in pages):
         raise RunMismatchError(
             "the run has the parameters of this model, but another version of tierstore laid "
             "them out in other pages: resume it with the version that wrote it"

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from tierstore.buffers import Buffer, BufferPool
 from tierstore.checksums import block_checksum
@@ -143,6 +146,22 @@ class Pager:
         if self._storage is not None and page.buffer is not None:
             buffer, page.buffer = page.buffer, None
             self._pool.release(buffer)
+
+    def map(self, page: Page) -> memoryview | None:
+        """Return the content of a held page's file as private memory, or None without one.
+
+        It costs no memory, and stays what it is while the page goes on.
+        """
+        if self._storage is None or page.entry is None:
+            return None
+        return self._storage.map(page_file(page.index, page.entry.copy))
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros that costs disk space instead of memory, if there is a disk."""
+        if self._storage is None or math.prod(shape) == 0:
+            return torch.zeros(shape, dtype=dtype)
+        memory = self._storage.scratch(math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def finish_writes(self) -> None:
         """Wait for all writes. Raises StorageError for the first that failed."""

@@ -19,7 +19,16 @@ import torch
 
 from tierstore.commit import DIRTY_NAME, clear_dirty, write_durably
 from tierstore.errors import CorruptionError, RunDirectoryError
-from tierstore.manifest import IDENTITY_NAME, Manifest, RunIdentity, manifest_step
+from tierstore.manifest import (
+    IDENTITY_NAME,
+    MANIFEST_PATTERN,
+    Manifest,
+    Revision,
+    RunIdentity,
+    manifest_name,
+    manifest_revision,
+)
+from tierstore.peers import Peers, agree
 from tierstore.storage.base import Storage
 
 logger = logging.getLogger("tierstore")
@@ -28,9 +37,12 @@ LOCK_TIMEOUT_S = 30.0
 
 _DAMAGED = ".damaged"
 _OWN_NAMES = re.compile(
-    rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|commit-\d+({re.escape(_DAMAGED)})?|page-\d+\.[ab]"
+    rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|{MANIFEST_PATTERN}({re.escape(_DAMAGED)})?"
+    r"|page-\d+\.[ab]"
 )
-_TEMPORARY_NAME = re.compile(rf"(?:{_OWN_NAMES.pattern})\.tmp")
+_TEMPORARY_NAME = re.compile(
+    rf"(?:{_OWN_NAMES.pattern})\.tmp|page-\d+\.[ab]\.(next|copying-[0-9a-f]+)"
+)
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -138,13 +150,7 @@ def _check_filesystem(directory: Path) -> None:
 
 
 def open_run(
-    storage: Storage,
-    *,
-    resume: bool,
-    overwrite: bool,
-    page_bytes: int,
-    rank: int,
-    world_size: int,
+    storage: Storage, peers: Peers, *, resume: bool, overwrite: bool, page_bytes: int
 ) -> tuple[RunIdentity, Manifest | None]:
     """Lock a rank's directory and find its run in it, or begin a new one.
 
@@ -156,94 +162,163 @@ def open_run(
         RunLockedError: another process uses the directory.
         RunDirectoryError: it holds a run and neither ``resume`` nor ``overwrite`` was
             given, or a run that cannot be resumed.
+        PeerFailed: any of this on another rank.
     """
-    storage.lock(LOCK_TIMEOUT_S)
-    names = storage.list()
-    steps = [step for name in names if (step := manifest_step(name)) is not None]
-    holds_work = bool(steps) or DIRTY_NAME in names
-    if holds_work and not resume and not overwrite:
-        state = f"committed at step {max(steps)}" if steps else "not committed"
-        raise RunDirectoryError(
-            f"{storage.location} holds a run {state}: pass resume=True to go on with it, or "
-            "overwrite=True to delete it and start over"
-        )
-    if holds_work and resume:
-        identity = _read_identity(storage, names, rank, world_size)
-        return identity, recover(storage, identity)
-    _erase(storage)
+
+    def look() -> bool:
+        storage.lock(LOCK_TIMEOUT_S)
+        names = storage.list()
+        steps = [revision[0] for name in names if (revision := manifest_revision(name))]
+        holds_work = bool(steps) or DIRTY_NAME in names
+        if holds_work and not resume and not overwrite:
+            state = f"committed at step {max(steps)}" if steps else "not committed"
+            raise RunDirectoryError(
+                f"{storage.location} holds a run {state}: pass resume=True to go on with it, "
+                "or overwrite=True to delete it and start over"
+            )
+        return holds_work
+
+    if any(agree(peers, look)) and resume:
+        return find_run(storage, peers)
+    agree(peers, lambda: _erase(storage))
+    run_id = peers.gather(secrets.token_hex(16))[0]
     identity = RunIdentity(
-        run_id=secrets.token_hex(16), rank=rank, world_size=world_size, page_bytes=page_bytes
+        run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
     )
     write_durably(storage, IDENTITY_NAME, identity.to_bytes())
     return identity, None
 
 
-def _read_identity(storage: Storage, names: list[str], rank: int, world_size: int) -> RunIdentity:
+def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | None]:
+    """Return the run that a locked directory holds, and what recover() finds of it.
+
+    Raises:
+        RunDirectoryError: there is none, or it is another rank's.
+        PeerFailed: either of these on another rank.
+    """
+    identities = agree(peers, lambda: _read_identity(storage, peers))
+    identity = identities[peers.rank]
+    for rank, other in enumerate(identities):
+        if other.run_id != identity.run_id:
+            raise RunDirectoryError(
+                f"{storage.location} belongs to run {identity.run_id}, but rank {rank} has "
+                f"run {other.run_id}: give each rank its own directory of one run"
+            )
+    return identity, recover(storage, identity, peers)
+
+
+def _read_identity(storage: Storage, peers: Peers) -> RunIdentity:
     where = f"{storage.location}/{IDENTITY_NAME}"
-    if IDENTITY_NAME not in names:
+    if IDENTITY_NAME not in storage.list():
         raise RunDirectoryError(
-            f"{where} is missing, though {storage.location} holds commits: restore the "
-            "directory from a copy, or pass overwrite=True to start over"
+            f"{where} is missing, though the run has commits: restore the directory from a "
+            "copy, or pass overwrite=True to start over"
         )
     identity = RunIdentity.from_bytes(storage.get(IDENTITY_NAME), where)
-    if (identity.rank, identity.world_size) != (rank, world_size):
+    if (identity.rank, identity.world_size) != (peers.rank, peers.world_size):
         raise RunDirectoryError(
             f"{where} belongs to rank {identity.rank} of {identity.world_size}, this is rank "
-            f"{rank} of {world_size}: start the job with {identity.world_size} ranks"
+            f"{peers.rank} of {peers.world_size}: start the job with {identity.world_size} ranks"
         )
     return identity
 
 
-def recover(storage: Storage, identity: RunIdentity) -> Manifest:
-    """Return the newest committed step, and durably set aside whatever claims to be newer.
+def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest | None:
+    """Return the newest step committed on all ranks, and set aside what claims to be newer.
+
+    A step is committed where every rank has a whole manifest of it, of one same attempt:
+    after a crash a rank may have gone further than the others, and one that comes to the
+    same step again does so in another attempt.
 
     A file under a manifest's name was renamed there after it was whole, so one that is not
     whole now was damaged later. The commit before it is then the newest: its pages are
     still checked one by one as they are read.
 
+    Returns:
+        The manifest of this rank, or None where some ranks have a first commit and others
+        have none yet.
+
     Raises:
         RunDirectoryError: no commit is left, or the one copy of each page that this run
             keeps was being overwritten.
+        PeerFailed: either of these on another rank.
     """
-    commits = {step: name for name in storage.list() if (step := manifest_step(name)) is not None}
-    damaged: list[CorruptionError] = []
-    for step in sorted(commits, reverse=True):
-        try:
-            manifest = _read_manifest(storage, commits[step], identity)
-        except CorruptionError as error:
-            logger.warning("%s; looking for the commit before it", error)
-            damaged.append(error)
-            continue
-        _refuse_dirty(storage, manifest.step)
-        if damaged and not all(page.checksums for page in manifest.pages):
-            raise RunDirectoryError(
-                f"{damaged[0]}. The commit before it cannot be told from what later steps "
-                "wrote, because the run has no checksums: start over with overwrite=True"
-            ) from damaged[0]
-        # Out of the way, but still there for who wants to know what happened.
-        for newer in [name for newer, name in commits.items() if newer > step]:
-            storage.rename(newer, f"{newer}{_DAMAGED}")
-        for name in storage.list():
-            if _TEMPORARY_NAME.fullmatch(name):
-                storage.unlink(name)
-        storage.sync_directory()
-        return manifest
-    _refuse_dirty(storage, 0)
-    if not commits:
+    found = _Found(storage, identity)
+    everyone = agree(peers, found.require_one)
+    common = set.intersection(*(set(attempts.items()) for attempts, _ in everyone))
+    newest = max((revision for revision, _ in common), default=None)
+    if newest is None and not all(only_first for _, only_first in everyone):
         raise RunDirectoryError(
-            f"no step was committed in {storage.location} yet, so there is none to go back to: "
-            "start over with a new model and a new store"
+            f"the ranks have no committed step in common (those in {storage.location} are "
+            f"{sorted(step for step, _ in found.whole)}): start over with overwrite=True, from a "
+            "checkpoint of the run if there is one"
         )
-    raise RunDirectoryError(
-        f"no commit in {storage.location} is whole: start over with overwrite=True, from a "
-        "checkpoint of the run if there is one"
-    )
+    agree(peers, lambda: found.go_back_to(newest))
+    return None if newest is None else found.whole[newest]
+
+
+class _Found:
+    """The manifests that one rank's directory holds."""
+
+    def __init__(self, storage: Storage, identity: RunIdentity) -> None:
+        self._storage = storage
+        self._identity = identity
+        self.whole: dict[Revision, Manifest] = {}
+        self._damaged: dict[Revision, CorruptionError] = {}
+
+    def require_one(self) -> tuple[dict[Revision, str], bool]:
+        """Return the attempt of each whole commit, and whether none was before these."""
+        for name in self._storage.list():
+            revision = manifest_revision(name)
+            if revision is not None:
+                try:
+                    self.whole[revision] = _read_manifest(self._storage, name, self._identity)
+                except CorruptionError as error:
+                    self._damaged[revision] = error
+        if self._damaged and not self.whole:
+            raise RunDirectoryError(
+                f"no commit in {self._storage.location} is whole: start over with "
+                "overwrite=True, from a checkpoint of the run if there is one"
+            )
+        if not self.whole:
+            _refuse_dirty(self._storage, 0)
+            if self._identity.world_size == 1:
+                raise RunDirectoryError(
+                    f"no step was committed in {self._storage.location} yet: there is none to "
+                    "go back to or to publish, so start over"
+                )
+        attempts = {revision: manifest.attempt for revision, manifest in self.whole.items()}
+        return attempts, all(manifest.first for manifest in self.whole.values())
+
+    def go_back_to(self, newest: Revision | None) -> None:
+        """Make a commit the newest, after checking that its pages can be told from others."""
+        step = newest[0] if newest else 0
+        _refuse_dirty(self._storage, step)
+        damaged = {r: error for r, error in self._damaged.items() if newest is None or r > newest}
+        for error in damaged.values():
+            logger.warning("%s; going back to the commit before it", error)
+            if newest and not all(page.checksums for page in self.whole[newest].pages):
+                raise RunDirectoryError(
+                    f"{error}. The commit before it cannot be told from what later steps wrote, "
+                    "because the run has no checksums: start over with overwrite=True"
+                ) from error
+        for revision in damaged:
+            # Out of the way, but still there for who wants to know what happened.
+            name = manifest_name(revision)
+            self._storage.rename(name, f"{name}{_DAMAGED}")
+        for revision in self.whole:
+            if newest is None or revision > newest:
+                self._storage.unlink(manifest_name(revision))
+        for name in self._storage.list():
+            if _TEMPORARY_NAME.fullmatch(name):
+                self._storage.unlink(name)
+        self._storage.sync_directory()
 
 
 def _read_manifest(storage: Storage, name: str, identity: RunIdentity) -> Manifest:
     where = f"{storage.location}/{name}"
     manifest = Manifest.from_bytes(storage.get(name), where)
-    if manifest.run_id != identity.run_id or manifest.step != manifest_step(name):
+    if manifest.run_id != identity.run_id or manifest.revision != manifest_revision(name):
         raise CorruptionError(
             f"{where} is of step {manifest.step} of run {manifest.run_id}, expected run "
             f"{identity.run_id}"
@@ -255,8 +330,8 @@ def _refuse_dirty(storage: Storage, newest_step: int) -> None:
     if DIRTY_NAME not in storage.list():
         return
     try:
-        overwritten = json.loads(storage.get(DIRTY_NAME))["overwriting_step"]
-    except ValueError:  # Damaged: then no commit is known to be newer.
+        overwritten = int(json.loads(storage.get(DIRTY_NAME))["overwriting_step"])
+    except (ValueError, TypeError, KeyError):  # Damaged: then no commit is known to be newer.
         overwritten = newest_step
     if overwritten < newest_step:  # The crash came between a commit and clear_dirty().
         clear_dirty(storage)
@@ -272,11 +347,11 @@ def _erase(storage: Storage) -> None:
     """Remove every file of a run, its commits first, so that no half of it looks whole."""
     names = storage.list()
     for name in names:
-        if manifest_step(name) is not None:
+        if manifest_revision(name):
             storage.unlink(name)
     storage.sync_directory()
     for name in names:
-        if manifest_step(name) is None and (
+        if not manifest_revision(name) and (
             _OWN_NAMES.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name)
         ):
             storage.unlink(name)

@@ -10,54 +10,80 @@ import torch
 from tierstore.groups import MASTER
 from tierstore.manifest import PageEntry
 from tierstore.residency import Page, Pager, PageState
+from tierstore.views import PageView, ShardView
 
 
 def read_states(
     pager: Pager, pages: Sequence[Page], names: Collection[str]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return copies of the states of some parameters; see TierStore.read_states()."""
-    holding = [
-        page
-        for page in pages
-        if page.state is not PageState.FRESH and not page.parameters.keys().isdisjoint(names)
-    ]
+    """Return the states of some parameters; see TierStore.read_states()."""
+    wanted = [page for page in pages if not page.parameters.keys().isdisjoint(names)]
     result: dict[str, dict[str, torch.Tensor]] = {}
-    stream = pager.stream(holding, lambda page: page.layout.readable)
+    stream = pager.stream(wanted, lambda page: page.layout.readable)
     with contextlib.closing(stream):
         for page in stream:
+            content = pager.map(page)
             for shard in page.view().shards:
-                if shard.spec.name not in names:
-                    continue
-                states = result.setdefault(shard.spec.name, {})
-                for state, dtype in shard.spec.all_states:
-                    if state == MASTER and shard.spec.owns_master:
-                        continue
-                    if state not in states:
-                        states[state] = torch.empty(shard.spec.shape, dtype=dtype)
-                    for chunk in shard.chunks:
-                        chunk.chunk.select(states[state]).copy_(chunk.state(state))
+                if shard.spec.name in names:
+                    states = result.setdefault(shard.spec.name, {})
+                    _collect(pager, page, shard, content, states)
             pager.release(page)
     return result
 
 
-def write_states(
+def _collect(
+    pager: Pager,
+    page: Page,
+    shard: ShardView,
+    content: memoryview | None,
+    states: dict[str, torch.Tensor],
+) -> None:
+    """Add what a page holds of the states of one parameter.
+
+    Args:
+        pager: gives memory.
+        page: held, with all that is read of it.
+        shard: the parameter's.
+        content: the page's file as memory, or None if there is none.
+        states: state name -> tensor of the parameter's shape, in the making.
+    """
+    spec = shard.spec
+    for state, dtype in spec.all_states:
+        if state == MASTER and spec.owns_master:
+            continue
+        for view in shard.chunks:
+            if content is not None and view.chunk.sizes == spec.shape:
+                states[state] = page.layout.records[spec.name, view.chunk][state].over(content)
+                continue
+            # Pieces of several pages, or of none yet, have no place in one file.
+            if state not in states:
+                states[state] = pager.scratch(spec.shape, dtype)
+            view.chunk.select(states[state]).copy_(view.state(state))
+
+
+def write_pages(
     pager: Pager,
     pages: Sequence[Page],
-    values: Mapping[str, Mapping[str, torch.Tensor]],
+    fill: Callable[[PageView], None],
     swap_out: Callable[[Page], None],
 ) -> None:
-    """Make every page anew from these states; see TierStore.write_states()."""
+    """Make every page anew: from zeros and the parameters, then by what ``fill`` does."""
     stream = pager.stream(pages, lambda page: [])
     with contextlib.closing(stream):
         for page in stream:
             view = page.view()
             view.initialize()
-            for shard in view.shards:
-                for state, whole in values.get(shard.spec.name, {}).items():
-                    for chunk in shard.chunks:
-                        chunk.state(state).copy_(chunk.chunk.select(whole))
+            fill(view)
             view.read_parameters()
             swap_out(page)
+
+
+def fill_states(view: PageView, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Copy whole states of parameters into a page; see TierStore.write_states()."""
+    for shard in view.shards:
+        for state, whole in values.get(shard.spec.name, {}).items():
+            for chunk in shard.chunks:
+                chunk.state(state).copy_(chunk.chunk.select(whole))
 
 
 def restore_parameters(pager: Pager, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:

@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
-import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from tierstore import tagged
-from tierstore.commit import Commits
 from tierstore.config import StoreConfig
-from tierstore.errors import RunDirectoryError, SweepError, TierstoreError
-from tierstore.groups import PagedGroup, ParameterSpec, check_states, check_unchanged
-from tierstore.guard import Guard
-from tierstore.manifest import Manifest
-from tierstore.pages import (
-    buffer_plan,
-    check_files,
-    check_same_model,
-    create_files,
-    encode_hyperparameters,
-    make_manifest,
-    make_pages,
-)
-from tierstore.residency import Page, Pager
-from tierstore.run import (
-    abandon_in_children,
-    open_run,
-    rank_directory,
-    recover,
-    refuse_several_ranks,
-)
-from tierstore.states import read_states, restore_parameters, write_states
+from tierstore.errors import RunDirectoryError, SweepError
+from tierstore.paged import PagedStates
+from tierstore.pages import check_files, check_same_model
+from tierstore.peers import Alone, Peers
+from tierstore.publication import Publication
+from tierstore.run import rank_directory, recover, refuse_several_ranks
+from tierstore.states import restore_parameters
 from tierstore.stats import Stats
 from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
 from tierstore.units import parse_bytes
-from tierstore.views import PageView
 
 
-class TierStore:
+class TierStore(PagedStates):
     """Keeps the state of an optimizer in page files and streams it through few buffers.
 
     Args:
@@ -64,6 +42,7 @@ class TierStore:
         resume: go on with the run in the directory, through restore(); a directory without
             a commit begins a new run.
         overwrite: delete the run in the directory and begin a new one.
+        process_group: the ranks that commit together; None: this process alone.
 
     A store is used by one thread, and by the process that made it.
 
@@ -86,8 +65,9 @@ class TierStore:
         checksums: bool = True,
         resume: bool = False,
         overwrite: bool = False,
+        process_group: Peers | None = None,
     ) -> None:
-        self._config = StoreConfig(
+        config = StoreConfig(
             host_memory=parse_bytes(host_memory),
             page_bytes=parse_bytes(page_bytes),
             buffers=buffers,
@@ -96,185 +76,16 @@ class TierStore:
         )
         if resume and overwrite:
             raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
-        refuse_several_ranks()
-        self._guard = Guard()
-        self._groups: list[PagedGroup] = []
-        self._pages: list[Page] = []
-        self._specs: dict[str, ParameterSpec] = {}
-        self._scalars: dict[str, dict[str, float]] = {}
-        self._step, self._warned = 0, False
-        self._changed = False  # Whether a page was written since a commit was begun.
-        self._groups_written = 0  # Groups attached later are in no commit yet.
-        self._extra: Any = None
-        self._next_extra: tuple[int, Any] = (0, None)  # A step, and what to commit with it.
-        self._storage: Storage | None = None
-        self._pager = Pager(None, run_id="", checksums=False)
+        if process_group is None:
+            refuse_several_ranks()
+        peers: Peers = Alone() if process_group is None else process_group
+        storage: Storage | None = None
         if isinstance(directory, str | os.PathLike):
-            self._open(
-                open_storage(rank_directory(Path(directory), rank=0), engine), resume, overwrite
-            )
+            storage = open_storage(rank_directory(Path(directory), peers.rank), engine)
         elif directory is not None:
-            self._open(directory, resume, overwrite)
-
-    def _open(self, storage: Storage, resume: bool, overwrite: bool) -> None:
-        try:
-            self._identity, found = open_run(
-                storage,
-                resume=resume,
-                overwrite=overwrite,
-                page_bytes=self._config.page_bytes,
-                rank=0,
-                world_size=1,
-            )
-        except BaseException:
-            storage.close()
-            raise
-        self._storage = storage
-        self._guard.awaits_restore = found is not None
-        self._pager = Pager(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
-        self._commits = Commits(storage, found, single_copy=self._config.commit_every is None)
-        abandon_in_children(storage)
-
-    def attach(self, groups: Sequence[PagedGroup]) -> None:
-        """Lay out pages for these groups, after those of groups attached before.
-
-        Nothing is written yet. Call it at the first step or just before restore(), when
-        frameworks have put the parameters where they stay.
-
-        Raises:
-            BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
-                message names the smallest budget that does.
-            ValueError, TypeError: two parameters of one name, or a hyperparameter that no
-                commit can hold.
-        """
-        self._guard.require_usable()
-        specs = [parameter.spec for group in groups for parameter in group.parameters]
-        names = collections.Counter(spec.name for spec in specs)
-        for name, count in names.items():
-            if count > 1 or name in self._specs:
-                raise ValueError(f"two parameters are named {name!r}: names must be unique")
-        for index, group in enumerate(groups, start=len(self._groups)):
-            encode_hyperparameters(index, group)  # Refuses now what could not be committed later.
-        pages = make_pages(
-            groups,
-            first_group=len(self._groups),
-            first_page=len(self._pages),
-            page_bytes=self._identity.page_bytes if self._storage else self._config.page_bytes,
-        )
-        if self._storage is None:
-            self._pager.make_resident(pages)
-        else:
-            plan = buffer_plan([*self._pages, *pages], self._config)
-            with self._guard.failing(interrupts=True):
-                self._pager.provide_buffers(*plan)
-            if not self._guard.awaits_restore:
-                create_files(self._storage, pages, self._commits.copies)
-        self._groups += groups
-        self._pages += pages
-        self._specs |= {spec.name: spec for spec in specs}
-
-    @contextlib.contextmanager
-    def sweep(self) -> Iterator[Iterator[PageView]]:
-        """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
-
-        Yields the pages of which some parameter has a gradient, in order. The loop body
-        updates ``master`` and ``states`` of the chunks in place; the store then writes the
-        parameters and the page. A step that was not committed yet is committed first.
-
-        If the loop raises or stops early after the first page was handed out, the
-        parameters are of two steps and the store is failed. (A store without a directory,
-        which has no step to go back to, goes on as optimizers of PyTorch do.)
-
-        Raises:
-            StorageError, CorruptionError: a page could not be read or written. Before the
-                first page was handed out, nothing was changed and the step may be retried.
-            SweepError: the loop was left before its last page.
-            ValueError: a parameter or gradient does not fit what was attached.
-        """
-        self._guard.require_restored()
-        for group in self._groups:
-            for parameter in group.parameters:
-                check_unchanged(parameter, self._specs[parameter.name])
-        self._commit_if_due()
-        step, progress = self._step, _Progress()
-        try:
-            self._guard.sweeping = True
-            self._step = step + 1
-            with contextlib.closing(self._stepped_pages(progress)) as pages:
-                yield pages
-            if not progress.finished:
-                raise SweepError("the sweep was left before its last page")
-            self._changed = True
-            self._groups_written = len(self._groups)
-        except BaseException as error:
-            if progress.begun or (progress.reading and not self._may_retry(error)):
-                self._fail(error)
-            else:
-                self._step = step
-            raise
-        finally:
-            self._guard.sweeping = False
-
-    @property
-    def group_count(self) -> int:
-        """Number of groups attached; those of one optimizer, which sweep() steps together."""
-        return len(self._groups)
-
-    @property
-    def scalars(self) -> dict[str, dict[str, float]]:
-        """Parameter name -> scalar name -> value: small states such as a step count.
-
-        Kept in memory and stored with every commit; restore() puts them back. Change them
-        within sweep(), after its last page: whatever interrupts that fails the store.
-        """
-        return self._scalars
-
-    def read_states(
-        self, names: Collection[str] | None = None
-    ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of the states of some parameters, or of all.
-
-        Returns:
-            Parameter name -> state name -> tensor of the parameter's shape. The state
-            "master" is there only for parameters that are not their own master. Empty
-            before anything was written.
-        """
-        self._guard.require_restored()
-        wanted = self._specs.keys() if names is None else names
-        try:
-            return read_states(self._pager, self._pages, wanted)
-        except BaseException as error:
-            if not self._may_retry(error):
-                self._fail(error)
-            raise
-
-    @torch.no_grad()
-    def write_states(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Replace states, outside of a step. States not named become zero, or the parameter.
-
-        Args:
-            values: as read_states() returns them; converted to the dtype of each state.
-
-        Raises:
-            ValueError: an unknown name, or a wrong shape. Nothing was changed.
-        """
-        self._guard.require_restored()
-        for name, states in values.items():
-            if name not in self._specs:
-                raise ValueError(f"there is no parameter {name!r} in this store")
-            check_states(self._specs[name], states)
-        try:
-            write_states(self._pager, self._pages, values, self._swap_out)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._changed = True
-        self._groups_written = len(self._groups)
-
-    @property
-    def step(self) -> int:
-        """Number of steps done, in this run and before it was resumed."""
-        return self._step
+            storage = directory
+        super().__init__(storage, config, peers, resume=resume, overwrite=overwrite)
+        self._publication: Publication | None = None  # The last one.
 
     @property
     def committed_step(self) -> int:
@@ -284,7 +95,7 @@ class TierStore:
     @property
     def extra(self) -> Any:
         """What was given to the commit that restore() went back to."""
-        return self._extra
+        return self._history.extra
 
     def commit(self, extra: Any = None) -> None:
         """Make the last step the one that a restart finds, in the background.
@@ -304,10 +115,11 @@ class TierStore:
         """
         self._guard.require_restored()
         self._require_storage("commit()")
-        committed = self._step and self._step == self._commits.begun_step
-        if committed and extra is None and not self._changed:
+        history = self._history
+        committed = history.step and history.step == self._commits.begun_step
+        if committed and extra is None and not history.changed:
             return
-        self._next_extra = (self._step, tagged.encode(extra, name="extra"))
+        history.annotate(extra)
         if committed:
             self._begin_commit()  # The same step with another extra.
         else:
@@ -321,21 +133,75 @@ class TierStore:
         """
         self._guard.require_restored()
         self._require_storage("synchronize()")
-        if self._changed or (self._step and self._next_extra[0] == self._step):
+        if not self._history.is_committed:
             self._begin_commit()
         with self._guard.failing(interrupts=False), self._pager.stalled():
             self._commits.wait()
         with self._guard.failing(interrupts=True):
             self._pager.finish_writes()
 
+    def checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module | None = None,
+        *,
+        keep_last: int | None = None,
+        model_prefix: str = "model.",
+    ) -> Publication:
+        """Publish the last step as a directory that ``torch.distributed.checkpoint`` loads.
+
+        Commits the step if nobody did. On the filesystem of the run the page files are
+        linked, no tensor is read or written, and the checkpoint is there on return. On
+        another one it is copied in the background: close() and the next checkpoint() wait
+        for it and raise what went wrong.
+
+        Args:
+            path: the directory, which must be absent or empty.
+            model: adds what is not paged: buffers, frozen parameters, and the further names
+                of tied parameters. None: only what is paged.
+            keep_last: afterwards remove the oldest checkpoints that this run published
+                beside this one, but for so many; None keeps all.
+            model_prefix: what stands before the names of the model's parameters; "" is how
+                torchtitan has them.
+
+        Raises:
+            CheckpointError: there is something at ``path``, no step was done yet, or the
+                model is another one. Nothing was changed.
+            StorageError: the disk is full, say. Nothing is left of the checkpoint.
+        """
+        from tierstore.checkpoint.contents import contents_of
+        from tierstore.checkpoint.publish import Committed, publish
+
+        self._guard.require_restored()
+        storage = self._require_storage("checkpoint()")
+        self._finish_publication()
+        contents = contents_of(model, self._groups[: self._history.groups_written])
+        self.synchronize()
+        committed = Committed(
+            storage=storage,
+            peers=self._peers,
+            manifest=self._commits.committed,
+            contents=contents,
+            model_prefix=model_prefix,
+            provide_spares=self._commits.provide_spares,
+        )
+        self._publication = publish(committed, os.fspath(path), keep_last=keep_last)
+        return self._publication
+
     @torch.no_grad()
-    def restore(self) -> int:
+    def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
         """Go back to the committed step: parameters, states, hyperparameters and ``extra``.
+
+        Args:
+            checkpoint: begin a new run with what this checkpoint holds instead: one that was
+                published, or any of a model and its optimizer that DCP has written. It is
+                checked first.
 
         Returns:
             The step, or 0 where nothing was ever committed and nothing was changed.
 
         Raises:
+            CheckpointError: the checkpoint is none, or of another model. Nothing was changed.
             RunDirectoryError: steps were done, and none was committed. Nothing was changed.
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
@@ -343,19 +209,48 @@ class TierStore:
         """
         self._guard.require_open()
         storage = self._require_storage("restore()")
-        changed = self._step or self._groups_written or self._guard.failure
+        if checkpoint is not None:
+            return self._begin_from(checkpoint)
+        changed = self._history.step or self._history.groups_written or self._guard.failure
         if not (self._guard.awaits_restore or changed):
             return 0
+        if self._publication is not None:
+            self._publication.settle()  # It reads files that recovery would remove.
         self._commits.settle()
-        manifest = recover(storage, self._identity)
+        manifest = recover(storage, self._identity, self._peers)
+        if manifest is None:
+            raise RunDirectoryError(
+                f"no step was committed by all ranks of {storage.location} yet, so there is "
+                "none to go back to: start over with a new model and a new store"
+            )
         check_same_model(manifest, self._groups, self._pages)
         check_files(storage, self._pages, manifest)
         self._guard.awaits_restore = True  # Until all of the below is done.
         self._pager.abandon(self._pages)
         restore_parameters(self._pager, self._pages, manifest.pages)
-        create_files(storage, self._pages, self._commits.copies)
-        self._go_on_from(manifest)
+        self._commits.go_on_from(manifest)
+        self._history.go_on_from(manifest, self._groups)
+        self._allocate(storage, self._pages)
+        self._guard.awaits_restore = False
+        self._guard.failure = None
         return manifest.step
+
+    def _begin_from(self, checkpoint: str | os.PathLike[str]) -> int:
+        from tierstore.checkpoint.load import CheckpointSource
+
+        if self._guard.awaits_restore or self._history.step or self._guard.failure:
+            raise RunDirectoryError(
+                "a checkpoint begins a new run, and this one has steps already: go on with "
+                "restore() alone, or name another directory, or pass overwrite=True"
+            )
+        source = CheckpointSource(checkpoint, self._groups, self._history.scalars)
+        self._history.step = source.step
+        self._write_pages(source.fill)
+        self._history.scalars.update(source.scalars)
+        self._history.extra = source.extra
+        for group, values in zip(self._groups, source.hyperparameters, strict=True):
+            group.hyperparameters.update(values)
+        return source.step
 
     def stats(self) -> Stats:
         """Return what the store has done since it was opened."""
@@ -388,6 +283,7 @@ class TierStore:
                 stack.callback(self._storage.close)
                 stack.callback(self._commits.close)
             stack.callback(self._pager.close, self._pages)
+            stack.callback(self._finish_publication)
             usable = not (self._guard.failure or self._guard.awaits_restore)
             if synchronize and self._storage and usable:
                 self.synchronize()
@@ -402,94 +298,12 @@ class TierStore:
         """
         self._close(synchronize=kind is None)
 
-    def _stepped_pages(self, progress: _Progress) -> Generator[PageView, None, None]:
-        """Yield the pages to step, and write each one as soon as the next is asked for."""
-        pages = [page for page in self._pages if page.entry is None or page.has_gradient]
-        progress.reading = True
-        with contextlib.closing(
-            self._pager.stream(pages, lambda page: page.layout.readable)
-        ) as stream:
-            for page in stream:
-                view = page.view()
-                changed = view.adopt_parameters()
-                if changed and not self._warned:
-                    self._warned = True
-                    warnings.warn(
-                        f"parameter {changed[0]!r} was changed outside of the optimizer; its "
-                        "master follows it. Later changes are adopted without a warning",
-                        stacklevel=2,
-                    )
-                progress.begun = True
-                if page.has_gradient:
-                    yield view
-                    view.write_parameters()
-                view.read_parameters()
-                self._swap_out(page)
-        progress.finished = True
-
-    def _swap_out(self, page: Page) -> None:
-        """Write a page to the file that the last commit does not need."""
-        copy = "a"
-        if self._storage:
-            with self._pager.stalled():
-                copy = self._commits.claim_copy(page.index)
-        self._pager.swap_out(page, step=self._step, copy=copy)
-
-    def _commit_if_due(self) -> None:
-        every = self._config.commit_every
-        if self._storage and every is not None and self._step - self._commits.begun_step >= every:
-            self._begin_commit()
-
-    def _begin_commit(self) -> None:
-        groups = self._groups[: self._groups_written]
-        pages = [page for page in self._pages if page.layout.subgroup.group < len(groups)]
-        extra_step, extra = self._next_extra
-        manifest = make_manifest(
-            self._identity,
-            attempt=self._commits.attempt,
-            step=self._step,
-            groups=groups,
-            pages=pages,
-            scalars=self._scalars,
-            extra=extra if extra_step == self._step else None,
-        )
-        with self._pager.stalled(), self._guard.failing(interrupts=False):
-            self._commits.begin(manifest, self._pager.pending_writes())
-        self._next_extra = (0, None)
-        self._changed = False
-
-    def _go_on_from(self, manifest: Manifest) -> None:
-        """Make a commit whose pages were read the present of this store."""
-        for group, saved in zip(self._groups, manifest.hyperparameters, strict=True):
-            group.hyperparameters.update(tagged.decode(saved))
-        self._scalars = tagged.decode(manifest.scalars)
-        self._extra = tagged.decode(manifest.extra)
-        self._commits.go_on_from(manifest)
-        self._step = manifest.step
-        self._groups_written = len(self._groups)
-        self._changed = self._guard.awaits_restore = False
-        self._next_extra = (0, None)
-        self._guard.failure = None
-
-    def _may_retry(self, error: BaseException) -> bool:
-        """Whether a call that only read leaves everything as it was, despite an error.
-
-        An interrupt may have come anywhere within the pager.
-        """
-        return isinstance(error, TierstoreError) and not self._pager.lost_write
-
-    def _fail(self, error: BaseException) -> None:
-        if self._storage:  # Without one there is nothing to go back to.
-            self._guard.fail(error)
+    def _finish_publication(self) -> None:
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.wait()
 
     def _require_storage(self, call: str) -> Storage:
         if self._storage is None:
             raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
         return self._storage
-
-
-@dataclass(slots=True)
-class _Progress:
-    reading: bool = False  # The pager may have been asked for pages.
-    begun: bool = False  # A page may have been stepped or written.
-    finished: bool = False

@@ -18,12 +18,8 @@ import aiofiles
 
 from tierstore.storage.base import Transfer
 from tierstore.storage.checks import checked_bytes
-from tierstore.storage.files import (
-    OPEN_FLAGS,
-    FileStorage,
-    storage_error,
-    storage_errors,
-)
+from tierstore.storage.files import FileStorage
+from tierstore.storage.paths import OPEN_FLAGS, storage_error, storage_errors
 from tierstore.units import Extent
 
 if TYPE_CHECKING:

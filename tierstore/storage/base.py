@@ -27,6 +27,60 @@ class Transfer(Protocol):
         """Return whether wait() would return (or raise) at once. Never blocks."""
 
 
+class Folder(Protocol):
+    """A directory of checkpoints: of children, each a directory of plain files.
+
+    Used by one thread. Names and errors are as in Storage.
+    """
+
+    @property
+    def location(self) -> str:
+        """Where the children are, for messages."""
+
+    def children(self) -> list[str]:
+        """Return the names of all children, sorted."""
+
+    def files(self, child: str) -> list[str]:
+        """Return the names of everything in a child, sorted."""
+
+    def make(self, child: str) -> None:
+        """Make an empty child; EEXIST where there is something of that name."""
+
+    def put(self, child: str, name: str, data: bytes) -> None:
+        """Make a file that holds ``data``, durable itself; its name is after sync()."""
+
+    def get(self, child: str, name: str) -> bytes:
+        """Return the whole content of a small file."""
+
+    def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
+        """Give a file of a storage a second name in a child. Durable after sync().
+
+        EXDEV where the two are not on one filesystem, EPERM, EMLINK or EOPNOTSUPP where
+        the filesystem does not allow it.
+        """
+
+    def append(self, child: str, name: str, data: memoryview) -> None:
+        """Add to the end of a file, made if absent. Durable after flush() and sync()."""
+
+    def flush(self, child: str, name: str) -> None:
+        """Make the data of a file durable."""
+
+    def unlink(self, child: str, name: str) -> None:
+        """Remove a file. Not yet durable."""
+
+    def remove(self, child: str) -> None:
+        """Remove an empty child. Not yet durable."""
+
+    def rename(self, child: str, new_child: str) -> None:
+        """Give a child a new name, which is free or that of an empty child."""
+
+    def sync(self, child: str) -> None:
+        """Make the names of a child's files durable."""
+
+    def sync_children(self) -> None:
+        """Make the names of all children durable."""
+
+
 class Storage(Protocol):
     """Named files of one directory. All methods may be called from several threads.
 
@@ -90,6 +144,33 @@ class Storage(Protocol):
 
     def rename(self, name: str, new_name: str) -> None:
         """Give a file a new name, replacing a file of that name. Not yet durable."""
+
+    def link(self, name: str, new_name: str) -> None:
+        """Give a file a second name; EEXIST where that is taken. Not yet durable."""
+
+    def is_shared(self, name: str) -> bool:
+        """Return whether a file has another name anywhere, or is mapped by somebody here.
+
+        Writing into it would then change a published checkpoint, or what map() gave.
+        """
+
+    def map(self, name: str) -> memoryview:
+        """Return the content of a file that is not empty as private memory.
+
+        It is read when it is first touched. It is writable, but nothing reaches the file,
+        and it stays what it is when another file takes the name; a write into this very
+        file may show in it, see is_shared().
+        """
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """Return zeroed memory whose content the system may keep in the directory.
+
+        It has one byte or more. The disk space is allocated now, under no name, and is
+        given back with the memory.
+        """
+
+    def folder(self, path: str) -> Folder:
+        """Return a directory on whatever holds this one, made if absent, to publish in."""
 
     def unlink(self, name: str) -> None:
         """Remove a file. Not yet durable."""

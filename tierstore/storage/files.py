@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import mmap
 import os
-import stat
+import tempfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from tierstore.errors import RunDirectoryError, StorageError
-from tierstore.storage.base import Transfer
+from tierstore.storage.base import Folder, Transfer
 from tierstore.storage.checks import (
     LOCK_NAME,
     check_name,
@@ -23,61 +23,22 @@ from tierstore.storage.checks import (
     lock_text,
     locked_error,
 )
+from tierstore.storage.folder import LocalFolder
+from tierstore.storage.paths import (
+    FILE_MODE,
+    OPEN_FLAGS,
+    get_file,
+    make_directory,
+    opened,
+    put_file,
+    storage_errors,
+    sync_path,
+)
 from tierstore.units import Extent
 
-# Names are opened without following links, and not passed on to programs we start.
-OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_MODE = 0o600
-_DIRECTORY_MODE = 0o700
 _LOCK_POLL_S = 0.1
 # Bounds the descriptors of one flush, well below the usual limit of 1024 per process.
 _FLUSH_FILES_MAX = 256
-
-
-@contextmanager
-def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[None]:
-    """Turn an OSError of the block into the StorageError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(what, path, error.errno or errno.EIO, extent) from error
-
-
-def storage_error(what: str, path: Path, error: int, extent: Extent | None = None) -> StorageError:
-    """Return the StorageError of ``errno`` ``error`` for one file."""
-    return StorageError(
-        what,
-        path=str(path),
-        errno=error,
-        offset=None if extent is None else extent.offset,
-        nbytes=None if extent is None else extent.nbytes,
-    )
-
-
-def make_directory(directory: Path) -> None:
-    """Make ``directory`` and what is absent above it, durably, closed to other users.
-
-    Raises:
-        RunDirectoryError: it cannot be made, or is something else than a directory.
-    """
-    try:
-        absent = []
-        for candidate in (directory, *directory.parents):
-            if candidate.exists():
-                break
-            absent.append(candidate)
-        for candidate in reversed(absent):
-            # Another process may have made it since.
-            with suppress(FileExistsError):
-                os.mkdir(candidate, _DIRECTORY_MODE)
-            _sync_path(candidate.parent)
-        if not stat.S_ISDIR(os.stat(directory).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{directory} cannot be used as a directory: {error.strerror} (errno {error.errno}); "
-            "make it writable for this user, or name another one"
-        ) from error
 
 
 class FileStorage(ABC):
@@ -98,6 +59,9 @@ class FileStorage(ABC):
         self._close_mutex = threading.Lock()
         self._lock_mutex = threading.Lock()
         self._lock_fd: int | None = None
+        # Inode and memory of each file that was mapped, as long as somebody uses it.
+        self._mapping_mutex = threading.Lock()
+        self._mappings: list[tuple[int, weakref.ref[mmap.mmap]]] = []
         self._owner_pid = os.getpid()
         self._closed = False  # Whether work is refused.
         self._released = False
@@ -139,7 +103,7 @@ class FileStorage(ABC):
         with self._lock_mutex, storage_errors("lock", path):
             if self._lock_fd is not None:
                 return
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, _FILE_MODE)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, FILE_MODE)
             try:
                 self._wait_for_lock(fd, timeout_s)
                 os.ftruncate(fd, 0)
@@ -172,7 +136,7 @@ class FileStorage(ABC):
         with storage_errors("create", path):
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, _FILE_MODE)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, FILE_MODE)
             try:
                 if nbytes > 0:
                     os.posix_fallocate(fd, 0, nbytes)
@@ -190,31 +154,59 @@ class FileStorage(ABC):
 
     def put(self, name: str, data: bytes) -> None:
         """See Storage.put."""
-        path = self._path(name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
-        with storage_errors("put", path), _opened(path, flags) as fd:
-            rest = memoryview(data)
-            while rest:
-                count = os.write(fd, rest)
-                if count == 0:
-                    raise OSError(errno.EIO, "no progress")
-                rest = rest[count:]
-            os.fsync(fd)
+        put_file(self._path(name), data)
 
     def get(self, name: str) -> bytes:
         """See Storage.get."""
-        path = self._path(name)
-        with storage_errors("get", path), _opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
-            parts = []
-            while part := os.read(fd, 1 << 20):
-                parts.append(part)
-            return b"".join(parts)
+        return get_file(self._path(name))
 
     def rename(self, name: str, new_name: str) -> None:
         """See Storage.rename."""
         path, new_path = self._path(name), self._path(new_name)
         with storage_errors("rename", path):
             os.rename(path, new_path)
+
+    def link(self, name: str, new_name: str) -> None:
+        """See Storage.link."""
+        path, new_path = self._path(name), self._path(new_name)
+        with storage_errors("link", path):
+            os.link(path, new_path, follow_symlinks=False)
+
+    def is_shared(self, name: str) -> bool:
+        """See Storage.is_shared."""
+        path = self._path(name)
+        with storage_errors("is_shared", path):
+            status = os.stat(path, follow_symlinks=False)
+        with self._mapping_mutex:
+            self._mappings = [(inode, memory) for inode, memory in self._mappings if memory()]
+            mapped = any(inode == status.st_ino for inode, _ in self._mappings)
+        return mapped or status.st_nlink > 1
+
+    def map(self, name: str) -> memoryview:
+        """See Storage.map."""
+        path = self._path(name)
+        with storage_errors("map", path), opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
+            # The system keeps what was not written to in no memory that counts as ours.
+            memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            with self._mapping_mutex:
+                self._mappings.append((os.fstat(fd).st_ino, weakref.ref(memory)))
+        return memoryview(memory)
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """See Storage.scratch."""
+        self._check_usable()
+        with (
+            storage_errors("scratch", self._directory),
+            tempfile.TemporaryFile(dir=self._directory) as file,
+        ):
+            # Without it a full disk would show as a signal, when the memory is written to.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return memoryview(mmap.mmap(file.fileno(), nbytes))
+
+    def folder(self, path: str) -> Folder:
+        """See Storage.folder."""
+        self._check_usable()
+        return LocalFolder(Path(path))
 
     def unlink(self, name: str) -> None:
         """See Storage.unlink."""
@@ -226,7 +218,7 @@ class FileStorage(ABC):
         """See Storage.sync_directory."""
         self._check_usable()
         with storage_errors("sync directory", self._directory):
-            _sync_path(self._directory)
+            sync_path(self._directory)
 
     def abandon(self) -> None:
         """See Storage.abandon."""
@@ -291,17 +283,3 @@ class FileStorage(ABC):
     def _path(self, name: str) -> Path:
         self._check_usable()
         return self._directory / check_name(name)
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, _FILE_MODE)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _sync_path(directory: Path) -> None:
-    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
-        os.fsync(fd)

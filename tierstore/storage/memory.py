@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from tierstore.errors import StorageError
-from tierstore.storage.base import Transfer
+from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.storage.checks import (
     check_name,
     check_nbytes,
@@ -19,12 +19,21 @@ from tierstore.storage.checks import (
 )
 from tierstore.units import Extent
 
+# Path of a folder -> child -> file -> content. A content in two places is a linked file.
+Folders = dict[str, dict[str, dict[str, bytearray]]]
+
 
 class MemoryFiles:
-    """What a directory is to the other storages: files that outlive a storage object."""
+    """What a filesystem is to the other storages: files that outlive a storage object.
 
-    def __init__(self) -> None:
+    Args:
+        folders: those that several storages, of several ranks say, publish in; None for
+            folders of its own.
+    """
+
+    def __init__(self, folders: Folders | None = None) -> None:
         self.contents: dict[str, bytearray] = {}
+        self.folders: Folders = {} if folders is None else folders
         self.changed = threading.Condition()
         self.holder: MemoryStorage | None = None
         self.holder_text = ""
@@ -136,6 +145,37 @@ class MemoryStorage:
             del self.files.contents[name]
             self.files.contents[new_name] = content
 
+    def link(self, name: str, new_name: str) -> None:
+        """See Storage.link."""
+        with self.files.changed:
+            content = self._content("link", name)
+            if check_name(new_name) in self.files.contents:
+                raise self._error("link", new_name, errno.EEXIST, None)
+            self.files.contents[new_name] = content
+
+    def is_shared(self, name: str) -> bool:
+        """See Storage.is_shared."""
+        content = self._content("is_shared", name)
+        with self.files.changed:
+            places = [self.files.contents]
+            places += [child for folder in self.files.folders.values() for child in folder.values()]
+            links = sum(other is content for place in places for other in place.values())
+        return links > 1
+
+    def map(self, name: str) -> memoryview:
+        """See Storage.map: a copy."""
+        return memoryview(bytearray(self._content("map", name)))
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """See Storage.scratch: plain memory."""
+        self._check_usable()
+        return memoryview(bytearray(nbytes))
+
+    def folder(self, path: str) -> Folder:
+        """See Storage.folder."""
+        self._check_usable()
+        return MemoryFolder(self.files.folders, path)
+
     def unlink(self, name: str) -> None:
         """See Storage.unlink."""
         with self.files.changed:
@@ -182,3 +222,96 @@ class MemoryStorage:
             offset=None if extent is None else extent.offset,
             nbytes=None if extent is None else extent.nbytes,
         )
+
+
+class MemoryFolder:
+    """A directory of checkpoints in memory; see Folder."""
+
+    def __init__(self, folders: Folders, path: str) -> None:
+        self._children = folders.setdefault(path, {})
+        self._path = path
+
+    @property
+    def location(self) -> str:
+        """The path that it was asked for by."""
+        return self._path
+
+    def children(self) -> list[str]:
+        """See Folder.children."""
+        return sorted(self._children)
+
+    def files(self, child: str) -> list[str]:
+        """See Folder.files."""
+        return sorted(self._child("list", child))
+
+    def make(self, child: str) -> None:
+        """See Folder.make."""
+        if check_name(child) in self._children:
+            raise self._error("make", child, errno.EEXIST)
+        self._children[child] = {}
+
+    def put(self, child: str, name: str, data: bytes) -> None:
+        """See Folder.put."""
+        self._child("put", child)[check_name(name)] = bytearray(data)
+
+    def get(self, child: str, name: str) -> bytes:
+        """See Folder.get."""
+        return bytes(self._content("get", child, name))
+
+    def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
+        """See Folder.link."""
+        if not isinstance(storage, MemoryStorage):
+            raise self._error("link", child, errno.EXDEV)
+        files = self._child("link", child)
+        if check_name(new_name) in files:
+            raise self._error("link", f"{child}/{new_name}", errno.EEXIST)
+        files[new_name] = storage._content("link", name)
+
+    def append(self, child: str, name: str, data: memoryview) -> None:
+        """See Folder.append."""
+        self._child("append", child).setdefault(check_name(name), bytearray()).extend(data)
+
+    def flush(self, child: str, name: str) -> None:
+        """See Folder.flush: only tells whether the file is there."""
+        self._content("flush", child, name)
+
+    def unlink(self, child: str, name: str) -> None:
+        """See Folder.unlink."""
+        self._content("unlink", child, name)
+        del self._children[child][name]
+
+    def remove(self, child: str) -> None:
+        """See Folder.remove."""
+        if self._child("remove", child):
+            raise self._error("remove", child, errno.ENOTEMPTY)
+        del self._children[child]
+
+    def rename(self, child: str, new_child: str) -> None:
+        """See Folder.rename."""
+        files = self._child("rename", child)
+        if self._children.get(check_name(new_child)):
+            raise self._error("rename", new_child, errno.ENOTEMPTY)
+        del self._children[child]
+        self._children[new_child] = files
+
+    def sync(self, child: str) -> None:
+        """See Folder.sync: only tells whether the child is there."""
+        self._child("sync", child)
+
+    def sync_children(self) -> None:
+        """See Folder.sync_children: memory has nothing to make durable."""
+
+    def _child(self, what: str, child: str) -> dict[str, bytearray]:
+        files = self._children.get(check_name(child))
+        if files is None:
+            raise self._error(what, child, errno.ENOENT)
+        return files
+
+    def _content(self, what: str, child: str, name: str) -> bytearray:
+        content = self._child(what, child).get(check_name(name))
+        if content is None:
+            raise self._error(what, f"{child}/{name}", errno.ENOENT)
+        return content
+
+    def _error(self, what: str, name: str, error: int) -> StorageError:
+        return StorageError(what, path=f"{self._path}/{name}", errno=error)

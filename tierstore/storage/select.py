@@ -16,7 +16,7 @@ from pathlib import Path
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Storage
-from tierstore.storage.files import storage_errors
+from tierstore.storage.paths import storage_errors
 from tierstore.units import SECTOR_BYTES, Extent
 
 _log = logging.getLogger("tierstore")

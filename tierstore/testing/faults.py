@@ -18,7 +18,8 @@ from errno import EIO
 from typing import Literal
 
 from tierstore.errors import StorageError, TierstoreError
-from tierstore.storage.base import Storage, Transfer
+from tierstore.storage.base import Folder, Storage, Transfer
+from tierstore.testing.faulty_folder import FaultyFolder
 from tierstore.units import SECTOR_BYTES, Extent
 
 FaultKind = Literal["error", "short", "flipped_bit", "lost", "misdirected", "delayed"]
@@ -33,9 +34,27 @@ Operation = Literal[
     "put",
     "get",
     "rename",
+    "link",
+    "is_shared",
+    "map",
+    "scratch",
+    "folder",
     "unlink",
     "sync_directory",
     "close",
+    "folder_children",
+    "folder_files",
+    "folder_make",
+    "folder_put",
+    "folder_get",
+    "folder_link",
+    "folder_append",
+    "folder_flush",
+    "folder_unlink",
+    "folder_remove",
+    "folder_rename",
+    "folder_sync",
+    "folder_sync_children",
 ]
 OnOperation = Callable[[str, str, str], None]
 
@@ -66,7 +85,7 @@ class Fault:
     late, cut at the file's end. ``delayed``: a transfer moves its bytes, and ends, only
     after ``release`` is set, at the next done(), wait(), drain() or close()."""
     operation: Operation
-    """The method of Storage that it strikes."""
+    """The method of Storage that it strikes, or after "folder_" one of its folders'."""
     _: KW_ONLY
     name: str | None = None
     """Strike calls for this file only (flush: if it is among them); None for any file."""
@@ -265,6 +284,31 @@ class FaultyStorage:
         with self._around("rename", name):
             self.inner.rename(name, new_name)
 
+    def link(self, name: str, new_name: str) -> None:
+        """See Storage.link."""
+        with self._around("link", name):
+            self.inner.link(name, new_name)
+
+    def is_shared(self, name: str) -> bool:
+        """See Storage.is_shared."""
+        with self._around("is_shared", name):
+            return self.inner.is_shared(name)
+
+    def map(self, name: str) -> memoryview:
+        """See Storage.map."""
+        with self._around("map", name):
+            return self.inner.map(name)
+
+    def scratch(self, nbytes: int) -> memoryview:
+        """See Storage.scratch."""
+        with self._around("scratch"):
+            return self.inner.scratch(nbytes)
+
+    def folder(self, path: str) -> Folder:
+        """See Storage.folder."""
+        with self._around("folder", path):
+            return FaultyFolder(self.inner.folder(path), self._around, _unwrap)
+
     def unlink(self, name: str) -> None:
         """See Storage.unlink."""
         with self._around("unlink", name):
@@ -381,3 +425,7 @@ class FaultyStorage:
         if nbytes <= 0:
             return None
         return self.inner.write(name, Extent(offset, nbytes), buffer[:nbytes])
+
+
+def _unwrap(storage: Storage) -> Storage:
+    return storage.inner if isinstance(storage, FaultyStorage) else storage

@@ -1,0 +1,240 @@
+"""The manifests of a run or a checkpoint, read without a store and without changing any."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tierstore.checkpoint.publish import MARKER_NAME, published_manifest
+from tierstore.checkpoint.reading import Reader, unsealed, wrong_name
+from tierstore.errors import CorruptionError
+from tierstore.groups import ParameterSpec
+from tierstore.manifest import (
+    IDENTITY_NAME,
+    Manifest,
+    Revision,
+    RunIdentity,
+    manifest_revision,
+    unseal,
+)
+from tierstore.storage.checks import LOCK_NAME
+from tierstore.storage.paths import OPEN_FLAGS
+
+_RANK_FOLDER = re.compile(r"rank-(\d{5})")
+_STATE_BYTES_MAX = 2**50
+"""More than any state has: a number above it is not one that was meant."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one rank's folder of a run says about itself."""
+
+    rank: int
+    folder: str
+    identity: RunIdentity | None = None
+    manifests: dict[Revision, Manifest] = field(default_factory=dict)
+    """Those that are whole."""
+    names: Sequence[str] = ()
+    """Of everything in the folder."""
+
+    @property
+    def commits(self) -> dict[str, Revision]:
+        """Name -> what it is of, of each manifest, whole or not."""
+        return commits_in(self.names)
+
+
+def commits_in(names: Iterable[str]) -> dict[str, Revision]:
+    """Return those of the names that are manifests', with what each is of."""
+    return {name: revision for name in names if (revision := manifest_revision(name))}
+
+
+def read_ranks(reader: Reader) -> list[Rank]:
+    """Return what there is of each rank of a run, noting every file that is not whole."""
+    ranks = []
+    for folder in reader.list():
+        match = _RANK_FOLDER.fullmatch(folder)
+        if match is None:
+            continue
+        rank = Rank(int(match[1]), folder)
+        with reader.noting(folder):
+            if (reader.root / folder).is_symlink():
+                raise CorruptionError("is a link: no link is followed")
+            rank.names = reader.list(folder)
+            _read_rank(reader, rank)
+            ranks.append(rank)
+    return ranks
+
+
+def _read_rank(reader: Reader, rank: Rank) -> None:
+    if IDENTITY_NAME in rank.names or rank.commits:
+        place = f"{rank.folder}/{IDENTITY_NAME}"
+        with reader.noting(place):
+            rank.identity = _read_identity(reader, place, rank.rank)
+    for name, revision in rank.commits.items():
+        place = f"{rank.folder}/{name}"
+        with reader.noting(place):
+            manifest = read_manifest(reader, place)
+            identity = rank.identity or manifest
+            if (manifest.run_id, manifest.rank, manifest.world_size, manifest.revision) != (
+                *(identity.run_id, rank.rank, identity.world_size),
+                revision,
+            ):
+                raise CorruptionError(
+                    f"is of step {manifest.step} and rank {manifest.rank} of "
+                    f"{manifest.world_size} of run {manifest.run_id}: it does not belong here"
+                )
+            rank.manifests[revision] = manifest
+
+
+def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
+    identity = cast(RunIdentity, unsealed(RunIdentity.from_bytes, reader.get(place), place))
+    _require(
+        isinstance(identity.run_id, str)
+        and all(map(_is_count, (identity.rank, identity.world_size, identity.page_bytes)))
+    )
+    if identity.rank != rank or identity.world_size <= rank:
+        raise CorruptionError(
+            f"is of rank {identity.rank} of {identity.world_size}: it does not belong here"
+        )
+    return identity
+
+
+def read_manifest(reader: Reader, place: str) -> Manifest:
+    """Return a manifest whose pages can be laid out again.
+
+    Raises:
+        CorruptionError: it is not whole.
+    """
+    manifest = cast(Manifest, unsealed(Manifest.from_bytes, reader.get(place), place))
+    numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
+    names = (manifest.run_id, manifest.attempt, manifest.layout)
+    _require(all(isinstance(name, str) for name in names) and all(map(_is_count, numbers)))
+    _require(_is_count(manifest.page_bytes) and manifest.page_bytes > 0)
+    _require(all(page.copy in ("a", "b") and _is_count(page.step) for page in manifest.pages))
+    specs = [spec for group in manifest.groups for spec in group]
+    _require(all(isinstance(spec.name, str) and all(map(_is_count, spec.shape)) for spec in specs))
+    _require_pages_for(manifest, specs)
+    return manifest
+
+
+def _require_pages_for(manifest: Manifest, specs: list[ParameterSpec]) -> None:
+    """Refuse sizes that would take forever to lay out."""
+    nbytes = {spec.name: state_bytes(spec) for spec in specs}
+    cut = [spec for spec in specs if spec.elementwise]
+    # No page of parameters that may be cut holds more than this.
+    page_bytes_max = max([manifest.page_bytes, *map(element_bytes, specs)])
+    _require(
+        sum(nbytes.values()) <= _STATE_BYTES_MAX
+        and sum(nbytes[spec.name] for spec in cut) <= len(manifest.pages) * page_bytes_max
+    )
+
+
+def read_marker(reader: Reader) -> Mapping[str, Any]:
+    """Return what a published checkpoint says of itself and its files.
+
+    Raises:
+        CorruptionError: it is not whole.
+    """
+
+    def read(data: bytes, where: str) -> Mapping[str, Any]:
+        body = unseal("checkpoint", data, where)
+        numbers = [body["step"], body["world_size"]]
+        numbers += [file["nbytes"] for file in body["files"].values()]
+        texts = [body["run_id"], *(file["xxh3_128"] or "" for file in body["files"].values())]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("a number is none")
+        if not all(type(text) is str for text in texts) or any(map(wrong_name, body["files"])):
+            raise ValueError("a text is none")
+        return body
+
+    data = reader.get(MARKER_NAME)
+    return cast(Mapping[str, Any], unsealed(read, data, MARKER_NAME))
+
+
+def read_published(
+    reader: Reader, names: Sequence[str], marker: Mapping[str, Any] | None
+) -> list[Manifest]:
+    """Return the manifests of all ranks that are whole, and of one commit.
+
+    Args:
+        reader: of the checkpoint; told of every other.
+        names: of all that is in it.
+        marker: from read_marker(), or None where that is not whole.
+    """
+    if marker is not None:
+        ranks = range(min(marker["world_size"], 10**5))
+    else:
+        ranks = range(sum(re.fullmatch(r"rank-\d{5}\.commit", name) is not None for name in names))
+    manifests: list[Manifest] = []
+    for rank in ranks:
+        place = published_manifest(rank)
+        with reader.noting(place):
+            manifest = read_manifest(reader, place)
+            commit = (manifest.run_id, manifest.world_size, *manifest.revision, manifest.attempt)
+            first = manifests[0] if manifests else manifest
+            run_id, world_size, step = first.run_id, first.world_size, first.step
+            if marker is not None:
+                run_id, world_size, step = (marker[k] for k in ("run_id", "world_size", "step"))
+            expected = (run_id, world_size, step, first.number, first.attempt)
+            if manifest.rank != rank or commit != expected:
+                raise CorruptionError(
+                    f"is of rank {manifest.rank} of {manifest.world_size}, step {manifest.step} "
+                    f"of run {manifest.run_id}, attempt {manifest.attempt}; expected rank {rank} "
+                    f"of {world_size}, step {step} of run {run_id}, attempt {first.attempt}"
+                )
+            manifests.append(manifest)
+    return manifests
+
+
+def element_bytes(spec: ParameterSpec) -> int:
+    """Return the bytes of one element of a parameter in all its states together."""
+    return sum(dtype.itemsize for _, dtype in spec.all_states)
+
+
+def state_bytes(spec: ParameterSpec) -> int:
+    """Return the bytes of all states of a parameter together."""
+    nbytes = element_bytes(spec)
+    for size in spec.shape:
+        nbytes *= size
+    return nbytes
+
+
+def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
+    """Return the newest commit that every rank has, of one attempt; None if there is none."""
+    attempts = [
+        {(revision, manifest.attempt) for revision, manifest in rank.manifests.items()}
+        for rank in ranks
+    ]
+    common = set.intersection(*attempts) if attempts else set()
+    return max((revision for revision, _ in common), default=None)
+
+
+def holder_of(reader: Reader) -> str | None:
+    """Return which process uses a run, or None; take nothing from it."""
+    for folder in filter(_RANK_FOLDER.fullmatch, reader.list()):
+        path = reader.root / folder / LOCK_NAME
+        with reader.permitted(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
+            try:
+                # Shared and for a moment: a store that is opened just now waits for longer.
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 1024, 0).decode(errors="replace")
+                return holder or "an unknown process"
+            finally:
+                os.close(fd)
+    return None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _require(good: bool) -> None:
+    if not good:
+        raise CorruptionError("has a right checksum but not the content of its kind")

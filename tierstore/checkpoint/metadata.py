@@ -1,0 +1,230 @@
+"""The ``.metadata`` of a checkpoint: which bytes of which file are what, as DCP says it.
+
+Keys are those that ``torch.distributed.checkpoint.state_dict`` makes of a model and its
+optimizer, with hyperparameters both by group and by parameter.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierstore import tagged
+from tierstore.checkpoint.contents import ModelContents
+from tierstore.errors import RunMismatchError
+from tierstore.groups import MASTER, ParameterSpec
+from tierstore.manifest import Manifest
+from tierstore.page import PageLayout, Record, lay_out_groups
+from tierstore.pages import layout_digest
+from tierstore.records import record_length
+
+UNPAGED_NAME = "unpaged"
+"""The file of everything that lies in no page."""
+
+# What DCP writes as the version of its metadata.
+_DCP_VERSION = "1.0.0"
+
+Path = tuple[str | int, ...]
+
+
+def published_page(rank: int, page: int) -> str:
+    """Return the name that a page file of a rank has in a checkpoint."""
+    return f"rank-{rank:05d}.page-{page:06d}"
+
+
+def layouts_of(manifest: Manifest) -> list[PageLayout]:
+    """Lay out the pages of a commit again.
+
+    Raises:
+        RunMismatchError: a version of tierstore that lays them out otherwise wrote it.
+    """
+    layouts = lay_out_groups(manifest.groups, manifest.page_bytes)
+    if layout_digest(layouts) != manifest.layout or len(layouts) != len(manifest.pages):
+        raise RunMismatchError(
+            f"commit {manifest.step} of run {manifest.run_id} was laid out by another version "
+            "of tierstore: use the version that wrote it"
+        )
+    return layouts
+
+
+def checkpoint_metadata(
+    manifests: Sequence[Manifest],
+    contents: ModelContents,
+    model_prefix: str,
+    append: Callable[[bytes], int],
+) -> bytes:
+    """Return the content of ``.metadata``, after writing what is in no page.
+
+    Args:
+        manifests: the commit, one of each rank.
+        contents: names, and what of the model is not paged.
+        model_prefix: what stands before the names of the model: "model.", or "" as in
+            torchtitan.
+        append: adds bytes to the file UNPAGED_NAME and returns where they begin.
+    """
+    catalog = _Catalog(append)
+    for manifest in manifests:
+        for index, layout in enumerate(layouts_of(manifest)):
+            file = published_page(manifest.rank, index)
+            for record in (record for section in layout.sections for record in section.records):
+                for path in _record_paths(record, contents, model_prefix):
+                    catalog.add_record(path, record, file)
+        _add_scalars(catalog, manifest, contents, model_prefix)
+    _add_hyperparameters(catalog, manifests, contents)
+    for name, value in contents.unpaged.items():
+        catalog.add_value(_model_path(model_prefix, name), value, id(value))
+    return pickle.dumps(catalog.metadata)
+
+
+class _Catalog:
+    """Collects keys, and where the bytes of each are."""
+
+    def __init__(self, append: Callable[[bytes], int]) -> None:
+        self.metadata = Metadata(
+            {}, planner_data={}, storage_data={}, storage_meta=StorageMeta(), version=_DCP_VERSION
+        )
+        self._append = append
+        self._written: dict[Hashable, _StorageInfo] = {}
+
+    def add_record(self, path: Path, record: Record, file: str) -> None:
+        """Add one chunk of a paged state, which lies in a page file."""
+        length = record_length(record.chunk.sizes, record.dtype)
+        self._add_chunk(
+            path,
+            record.dtype,
+            record.parameter.shape,
+            (record.chunk.offsets, record.chunk.sizes),
+            _StorageInfo(file, record.offset, length),
+        )
+
+    def add_value(self, path: Path, value: Any, same: Hashable) -> None:
+        """Add a tensor or another value; one that is the ``same`` is written once.
+
+        A dict, and a list of tensors or dicts, has keys for what is in it, as with DCP.
+        """
+
+        def add(inner: Path, leaf: Any) -> None:
+            self._add_leaf((*path, *inner[1:]), leaf, (same, inner))
+
+        traverse_state_dict({"": value}, add)
+
+    def _add_leaf(self, path: Path, value: Any, same: Hashable) -> None:
+        if isinstance(value, torch.Tensor):
+            value = _plain(value)
+        info = self._written.get(same)
+        if info is None:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            data = stream.getvalue()
+            info = self._written[same] = _StorageInfo(UNPAGED_NAME, self._append(data), len(data))
+        if isinstance(value, torch.Tensor):
+            shape = tuple(value.shape)
+            self._add_chunk(path, value.dtype, shape, ((0,) * len(shape), shape), info)
+        else:
+            key = self._add_path(path)
+            self.metadata.state_dict_metadata[key] = BytesStorageMetadata()
+            self.metadata.storage_data[MetadataIndex(key)] = info
+
+    def _add_chunk(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        chunk: tuple[Sequence[int], Sequence[int]],
+        info: _StorageInfo,
+    ) -> None:
+        key = self._add_path(path)
+        tensor = self.metadata.state_dict_metadata.setdefault(
+            key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        )
+        assert isinstance(tensor, TensorStorageMetadata)
+        offsets, sizes = torch.Size(chunk[0]), torch.Size(chunk[1])
+        index = MetadataIndex(key, offsets, len(tensor.chunks))
+        tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        self.metadata.storage_data[index] = info
+
+    def _add_path(self, path: Path) -> str:
+        key = ".".join(map(str, path))
+        self.metadata.planner_data[key] = path
+        return key
+
+
+def _record_paths(record: Record, contents: ModelContents, model_prefix: str) -> Iterator[Path]:
+    names = contents.names[record.parameter.name]
+    if record.state == MASTER:
+        for name in names:
+            yield _model_path(model_prefix, name)
+    else:
+        yield "optimizer", "state", names[0], record.state
+
+
+def _model_path(model_prefix: str, name: str) -> Path:
+    outer = model_prefix.removesuffix(".")
+    return (outer, name) if outer else (name,)
+
+
+def _add_scalars(
+    catalog: _Catalog, manifest: Manifest, contents: ModelContents, model_prefix: str
+) -> None:
+    """Add what a parameter has in no page: step counts, and all states if it is empty."""
+    for spec in (spec for group in manifest.groups for spec in group):
+        names = contents.names[spec.name]
+        if math.prod(spec.shape) == 0:
+            _add_empty(catalog, spec, names, model_prefix)
+        for state, value in tagged.decode(manifest.scalars).get(spec.name, {}).items():
+            number = torch.tensor(float(value))
+            catalog.add_value(
+                ("optimizer", "state", names[0], state), number, ("scalar", float(value))
+            )
+
+
+def _add_empty(
+    catalog: _Catalog, spec: ParameterSpec, names: Sequence[str], model_prefix: str
+) -> None:
+    for state, dtype in spec.all_states:
+        value = torch.empty(spec.shape, dtype=dtype)
+        paths: list[Path] = [("optimizer", "state", names[0], state)]
+        if state == MASTER:
+            paths = [_model_path(model_prefix, name) for name in names]
+        for path in paths:
+            catalog.add_value(path, value, ("empty", spec.shape, dtype))
+
+
+def _add_hyperparameters(
+    catalog: _Catalog, manifests: Sequence[Manifest], contents: ModelContents
+) -> None:
+    """Add hyperparameters as a list of groups, and as torchtitan has them, by parameter."""
+    for number, saved in enumerate(manifests[0].hyperparameters):
+        members = [spec.name for manifest in manifests for spec in manifest.groups[number]]
+        names = [contents.names[name][0] for name in dict.fromkeys(members)]
+        group = {**tagged.decode(saved), "param_names": names}
+        catalog.add_value(("optimizer", "param_groups", number, "params"), names, ("names", number))
+        for key, value in group.items():
+            same = ("group", number, key)
+            catalog.add_value(("optimizer", "param_groups", number, key), value, same)
+            for name in names:
+                catalog.add_value(("optimizer", f"param_groups.{name}.{key}"), value, same)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as torch.save shall write it: its own elements and nothing else."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    return tensor

@@ -1,0 +1,423 @@
+"""Publishing a committed step: links to its page files, and one metadata file.
+
+The page files are the checkpoint already. A directory is built under a temporary name:
+links to the page files, each rank's manifest with its checksums, a file of all that is in
+no page, ``tierstore.json`` and last ``.metadata``; then it takes its name. Where a link
+cannot be, because the path is on another filesystem, pages are copied in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tierstore.checkpoint.contents import ModelContents, plain_names
+from tierstore.checkpoint.metadata import (
+    UNPAGED_NAME,
+    checkpoint_metadata,
+    layouts_of,
+    published_page,
+)
+from tierstore.checksums import block_checksum
+from tierstore.errors import CheckpointError, CorruptionError, StorageError, TierstoreError
+from tierstore.manifest import Manifest, page_file, seal, unseal
+from tierstore.page import BLOCK_BYTES
+from tierstore.peers import Alone, Peers, agree
+from tierstore.publication import Publication
+from tierstore.run import LOCK_TIMEOUT_S, find_run, rank_directory
+from tierstore.storage.base import Folder, Storage
+from tierstore.storage.select import open_storage
+
+logger = logging.getLogger("tierstore")
+
+METADATA_NAME = ".metadata"
+MARKER_NAME = "tierstore.json"
+
+
+def published_manifest(rank: int) -> str:
+    """Return the name that the manifest of a rank has in a checkpoint."""
+    return f"rank-{rank:05d}.commit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What one rank has to publish: a commit, its files, and names for what is in them."""
+
+    storage: Storage
+    peers: Peers
+    manifest: Manifest | None
+    """None if nothing was committed yet, which is refused."""
+    contents: ModelContents
+    model_prefix: str
+    """What stands before the names of the model: ends in a dot, or is empty."""
+    provide_spares: Callable[[Iterable[str]], None]
+    """Allocates what shall take the place of these page files in the run."""
+
+    def __post_init__(self) -> None:
+        if self.model_prefix and not re.fullmatch(r"[^.]+\.", self.model_prefix):
+            raise ValueError(
+                f'model_prefix must be a name and a dot, or "", got {self.model_prefix!r}'
+            )
+
+
+def publish(
+    committed: Committed,
+    path: str,
+    *,
+    keep_last: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda copied, total: None,
+) -> Publication:
+    """Publish a commit as the directory ``path``; all ranks call it together.
+
+    With links it is there when this returns. Else it is copied in the background (with
+    several ranks: in the foreground) from links that hold the page files meanwhile.
+
+    Args:
+        committed: what to publish.
+        path: the directory; absent or empty.
+        keep_last: how many checkpoints of this run to keep beside it, itself among them.
+        on_progress: told of bytes copied, and of all that are to be.
+
+    Raises:
+        CheckpointError: there is something at ``path``.
+        StorageError: the disk is full, say. Nothing is left of the checkpoint.
+    """
+    publishing = _Publishing(committed, path, keep_last, on_progress)
+    publishing.begin()
+    try:
+        copying = any(agree(committed.peers, publishing.link_pages))
+        if copying:
+            agree(committed.peers, publishing.hold_pages)
+        publishing.describe()
+    except BaseException:
+        publishing.undo()
+        raise
+    if copying and committed.peers.world_size == 1:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-publish")
+        executor.submit(publishing.finish, copying=True)
+        executor.shutdown(wait=False)
+        return publishing.publication
+    publishing.finish(copying=copying)
+    publishing.publication.wait()
+    return publishing.publication
+
+
+def publish_run(
+    run: Path, out: Path, *, on_progress: Callable[[int, int], None] = lambda copied, total: None
+) -> Publication:
+    """Publish the committed step of a run that nobody uses; see publish().
+
+    It holds what is paged: the rest of the model is not in a run.
+
+    Raises:
+        CheckpointError: ``run`` holds no run, or one of several ranks; or as in publish().
+        RunDirectoryError: nothing was committed, or the directory cannot be used.
+        RunLockedError: a process uses the run.
+        StorageError, CorruptionError: as in publish().
+    """
+    directory = rank_directory(run, rank=0)
+    if not directory.is_dir():
+        raise CheckpointError(f"{run} holds no run of tierstore: name a run directory")
+    if rank_directory(run, rank=1).is_dir():
+        raise CheckpointError(
+            f"{run} holds a run of several ranks: publish it from the job, with store.checkpoint()"
+        )
+    with contextlib.closing(open_storage(directory)) as storage:
+        storage.lock(LOCK_TIMEOUT_S)
+        _, manifest = find_run(storage, Alone())
+        assert manifest is not None
+        specs = [spec for group in manifest.groups for spec in group]
+        committed = Committed(
+            storage=storage,
+            peers=Alone(),
+            manifest=manifest,
+            contents=ModelContents(names=plain_names(spec.name for spec in specs), unpaged={}),
+            model_prefix="model.",
+            # Whoever goes on with the run allocates them.
+            provide_spares=lambda names: None,
+        )
+        publication = publish(committed, os.fspath(out), on_progress=on_progress)
+        publication.wait()
+        return publication
+
+
+class _Publishing:
+    def __init__(
+        self,
+        committed: Committed,
+        path: str,
+        keep_last: int | None,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, or None for all; got {keep_last}")
+        folder, self._name = os.path.split(os.path.abspath(path))
+        if not self._name or self._name.startswith("."):
+            raise CheckpointError(
+                f"{path!r} cannot name a checkpoint: give a directory whose name does not begin "
+                "with a dot"
+            )
+        self._committed = committed
+        self._peers = committed.peers
+        if committed.manifest is None:
+            raise CheckpointError("there is no step to publish yet: do one first")
+        self._manifest = committed.manifest
+        self._page_files = [
+            (page_file(page, entry.copy), published_page(self._manifest.rank, page))
+            for page, entry in enumerate(self._manifest.pages)
+        ]
+        self._folder: Folder = committed.storage.folder(folder)
+        self._keep_last = keep_last
+        self._on_progress = on_progress
+        self._token: str = self._peers.gather(secrets.token_hex(4))[0]
+        self._child = f"{_temporary(self._name, self._manifest.run_id)}{self._token}"
+        self._held: list[str] = []
+        layouts = layouts_of(self._manifest)
+        self._blocks = [layout.blocks for layout in layouts]
+        self.publication = Publication(
+            path, self._manifest.step, sum(layout.nbytes for layout in layouts)
+        )
+
+    def begin(self) -> None:
+        """Make the temporary directory, after looking whether its name will be free."""
+
+        def make() -> None:
+            if self._peers.rank:
+                return
+            if self._name in self._folder.children() and self._folder.files(self._name):
+                raise CheckpointError(
+                    f"{self._folder.location}/{self._name} is there already: name another "
+                    "directory, or remove that one first"
+                )
+            _remove_leftovers(self._folder, self._manifest.run_id)
+            self._folder.make(self._child)
+
+        agree(self._peers, make)
+
+    def link_pages(self) -> bool:
+        """Link the pages into the directory; return whether they must be copied instead."""
+        self._committed.provide_spares(name for name, _ in self._page_files)
+        for name, new_name in self._page_files:
+            try:
+                self._folder.link(self._committed.storage, name, self._child, new_name)
+            except StorageError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                return True
+        return False
+
+    def hold_pages(self) -> None:
+        """Give the page files second names, by which they stay what they are."""
+        for name, _ in self._page_files:
+            self._committed.storage.link(name, f"{name}.copying-{self._token}")
+            self._held.append(f"{name}.copying-{self._token}")
+
+    def describe(self) -> None:
+        """Write all that is not a page, and say what is where; the model may change then."""
+        contents = self._committed.contents
+        gathered = self._peers.gather((self._manifest, contents.names))
+        manifests = [manifest for manifest, _ in gathered]
+        names = {name: found for _, theirs in gathered for name, found in theirs.items()}
+
+        def put() -> None:
+            data = self._manifest.to_bytes()
+            self._folder.put(self._child, published_manifest(self._peers.rank), data)
+            if self._peers.rank == 0:
+                self._describe(manifests, replace(contents, names=names))
+            self._folder.sync(self._child)
+
+        agree(self._peers, put)
+
+    def finish(self, *, copying: bool) -> None:
+        """Copy what could not be linked, and give the directory its name.
+
+        The outcome is that of the publication.
+        """
+        try:
+            if copying:
+                agree(self._peers, self._copy_pages)
+            agree(self._peers, self._take_name)
+        except BaseException as error:
+            self.undo()
+            self.publication.outcome.set_exception(error)
+        else:
+            self.publication.outcome.set_result(None)
+
+    def undo(self) -> None:
+        """Leave nothing behind; the first error is the one to mend."""
+        with contextlib.suppress(TierstoreError):
+            self._release_pages()
+        if self._peers.rank == 0:
+            with contextlib.suppress(TierstoreError):
+                _remove(self._folder, self._child)
+
+    def _release_pages(self) -> None:
+        while self._held:
+            self._committed.storage.unlink(self._held[-1])
+            self._held.pop()
+
+    def _copy_pages(self) -> None:
+        with mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE) as buffer:
+            for page, (_, new_name) in enumerate(self._page_files):
+                for number, block in enumerate(self._blocks[page]):
+                    with memoryview(buffer)[: block.nbytes] as data:
+                        self._committed.storage.read(self._held[page], block, data).wait()
+                        self._check(page, number, data)
+                        self._folder.append(self._child, new_name, data)
+                    self.publication.bytes_copied += block.nbytes
+                    self._on_progress(self.publication.bytes_copied, self.publication.bytes_total)
+                self._folder.flush(self._child, new_name)
+        self._release_pages()
+
+    def _check(self, page: int, number: int, data: memoryview) -> None:
+        entry, block = self._manifest.pages[page], self._blocks[page][number]
+        if not entry.checksums:
+            return
+        found = block_checksum(
+            data,
+            run_id=self._manifest.run_id,
+            page=page,
+            offset=block.offset,
+            step=entry.step,
+        )
+        if found != entry.checksums[number]:
+            raise CorruptionError(
+                f"{self._committed.storage.location}/{page_file(page, entry.copy)}: the "
+                f"{block.nbytes} bytes at offset {block.offset} are not those written in step "
+                f"{entry.step}; nothing was published"
+            )
+
+    def _describe(self, manifests: Sequence[Manifest], contents: ModelContents) -> None:
+        unpaged = _UnpagedFile(self._folder, self._child)
+        self._metadata = checkpoint_metadata(
+            manifests, contents, self._committed.model_prefix, unpaged.append
+        )
+        unpaged.flush()
+        files = {
+            published_page(manifest.rank, page): {"nbytes": layout.nbytes, "xxh3_128": None}
+            for manifest in manifests
+            for page, layout in enumerate(layouts_of(manifest))
+        }
+        for manifest in manifests:
+            files[published_manifest(manifest.rank)] = _digest(manifest.to_bytes())
+        files[METADATA_NAME] = _digest(self._metadata)
+        files[UNPAGED_NAME] = unpaged.digest()
+        marker = {
+            "run_id": self._manifest.run_id,
+            "step": self._manifest.step,
+            "world_size": self._manifest.world_size,
+            "name": self._name,
+            "files": files,
+        }
+        self._folder.put(self._child, MARKER_NAME, seal("checkpoint", marker))
+
+    def _take_name(self) -> None:
+        """Rank 0 gives the directory its name; the names in it are durable by then."""
+        if self._peers.rank:
+            return
+        folder, child = self._folder, self._child
+        folder.put(child, METADATA_NAME, self._metadata)
+        folder.sync(child)
+        folder.rename(child, self._name)
+        folder.sync_children()
+        if self._keep_last is not None:
+            _retain(folder, self._manifest.run_id, self._name, self._keep_last)
+
+
+class _UnpagedFile:
+    """The file of all that lies in no page, while it is written."""
+
+    def __init__(self, folder: Folder, child: str) -> None:
+        self._folder = folder
+        self._child = child
+        self._nbytes = 0
+        self._hash = xxhash.xxh3_128()
+        self.append(b"")  # There even if nothing is in it.
+
+    def append(self, data: bytes) -> int:
+        """Add bytes at the end; return where they begin."""
+        offset = self._nbytes
+        self._folder.append(self._child, UNPAGED_NAME, memoryview(data))
+        self._hash.update(data)
+        self._nbytes += len(data)
+        return offset
+
+    def flush(self) -> None:
+        """Make the file's data durable."""
+        self._folder.flush(self._child, UNPAGED_NAME)
+
+    def digest(self) -> dict[str, Any]:
+        """Return what the marker says of the file."""
+        return {"nbytes": self._nbytes, "xxh3_128": self._hash.hexdigest()}
+
+
+def _digest(data: bytes) -> dict[str, Any]:
+    return {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+
+
+def _temporary(name: str, run_id: str) -> str:
+    """Return how the temporary names of a checkpoint of a run begin."""
+    return f".{name}.tmp-{run_id[:8]}-"
+
+
+def _remove_leftovers(folder: Folder, run_id: str) -> None:
+    """Remove what publishing left that a crash ended; nobody else publishes this run now."""
+    pattern = re.compile(rf"{re.escape(_temporary('', run_id)[1:])}[0-9a-f]{{8}}$")
+    for child in folder.children():
+        if child.startswith(".") and pattern.search(child):
+            _remove(folder, child)
+
+
+def _remove(folder: Folder, child: str) -> None:
+    for name in folder.files(child):
+        folder.unlink(child, name)
+    folder.remove(child)
+
+
+def _retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
+    """Remove the oldest checkpoints that this run published, but for ``keep_last``."""
+    published = {
+        child: step for child in folder.children() if (step := _step_of(folder, child, run_id))
+    }
+    others = sorted(published.keys() - {newest}, key=lambda child: published[child], reverse=True)
+    for child in others[keep_last - 1 :]:
+        marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
+        strange = set(folder.files(child)) - {MARKER_NAME, *marker["files"]}
+        if strange:
+            logger.warning(
+                "%s/%s is kept, because %s in it was not published there",
+                folder.location,
+                child,
+                sorted(strange)[0],
+            )
+            continue
+        # First out of the way, so that no part of it is taken for a checkpoint.
+        doomed = f"{_temporary(child, run_id)}{secrets.token_hex(4)}"
+        folder.rename(child, doomed)
+        folder.sync_children()
+        _remove(folder, doomed)
+    folder.sync_children()
+
+
+def _step_of(folder: Folder, child: str, run_id: str) -> int | None:
+    """Return the step of a checkpoint that this run published under this very name."""
+    if MARKER_NAME not in folder.files(child):
+        return None
+    try:
+        marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
+    except TierstoreError:  # Damaged, or of another version: not ours to remove.
+        return None
+    step: int = marker["step"]
+    return step if (marker["run_id"], marker["name"]) == (run_id, child) else None

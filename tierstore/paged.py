@@ -1,0 +1,264 @@
+"""The side of a store that faces an optimizer: attach groups, sweep their pages, see states."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from tierstore.commit import Commits
+from tierstore.config import StoreConfig
+from tierstore.errors import SweepError, TierstoreError
+from tierstore.groups import PagedGroup, ParameterSpec, check_states, check_unchanged
+from tierstore.guard import Guard
+from tierstore.history import History
+from tierstore.pages import buffer_plan, check_groups, create_files, make_pages
+from tierstore.peers import Peers
+from tierstore.residency import Page, Pager
+from tierstore.run import abandon_in_children, open_run
+from tierstore.states import fill_states, read_states, write_pages
+from tierstore.storage.base import Storage
+from tierstore.sweep import Sweep
+from tierstore.views import PageView
+
+
+class PagedStates:
+    """States of parameters in pages of a run, stepped page by page.
+
+    Args:
+        storage: the rank's files; closed if the run cannot be opened. None keeps every page
+            in memory, where nothing is committed.
+        config: the settings.
+        peers: all ranks.
+        resume: go on with the run that is there.
+        overwrite: delete it and begin a new one.
+    """
+
+    def __init__(
+        self,
+        storage: Storage | None,
+        config: StoreConfig,
+        peers: Peers,
+        *,
+        resume: bool,
+        overwrite: bool,
+    ) -> None:
+        self._config = config
+        self._peers = peers
+        self._guard = Guard()
+        self._groups: list[PagedGroup] = []
+        self._pages: list[Page] = []
+        self._specs: dict[str, ParameterSpec] = {}
+        self._history = History()
+        self._warned = False
+        self._storage = storage
+        self._pager = Pager(None, run_id="", checksums=False)
+        if storage is not None:
+            self._open(storage, resume, overwrite)
+
+    def _open(self, storage: Storage, resume: bool, overwrite: bool) -> None:
+        try:
+            self._identity, found = open_run(
+                storage,
+                self._peers,
+                resume=resume,
+                overwrite=overwrite,
+                page_bytes=self._config.page_bytes,
+            )
+        except BaseException:
+            storage.close()
+            raise
+        self._guard.awaits_restore = found is not None
+        self._pager = Pager(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
+        self._commits = Commits(
+            storage, self._peers, found, single_copy=self._config.commit_every is None
+        )
+        abandon_in_children(storage)
+
+    def attach(self, groups: Sequence[PagedGroup]) -> None:
+        """Lay out pages for these groups, after those of groups attached before.
+
+        Nothing is written yet. Call it at the first step or just before restore(), when
+        frameworks have put the parameters where they stay.
+
+        Raises:
+            BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
+                message names the smallest budget that does.
+            ValueError, TypeError: two parameters of one name, or a hyperparameter that no
+                commit can hold.
+        """
+        self._guard.require_usable()
+        specs = check_groups(groups, self._specs, first_group=len(self._groups))
+        pages = make_pages(
+            groups,
+            first_group=len(self._groups),
+            first_page=len(self._pages),
+            page_bytes=self._identity.page_bytes if self._storage else self._config.page_bytes,
+        )
+        if self._storage is None:
+            self._pager.make_resident(pages)
+        else:
+            plan = buffer_plan([*self._pages, *pages], self._config)
+            with self._guard.failing(interrupts=True):
+                self._pager.provide_buffers(*plan)
+            if not self._guard.awaits_restore:
+                self._allocate(self._storage, pages)
+        self._groups += groups
+        self._pages += pages
+        self._specs |= specs
+
+    @contextlib.contextmanager
+    def sweep(self) -> Iterator[Iterator[PageView]]:
+        """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
+
+        Yields the pages of which some parameter has a gradient, in order. The loop body
+        updates ``master`` and ``states`` of the chunks in place; the store then writes the
+        parameters and the page. A step that was not committed yet is committed first.
+
+        If the loop raises or stops early after the first page was handed out, the
+        parameters are of two steps and the store is failed. (A store without a directory,
+        which has no step to go back to, goes on as optimizers of PyTorch do.)
+
+        Raises:
+            StorageError, CorruptionError: a page could not be read or written. Before the
+                first page was handed out, nothing was changed and the step may be retried.
+            SweepError: the loop was left before its last page.
+            ValueError: a parameter or gradient does not fit what was attached.
+        """
+        self._guard.require_restored()
+        for group in self._groups:
+            for parameter in group.parameters:
+                check_unchanged(parameter, self._specs[parameter.name])
+        self._commit_if_due()
+        step = self._history.step
+        sweep = Sweep(self._pager, self._pages, self._swap_out, warn=not self._warned)
+        try:
+            self._guard.sweeping = True
+            self._history.step = step + 1
+            with contextlib.closing(sweep.stepped_pages()) as pages:
+                yield pages
+            if not sweep.finished:
+                raise SweepError("the sweep was left before its last page")
+            self._history.wrote(len(self._groups))
+        except BaseException as error:
+            if sweep.begun or (sweep.reading and not self._may_retry(error)):
+                self._fail(error)
+            else:
+                self._history.step = step
+            raise
+        finally:
+            self._guard.sweeping = False
+            self._warned = not sweep.warns
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups attached; those of one optimizer, which sweep() steps together."""
+        return len(self._groups)
+
+    @property
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Parameter name -> scalar name -> value: small states such as a step count.
+
+        Kept in memory and stored with every commit; restore() puts them back. Change them
+        within sweep(), after its last page: whatever interrupts that fails the store.
+        """
+        return self._history.scalars
+
+    def read_states(
+        self, names: Collection[str] | None = None
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the states of some parameters, or of all, as they are now.
+
+        The tensors are private mappings of the page files: they cost no memory, and stay as
+        they are while training goes on. (Pieces of a parameter that is cut over pages are
+        put together in an unnamed file; without a directory all are copies.)
+
+        Returns:
+            Parameter name -> state name -> tensor of the parameter's shape. The state
+            "master" is there only for parameters that are not their own master; before the
+            first step it is the parameter, and other states are zero.
+        """
+        self._guard.require_restored()
+        wanted = self._specs.keys() if names is None else names
+        try:
+            return read_states(self._pager, self._pages, wanted)
+        except BaseException as error:
+            if not self._may_retry(error):
+                self._fail(error)
+            raise
+
+    @torch.no_grad()
+    def write_states(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replace states, outside of a step. States not named become zero, or the parameter.
+
+        Args:
+            values: as read_states() returns them; converted to the dtype of each state.
+
+        Raises:
+            ValueError: an unknown name, or a wrong shape. Nothing was changed.
+        """
+        self._guard.require_restored()
+        for name, states in values.items():
+            if name not in self._specs:
+                raise ValueError(f"there is no parameter {name!r} in this store")
+            check_states(self._specs[name], states)
+        self._write_pages(lambda view: fill_states(view, values))
+
+    @property
+    def step(self) -> int:
+        """Number of steps done, in this run and before it was resumed."""
+        return self._history.step
+
+    def _allocate(self, storage: Storage, pages: Sequence[Page]) -> None:
+        """Allocate all that steps will write to: a full disk shows here and not in one."""
+        names = create_files(storage, pages, self._commits.copies)
+        self._commits.provide_spares(name for name in names if storage.is_shared(name))
+
+    def _swap_out(self, page: Page) -> None:
+        """Write a page to the file that the last commit does not need."""
+        copy = "a"
+        if self._storage:
+            with self._pager.stalled():
+                copy = self._commits.claim_copy(page.index)
+        self._pager.swap_out(page, step=self._history.step, copy=copy)
+
+    def _write_pages(self, fill: Callable[[PageView], None]) -> None:
+        try:
+            write_pages(self._pager, self._pages, fill, self._swap_out)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._history.wrote(len(self._groups))
+
+    def _commit_if_due(self) -> None:
+        every = self._config.commit_every
+        if (
+            self._storage
+            and every is not None
+            and self._history.step - self._commits.begun_step >= every
+        ):
+            self._begin_commit()
+
+    def _begin_commit(self) -> None:
+        manifest = self._history.manifest(
+            self._identity,
+            attempt=self._commits.attempt,
+            before=self._commits.begun,
+            groups=self._groups,
+            pages=self._pages,
+        )
+        with self._pager.stalled(), self._guard.failing(interrupts=False):
+            self._commits.begin(manifest, self._pager.pending_writes())
+        self._history.committed()
+
+    def _may_retry(self, error: BaseException) -> bool:
+        """Whether a call that only read leaves everything as it was, despite an error.
+
+        An interrupt may have come anywhere within the pager.
+        """
+        return isinstance(error, TierstoreError) and not self._pager.lost_write
+
+    def _fail(self, error: BaseException) -> None:
+        if self._storage:  # Without one there is nothing to go back to.
+            self._guard.fail(error)
