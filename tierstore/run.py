@@ -306,13 +306,15 @@ class _Found:
             # Out of the way, but still there for who wants to know what happened.
             name = manifest_name(revision)
             self._storage.rename(name, f"{name}{_DAMAGED}")
+        # A killed process may have left what is seen, and not yet durable.
+        self._storage.sync_directory()
+        # A crash may bring these back: they are of another attempt, or of no use.
         for revision in self.whole:
             if newest is None or revision > newest:
                 self._storage.unlink(manifest_name(revision))
         for name in self._storage.list():
             if _TEMPORARY_NAME.fullmatch(name):
                 self._storage.unlink(name)
-        self._storage.sync_directory()
 
 
 def _read_manifest(storage: Storage, name: str, identity: RunIdentity) -> Manifest:

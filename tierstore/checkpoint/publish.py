@@ -236,7 +236,6 @@ class _Publishing:
             self._folder.put(self._child, published_manifest(self._peers.rank), data)
             if self._peers.rank == 0:
                 self._describe(manifests, replace(contents, names=names))
-            self._folder.sync(self._child)
 
         agree(self._peers, put)
 
@@ -324,7 +323,7 @@ class _Publishing:
         self._folder.put(self._child, MARKER_NAME, seal("checkpoint", marker))
 
     def _take_name(self) -> None:
-        """Rank 0 gives the directory its name; the names in it are durable by then."""
+        """Rank 0 makes the names in the directory durable, those of all ranks, then its own."""
         if self._peers.rank:
             return
         folder, child = self._folder, self._child
@@ -375,9 +374,13 @@ def _temporary(name: str, run_id: str) -> str:
 def _remove_leftovers(folder: Folder, run_id: str) -> None:
     """Remove what publishing left that a crash ended; nobody else publishes this run now."""
     pattern = re.compile(rf"{re.escape(_temporary('', run_id)[1:])}[0-9a-f]{{8}}$")
-    for child in folder.children():
-        if child.startswith(".") and pattern.search(child):
-            _remove(folder, child)
+    leftovers = [
+        child for child in folder.children() if child.startswith(".") and pattern.search(child)
+    ]
+    if leftovers:  # One may have had a checkpoint's name, and on the disk have it still.
+        folder.sync_children()
+    for child in leftovers:
+        _remove(folder, child)
 
 
 def _remove(folder: Folder, child: str) -> None:
@@ -408,7 +411,6 @@ def _retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
         folder.rename(child, doomed)
         folder.sync_children()
         _remove(folder, doomed)
-    folder.sync_children()
 
 
 def _step_of(folder: Folder, child: str, run_id: str) -> int | None:

@@ -29,6 +29,7 @@ from tierstore.storage.paths import (
     OPEN_FLAGS,
     get_file,
     make_directory,
+    map_file,
     opened,
     put_file,
     storage_errors,
@@ -186,8 +187,7 @@ class FileStorage(ABC):
         """See Storage.map."""
         path = self._path(name)
         with storage_errors("map", path), opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
-            # The system keeps what was not written to in no memory that counts as ours.
-            memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = map_file(fd, os.fstat(fd).st_size, shared=False)
             with self._mapping_mutex:
                 self._mappings.append((os.fstat(fd).st_ino, weakref.ref(memory)))
         return memoryview(memory)
@@ -201,7 +201,7 @@ class FileStorage(ABC):
         ):
             # Without it a full disk would show as a signal, when the memory is written to.
             os.posix_fallocate(file.fileno(), 0, nbytes)
-            return memoryview(mmap.mmap(file.fileno(), nbytes))
+            return memoryview(map_file(file.fileno(), nbytes, shared=True))
 
     def folder(self, path: str) -> Folder:
         """See Storage.folder."""

@@ -5,7 +5,9 @@ Files are closed to other users, and no name is followed that turns out to be a 
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -17,6 +19,13 @@ from tierstore.units import Extent
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 """With every open: follow no link, and pass nothing on to programs we start."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_MAP_FIXED = 0x10
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -109,3 +118,23 @@ def get_file(path: Path) -> bytes:
         while part := os.read(fd, 1 << 20):
             parts.append(part)
         return b"".join(parts)
+
+
+def map_file(fd: int, nbytes: int, *, shared: bool) -> mmap.mmap:
+    """Return readable and writable memory over a file, or raise OSError.
+
+    Unlike ``mmap.mmap(fd, nbytes)`` it keeps no descriptor, of which a process may have few.
+
+    Args:
+        fd: an open file of ``nbytes`` or more, not needed afterwards.
+        nbytes: length, at least 1.
+        shared: whether what is written to the memory goes to the file.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    flags = _MAP_FIXED | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+    # The file takes the place of the anonymous memory, which Python unmaps as its own.
+    mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if mapped != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memory
