@@ -398,7 +398,9 @@ class Muon(torch.optim.Optimizer):
                     name=name, tensor=parameter, states=states, elementwise=not is_muon
                 )
             )
-        return tierstore.PagedGroup(parameters=parameters, hyperparameters=group)
+        return tierstore.PagedGroup(
+            parameters=parameters, hyperparameters=group, check=check_hyperparameters
+        )
 
     def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and tensor of each parameter of a group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,10 @@ class PagedGroup:
     hyperparameters: dict[str, Any]
     """Live: read at every commit, updated in place by restore(). The keys "params" and
     "param_names", which torch.optim keeps in the same dict, are left alone."""
+
+    check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
+    """Told what restore(checkpoint=...) would make of the hyperparameters, before anything is
+    changed; raises ValueError where the optimizer cannot use it."""
 
     def own_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters without those two keys."""

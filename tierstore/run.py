@@ -180,6 +180,7 @@ def open_run(
 
     if any(agree(peers, look)) and resume:
         return find_run(storage, peers)
+    agree(peers, lambda: _erase_commits(storage))
     agree(peers, lambda: _erase(storage))
     run_id = peers.gather(secrets.token_hex(16))[0]
     identity = RunIdentity(
@@ -345,16 +346,17 @@ def _refuse_dirty(storage: Storage, newest_step: int) -> None:
     )
 
 
-def _erase(storage: Storage) -> None:
-    """Remove every file of a run, its commits first, so that no half of it looks whole."""
-    names = storage.list()
-    for name in names:
+def _erase_commits(storage: Storage) -> None:
+    """Remove the commits of a run, before all else, so that no half of it looks whole."""
+    for name in storage.list():
         if manifest_revision(name):
             storage.unlink(name)
     storage.sync_directory()
-    for name in names:
-        if not manifest_revision(name) and (
-            _OWN_NAMES.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name)
-        ):
+
+
+def _erase(storage: Storage) -> None:
+    """Remove every file of a run whose commits are gone on all ranks."""
+    for name in storage.list():
+        if _OWN_NAMES.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name):
             storage.unlink(name)
     storage.sync_directory()

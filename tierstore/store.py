@@ -177,10 +177,13 @@ class TierStore(PagedStates):
         self._finish_publication()
         contents = contents_of(model, self._groups[: self._history.groups_written])
         self.synchronize()
+        manifest = self._commits.committed
+        pages = self._pages[: len(manifest.pages) if manifest else 0]
         committed = Committed(
             storage=storage,
             peers=self._peers,
-            manifest=self._commits.committed,
+            manifest=manifest,
+            layouts=[page.layout for page in pages],
             contents=contents,
             model_prefix=model_prefix,
             provide_spares=self._commits.provide_spares,
@@ -205,7 +208,9 @@ class TierStore(PagedStates):
             RunDirectoryError: steps were done, and none was committed. Nothing was changed.
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
-            CorruptionError: a page is not what was committed.
+            CorruptionError: a page, or the checkpoint, is not what was written.
+            ValueError: the optimizer has no use for a hyperparameter of the checkpoint.
+                Nothing was changed.
         """
         self._guard.require_open()
         storage = self._require_storage("restore()")
@@ -244,6 +249,8 @@ class TierStore(PagedStates):
                 "restore() alone, or name another directory, or pass overwrite=True"
             )
         source = CheckpointSource(checkpoint, self._groups, self._history.scalars)
+        for group, values in zip(self._groups, source.hyperparameters, strict=True):
+            group.check({**group.hyperparameters, **values})
         self._history.step = source.step
         self._write_pages(source.fill)
         self._history.scalars.update(source.scalars)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -160,11 +161,18 @@ class CheckpointSource:
         if not group.parameters:
             return {}
         name = self._names[group.parameters[0].name]
-        prefixes = [f"optimizer.param_groups.{name}.", *self._groups_with(name)]
+        prefixes = [(f"optimizer.param_groups.{name}.", 2)]  # With the depth of their paths.
+        prefixes += [(prefix, 4) for prefix in self._groups_with(name)]
+        paths = self._metadata.planner_data or {}
         found: dict[str, Any] = {}
-        for prefix in prefixes:
-            keys = [key for key in self._metadata.state_dict_metadata if key.startswith(prefix)]
-            found = {key.removeprefix(prefix): self._value(key) for key in keys}
+        for prefix, depth in prefixes:
+            for key in self._metadata.state_dict_metadata:
+                if key.startswith(prefix):
+                    # What is in a dict or list has a key of its own, and a longer path.
+                    inner = paths.get(key, ())[depth:]
+                    suffix = "".join(f".{part}" for part in inner)
+                    first = key.removeprefix(prefix).removesuffix(suffix)
+                    set_element(found, (first, *inner), self._value(key))
             if found:
                 break
         return {key: value for key, value in found.items() if key not in ("params", "param_names")}

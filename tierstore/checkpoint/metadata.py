@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ _DCP_VERSION = "1.0.0"
 
 Path = tuple[str | int, ...]
 
+_BYTES = BytesStorageMetadata()
+
 
 def published_page(rank: int, page: int) -> str:
     """Return the name that a page file of a rank has in a checkpoint."""
@@ -64,7 +66,7 @@ def layouts_of(manifest: Manifest) -> list[PageLayout]:
 
 
 def checkpoint_metadata(
-    manifests: Sequence[Manifest],
+    commits: Sequence[tuple[Manifest, Sequence[PageLayout]]],
     contents: ModelContents,
     model_prefix: str,
     append: Callable[[bytes], int],
@@ -72,23 +74,23 @@ def checkpoint_metadata(
     """Return the content of ``.metadata``, after writing what is in no page.
 
     Args:
-        manifests: the commit, one of each rank.
+        commits: the manifest of each rank, with the layouts of its pages.
         contents: names, and what of the model is not paged.
         model_prefix: what stands before the names of the model: "model.", or "" as in
             torchtitan.
         append: adds bytes to the file UNPAGED_NAME and returns where they begin.
     """
     catalog = _Catalog(append)
-    for manifest in manifests:
-        for index, layout in enumerate(layouts_of(manifest)):
+    for manifest, layouts in commits:
+        for index, layout in enumerate(layouts):
             file = published_page(manifest.rank, index)
             for record in (record for section in layout.sections for record in section.records):
                 for path in _record_paths(record, contents, model_prefix):
                     catalog.add_record(path, record, file)
         _add_scalars(catalog, manifest, contents, model_prefix)
-    _add_hyperparameters(catalog, manifests, contents)
+    _add_hyperparameters(catalog, [manifest for manifest, _ in commits], contents)
     for name, value in contents.unpaged.items():
-        catalog.add_value(_model_path(model_prefix, name), value, id(value))
+        catalog.add_value([_model_path(model_prefix, name)], value, id(value))
     return pickle.dumps(catalog.metadata)
 
 
@@ -113,18 +115,17 @@ class _Catalog:
             _StorageInfo(file, record.offset, length),
         )
 
-    def add_value(self, path: Path, value: Any, same: Hashable) -> None:
+    def add_value(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
         """Add a tensor or another value; one that is the ``same`` is written once.
 
         A dict, and a list of tensors or dicts, has keys for what is in it, as with DCP.
         """
+        leaves: list[tuple[Path, Any]] = []
+        traverse_state_dict({"": value}, lambda inner, leaf: leaves.append((inner[1:], leaf)))
+        for inner, leaf in leaves:
+            self._add_leaf([(*path, *inner) for path in paths], leaf, (same, inner))
 
-        def add(inner: Path, leaf: Any) -> None:
-            self._add_leaf((*path, *inner[1:]), leaf, (same, inner))
-
-        traverse_state_dict({"": value}, add)
-
-    def _add_leaf(self, path: Path, value: Any, same: Hashable) -> None:
+    def _add_leaf(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
         if isinstance(value, torch.Tensor):
             value = _plain(value)
         info = self._written.get(same)
@@ -133,13 +134,14 @@ class _Catalog:
             torch.save(value, stream)
             data = stream.getvalue()
             info = self._written[same] = _StorageInfo(UNPAGED_NAME, self._append(data), len(data))
-        if isinstance(value, torch.Tensor):
-            shape = tuple(value.shape)
-            self._add_chunk(path, value.dtype, shape, ((0,) * len(shape), shape), info)
-        else:
-            key = self._add_path(path)
-            self.metadata.state_dict_metadata[key] = BytesStorageMetadata()
-            self.metadata.storage_data[MetadataIndex(key)] = info
+        for path in paths:
+            if isinstance(value, torch.Tensor):
+                shape = tuple(value.shape)
+                self._add_chunk(path, value.dtype, shape, ((0,) * len(shape), shape), info)
+            else:
+                key = self._add_path(path)
+                self.metadata.state_dict_metadata[key] = _BYTES
+                self.metadata.storage_data[MetadataIndex(key)] = info
 
     def _add_chunk(
         self,
@@ -183,15 +185,15 @@ def _add_scalars(
     catalog: _Catalog, manifest: Manifest, contents: ModelContents, model_prefix: str
 ) -> None:
     """Add what a parameter has in no page: step counts, and all states if it is empty."""
+    scalars = tagged.decode(manifest.scalars)
     for spec in (spec for group in manifest.groups for spec in group):
         names = contents.names[spec.name]
         if math.prod(spec.shape) == 0:
             _add_empty(catalog, spec, names, model_prefix)
-        for state, value in tagged.decode(manifest.scalars).get(spec.name, {}).items():
-            number = torch.tensor(float(value))
-            catalog.add_value(
-                ("optimizer", "state", names[0], state), number, ("scalar", float(value))
-            )
+        for state, value in scalars.get(spec.name, {}).items():
+            path = ("optimizer", "state", names[0], state)
+            number = torch.tensor(float(value), dtype=torch.float32)
+            catalog.add_value([path], number, ("scalar", float(value)))
 
 
 def _add_empty(
@@ -202,8 +204,7 @@ def _add_empty(
         paths: list[Path] = [("optimizer", "state", names[0], state)]
         if state == MASTER:
             paths = [_model_path(model_prefix, name) for name in names]
-        for path in paths:
-            catalog.add_value(path, value, ("empty", spec.shape, dtype))
+        catalog.add_value(paths, value, ("empty", spec.shape, dtype))
 
 
 def _add_hyperparameters(
@@ -214,12 +215,12 @@ def _add_hyperparameters(
         members = [spec.name for manifest in manifests for spec in manifest.groups[number]]
         names = [contents.names[name][0] for name in dict.fromkeys(members)]
         group = {**tagged.decode(saved), "param_names": names}
-        catalog.add_value(("optimizer", "param_groups", number, "params"), names, ("names", number))
+        params: Path = ("optimizer", "param_groups", number, "params")
+        catalog.add_value([params], names, ("names", number))
         for key, value in group.items():
-            same = ("group", number, key)
-            catalog.add_value(("optimizer", "param_groups", number, key), value, same)
-            for name in names:
-                catalog.add_value(("optimizer", f"param_groups.{name}.{key}"), value, same)
+            paths: list[Path] = [("optimizer", "param_groups", number, key)]
+            paths += [("optimizer", f"param_groups.{name}.{key}") for name in names]
+            catalog.add_value(paths, value, ("group", number, key))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

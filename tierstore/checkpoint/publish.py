@@ -33,7 +33,7 @@ from tierstore.checkpoint.metadata import (
 from tierstore.checksums import block_checksum
 from tierstore.errors import CheckpointError, CorruptionError, StorageError, TierstoreError
 from tierstore.manifest import Manifest, page_file, seal, unseal
-from tierstore.page import BLOCK_BYTES
+from tierstore.page import BLOCK_BYTES, PageLayout
 from tierstore.peers import Alone, Peers, agree
 from tierstore.publication import Publication
 from tierstore.run import LOCK_TIMEOUT_S, find_run, rank_directory
@@ -59,6 +59,8 @@ class Committed:
     peers: Peers
     manifest: Manifest | None
     """None if nothing was committed yet, which is refused."""
+    layouts: Sequence[PageLayout]
+    """Those of its pages."""
     contents: ModelContents
     model_prefix: str
     """What stands before the names of the model: ends in a dot, or is empty."""
@@ -143,6 +145,7 @@ def publish_run(
             storage=storage,
             peers=Alone(),
             manifest=manifest,
+            layouts=layouts_of(manifest),
             contents=ModelContents(names=plain_names(spec.name for spec in specs), unpaged={}),
             model_prefix="model.",
             # Whoever goes on with the run allocates them.
@@ -184,7 +187,8 @@ class _Publishing:
         self._token: str = self._peers.gather(secrets.token_hex(4))[0]
         self._child = f"{_temporary(self._name, self._manifest.run_id)}{self._token}"
         self._held: list[str] = []
-        layouts = layouts_of(self._manifest)
+        self._named = False
+        layouts = committed.layouts
         self._blocks = [layout.blocks for layout in layouts]
         self.publication = Publication(
             path, self._manifest.step, sum(layout.nbytes for layout in layouts)
@@ -196,7 +200,7 @@ class _Publishing:
         def make() -> None:
             if self._peers.rank:
                 return
-            if self._name in self._folder.children() and self._folder.files(self._name):
+            if _is_taken(self._folder, self._name):
                 raise CheckpointError(
                     f"{self._folder.location}/{self._name} is there already: name another "
                     "directory, or remove that one first"
@@ -227,15 +231,18 @@ class _Publishing:
     def describe(self) -> None:
         """Write all that is not a page, and say what is where; the model may change then."""
         contents = self._committed.contents
-        gathered = self._peers.gather((self._manifest, contents.names))
-        manifests = [manifest for manifest, _ in gathered]
-        names = {name: found for _, theirs in gathered for name, found in theirs.items()}
+        data = self._manifest.to_bytes()
+        gathered = self._peers.gather((self._manifest, _digest(data), contents.names))
+        names = {name: found for _, _, theirs in gathered for name, found in theirs.items()}
 
         def put() -> None:
-            data = self._manifest.to_bytes()
             self._folder.put(self._child, published_manifest(self._peers.rank), data)
             if self._peers.rank == 0:
-                self._describe(manifests, replace(contents, names=names))
+                self._describe(
+                    [manifest for manifest, _, _ in gathered],
+                    [digest for _, digest, _ in gathered],
+                    replace(contents, names=names),
+                )
 
         agree(self._peers, put)
 
@@ -260,6 +267,9 @@ class _Publishing:
             self._release_pages()
         if self._peers.rank == 0:
             with contextlib.suppress(TierstoreError):
+                if self._named:
+                    self._folder.rename(self._name, self._child)
+                    self._folder.sync_children()  # Or a part of it might keep the name.
                 _remove(self._folder, self._child)
 
     def _release_pages(self) -> None:
@@ -298,19 +308,26 @@ class _Publishing:
                 f"{entry.step}; nothing was published"
             )
 
-    def _describe(self, manifests: Sequence[Manifest], contents: ModelContents) -> None:
+    def _describe(
+        self,
+        manifests: Sequence[Manifest],
+        digests: Sequence[dict[str, Any]],
+        contents: ModelContents,
+    ) -> None:
+        commits = [(self._manifest, self._committed.layouts)]
+        commits += [(manifest, layouts_of(manifest)) for manifest in manifests[1:]]
         unpaged = _UnpagedFile(self._folder, self._child)
         self._metadata = checkpoint_metadata(
-            manifests, contents, self._committed.model_prefix, unpaged.append
+            commits, contents, self._committed.model_prefix, unpaged.append
         )
         unpaged.flush()
         files = {
             published_page(manifest.rank, page): {"nbytes": layout.nbytes, "xxh3_128": None}
-            for manifest in manifests
-            for page, layout in enumerate(layouts_of(manifest))
+            for manifest, layouts in commits
+            for page, layout in enumerate(layouts)
         }
-        for manifest in manifests:
-            files[published_manifest(manifest.rank)] = _digest(manifest.to_bytes())
+        for manifest, digest in zip(manifests, digests, strict=True):
+            files[published_manifest(manifest.rank)] = digest
         files[METADATA_NAME] = _digest(self._metadata)
         files[UNPAGED_NAME] = unpaged.digest()
         marker = {
@@ -330,9 +347,13 @@ class _Publishing:
         folder.put(child, METADATA_NAME, self._metadata)
         folder.sync(child)
         folder.rename(child, self._name)
+        self._named = True
         folder.sync_children()
         if self._keep_last is not None:
-            _retain(folder, self._manifest.run_id, self._name, self._keep_last)
+            try:
+                _retain(folder, self._manifest.run_id, self._name, self._keep_last)
+            except StorageError as error:  # No reason to lose the new one, too.
+                logger.warning("older checkpoints beside %s stay: %s", self._name, error)
 
 
 class _UnpagedFile:
@@ -366,6 +387,16 @@ def _digest(data: bytes) -> dict[str, Any]:
     return {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
 
 
+def _is_taken(folder: Folder, name: str) -> bool:
+    """Return whether there is anything else of that name than an empty child."""
+    try:
+        return bool(folder.files(name))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        return error.errno == errno.ENOTDIR
+
+
 def _temporary(name: str, run_id: str) -> str:
     """Return how the temporary names of a checkpoint of a run begin."""
     return f".{name}.tmp-{run_id[:8]}-"
@@ -392,7 +423,9 @@ def _remove(folder: Folder, child: str) -> None:
 def _retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
     """Remove the oldest checkpoints that this run published, but for ``keep_last``."""
     published = {
-        child: step for child in folder.children() if (step := _step_of(folder, child, run_id))
+        child: step
+        for child in folder.children()
+        if (step := _step_of(folder, child, run_id)) is not None
     }
     others = sorted(published.keys() - {newest}, key=lambda child: published[child], reverse=True)
     for child in others[keep_last - 1 :]:

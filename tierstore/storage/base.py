@@ -41,7 +41,7 @@ class Folder(Protocol):
         """Return the names of all children, sorted."""
 
     def files(self, child: str) -> list[str]:
-        """Return the names of everything in a child, sorted."""
+        """Return the names of everything in a child, sorted; ENOTDIR where it is none."""
 
     def make(self, child: str) -> None:
         """Make an empty child; EEXIST where there is something of that name."""

@@ -44,8 +44,9 @@ class LocalFolder:
     def files(self, child: str) -> list[str]:
         """See Folder.files."""
         path = self._path(child)
-        with storage_errors("list", path):
-            return sorted(os.listdir(path))
+        flags = os.O_RDONLY | os.O_DIRECTORY | OPEN_FLAGS
+        with storage_errors("list", path), opened(path, flags) as fd:
+            return sorted(os.listdir(fd))
 
     def make(self, child: str) -> None:
         """See Folder.make."""
