@@ -1,4 +1,4 @@
 import pytest
 
-for module in ("storage_tests", "storage_machine"):
+for module in ("storage_tests", "storage_sharing", "storage_machine", "folder_tests"):
     pytest.register_assert_rewrite(f"tierstore.testing.{module}")

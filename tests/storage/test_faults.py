@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import copy
 import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tierstore.errors import StorageError
-from tierstore.storage.base import Storage
+from tierstore.storage.base import Folder, Storage
 from tierstore.storage.memory import MemoryStorage
-from tierstore.testing.faults import Fault, FaultyStorage
+from tierstore.testing.faults import Fault, FaultyStorage, Operation
 from tierstore.testing.storage_tests import StorageTests
 from tierstore.testing.transfers import (
     aligned_buffer,
@@ -71,6 +72,11 @@ OPERATIONS: dict[str, Callable[[Storage], object]] = {
     "put": lambda storage: storage.put("page", NEW),
     "get": lambda storage: storage.get("page"),
     "rename": lambda storage: storage.rename("page", "renamed"),
+    "link": lambda storage: storage.link("page", "linked"),
+    "is_shared": lambda storage: storage.is_shared("page"),
+    "map": lambda storage: storage.map("page"),
+    "scratch": lambda storage: storage.scratch(SECTOR_BYTES),
+    "folder": lambda storage: storage.folder("published"),
     "unlink": lambda storage: storage.unlink("page"),
     "sync_directory": lambda storage: storage.sync_directory(),
     "close": lambda storage: storage.close(),
@@ -86,6 +92,56 @@ def test_error_strikes_and_nothing_happens(storage: FaultyStorage, operation: An
     assert caught.value.errno == errno.ENOSPC
     assert files_of(storage) == {"page": OLD, "other": b""}
     OPERATIONS[operation](storage)  # Only the first call was to fail.
+
+
+FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
+    "folder_children": lambda _, folder: folder.children(),
+    "folder_files": lambda _, folder: folder.files("child"),
+    "folder_make": lambda _, folder: folder.make("made"),
+    "folder_put": lambda _, folder: folder.put("child", "file", b"new"),
+    "folder_get": lambda _, folder: folder.get("child", "file"),
+    "folder_link": lambda storage, folder: folder.link(storage, "page", "child", "linked"),
+    "folder_append": lambda _, folder: folder.append("child", "file", memoryview(b"more")),
+    "folder_flush": lambda _, folder: folder.flush("child", "file"),
+    "folder_unlink": lambda _, folder: folder.unlink("child", "file"),
+    "folder_remove": lambda _, folder: folder.remove("empty"),
+    "folder_rename": lambda _, folder: folder.rename("child", "renamed"),
+    "folder_sync": lambda _, folder: folder.sync("child"),
+    "folder_sync_children": lambda _, folder: folder.sync_children(),
+}
+
+
+def test_every_operation_of_a_fault_is_tried() -> None:
+    assert {*OPERATIONS, *FOLDER_OPERATIONS} == set(get_args(Operation))
+    named = {name for protocol in (Storage, Folder) for name in vars(protocol) if name[0] != "_"}
+    others = {"engine", "location", "drain", "abandon"}
+    assert named - others == {name.removeprefix("folder_") for name in get_args(Operation)}
+
+
+@pytest.mark.parametrize("operation", FOLDER_OPERATIONS)
+def test_error_strikes_a_folder_and_nothing_happens(storage: FaultyStorage, operation: Any) -> None:
+    folder = storage.folder("published")
+    folder.make("child")
+    folder.make("empty")
+    folder.put("child", "file", b"old")
+    assert isinstance(storage.inner, MemoryStorage)
+    before = copy.deepcopy(storage.inner.files.folders)
+    storage.arm(Fault("error", operation, call=1, errno=errno.ENOSPC))
+    with pytest.raises(StorageError) as caught:
+        FOLDER_OPERATIONS[operation](storage, folder)
+    assert caught.value.errno == errno.ENOSPC
+    assert storage.inner.files.folders == before
+    FOLDER_OPERATIONS[operation](storage, folder)
+
+
+def test_faults_of_folders_go_by_the_name_of_the_file(storage: FaultyStorage) -> None:
+    storage.arm(Fault("error", "folder_put", name=".metadata", call=1))
+    folder = storage.folder("published")
+    folder.make("child")
+    folder.put("child", "other", b"")
+    with pytest.raises(StorageError):
+        folder.put("child", ".metadata", b"")
+    assert folder.files("child") == ["other"]
 
 
 def test_error_of_a_transfer_shows_at_every_wait(storage: FaultyStorage) -> None:

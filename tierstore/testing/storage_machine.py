@@ -1,4 +1,7 @@
-"""A state machine that compares a storage with a dict, over operations drawn by chance."""
+"""A state machine that compares a storage with a dict, over operations drawn by chance.
+
+Two names of one file are two keys of one bytearray.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(name=names, seed=seeds, nbytes=st.integers(0, _SECTORS_MAX * SECTOR_BYTES))
     def put(self, name: str, seed: int, nbytes: int) -> None:
         self.tested.put(name, random_bytes(nbytes, seed))
-        self.model[name] = bytearray(random_bytes(nbytes, seed))
+        self.model.setdefault(name, bytearray())[:] = random_bytes(nbytes, seed)
 
     @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors, seed=seeds)
     def write(self, name: str, first: int, sectors: int, seed: int) -> None:
@@ -64,7 +67,27 @@ class StorageMachine(RuleBasedStateMachine):
                 read_bytes(self.tested, name, start, nbytes)
 
     @rule(name=names, new_name=names)
+    def link(self, name: str, new_name: str) -> None:
+        if name in self.model and new_name not in self.model:
+            self.tested.link(name, new_name)
+            self.model[new_name] = self.model[name]
+        else:
+            with pytest.raises(StorageError):
+                self.tested.link(name, new_name)
+
+    @rule(name=names)
+    def is_shared(self, name: str) -> None:
+        if name in self.model:
+            links = sum(content is self.model[name] for content in self.model.values())
+            assert self.tested.is_shared(name) == (links > 1)
+        else:
+            with pytest.raises(StorageError):
+                self.tested.is_shared(name)
+
+    @rule(name=names, new_name=names)
     def rename(self, name: str, new_name: str) -> None:
+        if name != new_name and self.model.get(name) is self.model.get(new_name, b""):
+            return  # The system keeps both names of one file then.
         if name in self.model:
             self.tested.rename(name, new_name)
             self.model[new_name] = self.model.pop(name)

@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,6 +26,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tierstore.errors import RunLockedError, StorageError, StoreClosedError
 from tierstore.storage.base import Storage
 from tierstore.testing.storage_machine import StorageMachine
+from tierstore.testing.storage_sharing import FileSharingTests, SharingTests, folder_path
 from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
@@ -41,6 +42,9 @@ _ON_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.get("page"),
     lambda storage: storage.unlink("page"),
     lambda storage: storage.rename("page", "other"),
+    lambda storage: storage.link("page", "other"),
+    lambda storage: storage.is_shared("page"),
+    lambda storage: storage.map("page"),
     lambda storage: storage.flush(["page"]),
     lambda storage: read_bytes(storage, "page", 0, SECTOR_BYTES),
     lambda storage: write_bytes(storage, "page", 0, bytes(SECTOR_BYTES)),
@@ -50,16 +54,14 @@ _WITHOUT_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.list(),
     lambda storage: storage.create("page", SECTOR_BYTES),
     lambda storage: storage.put("page", b""),
+    lambda storage: storage.scratch(SECTOR_BYTES),
+    lambda storage: storage.folder(folder_path(storage)),
     lambda storage: storage.sync_directory(),
 ]
 
 
-class StorageTests(ABC):
+class StorageTests(SharingTests):
     """Subclass once per storage, with a fixture ``storage`` that gives an empty, open one."""
-
-    @abstractmethod
-    def raw_bytes(self, storage: Storage, name: str) -> bytes:
-        """Return a file's content without using the storage."""
 
     @abstractmethod
     def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
@@ -68,10 +70,6 @@ class StorageTests(ABC):
     @abstractmethod
     def allocated_bytes(self, storage: Storage, name: str) -> int:
         """Return the space that a file holds on the medium."""
-
-    @abstractmethod
-    def open_again(self, storage: Storage) -> Storage:
-        """Return a second storage of the same files, as another user would open it."""
 
     @pytest.mark.parametrize("sectors", [1, 2, 3, 7, 255, 256, 257, 2047, 2048, 2049, 4099])
     def test_round_trip(self, storage: Storage, sectors: int) -> None:
@@ -292,6 +290,9 @@ class StorageTests(ABC):
             lambda: storage.create(name, SECTOR_BYTES),
             lambda: storage.put(name, b""),
             lambda: storage.rename("file", name),
+            lambda: storage.link("file", name),
+            lambda: storage.is_shared(name),
+            lambda: storage.map(name),
             lambda: storage.unlink(name),
         ]
         for operate in operations:
@@ -393,6 +394,14 @@ class StorageTests(ABC):
             operate(storage)
         assert self.raw_bytes(storage, "page") == b"x" * SECTOR_BYTES
 
+    def test_forked_child_is_refused(self, storage: Storage) -> None:
+        create_with(storage, "page", b"x" * SECTOR_BYTES)
+        child = os.fork()
+        if child == 0:
+            os._exit(_count_of_allowed(storage))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert read_bytes(storage, "page", 0, SECTOR_BYTES) == b"x" * SECTOR_BYTES
+
     def test_any_sequence_agrees_with_a_dict(self, storage: Storage) -> None:
         class Machine(StorageMachine):
             tested = storage
@@ -410,7 +419,22 @@ class StorageTests(ABC):
         )
 
 
-class FileStorageTests(StorageTests):
+def _count_of_allowed(storage: Storage) -> int:
+    """Return how many operations a forked child could do, or 100 after an error."""
+    allowed = 0
+    try:
+        for operate in [*_ON_A_FILE, *_WITHOUT_A_FILE]:
+            try:
+                operate(storage)
+                allowed += 1
+            except StoreClosedError:
+                pass
+    except BaseException:
+        return 100
+    return allowed
+
+
+class FileStorageTests(FileSharingTests, StorageTests):
     """For storages with one file per name in a directory; override ``open_storage``."""
 
     @abstractmethod

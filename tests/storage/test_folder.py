@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.storage.aiofile import AiofilesStorage
+from tierstore.storage.base import Folder, Storage
+from tierstore.storage.memory import MemoryFiles, MemoryStorage
+from tierstore.testing.faults import FaultyStorage
+from tierstore.testing.folder_tests import CONTENT, FolderTests
+from tierstore.testing.storage_sharing import folder_path
+from tierstore.testing.transfers import create_with
+
+
+class TestLocalFolder(FolderTests):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Iterator[Storage]:
+        with closing(AiofilesStorage(tmp_path / "run")) as storage:
+            yield storage
+
+    def raw_children(self, storage: Storage) -> dict[str, dict[str, bytes]]:
+        return {
+            child.name: {file.name: file.read_bytes() for file in child.iterdir()}
+            for child in Path(folder_path(storage)).iterdir()
+        }
+
+    def test_is_closed_to_other_users(self, storage: Storage) -> None:
+        umask = os.umask(0)
+        try:
+            folder = storage.folder(f"{folder_path(storage)}/below")
+            folder.make("child")
+            folder.put("child", "put", b"")
+            folder.append("child", "appended", memoryview(b"x"))
+        finally:
+            os.umask(umask)
+        root = Path(folder_path(storage))
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (root, *root.rglob("*"))}
+        assert modes == {
+            root.name: 0o700,
+            "below": 0o700,
+            "child": 0o700,
+            "put": 0o600,
+            "appended": 0o600,
+        }
+
+    def test_link_shares_the_inode(self, storage: Storage, folder: Folder) -> None:
+        create_with(storage, "page", CONTENT)
+        folder.make("child")
+        folder.link(storage, "page", "child", "linked")
+        page = (Path(storage.location) / "page").stat()
+        assert (page.st_nlink, page.st_ino) == (
+            2,
+            (Path(folder.location) / "child/linked").stat().st_ino,
+        )
+
+    def test_only_directories_are_children(self, storage: Storage, folder: Folder) -> None:
+        root = Path(folder.location)
+        (root / "directory").mkdir()
+        (root / "file").touch()
+        (root / "link").symlink_to("directory")
+        assert folder.children() == ["directory"]
+        for taken in ("file", "link"):
+            with pytest.raises(StorageError) as caught:
+                folder.make(taken)
+            assert caught.value.errno == errno.EEXIST
+            with pytest.raises(StorageError) as caught:
+                folder.rename("directory", taken)
+            assert caught.value.errno == errno.ENOTDIR
+            with pytest.raises(StorageError) as caught:
+                folder.files(taken)
+            assert caught.value.errno == errno.ENOTDIR
+        assert folder.children() == ["directory"]
+
+    def test_links_to_files_are_not_followed(self, storage: Storage, folder: Folder) -> None:
+        folder.make("child")
+        target = Path(folder.location) / "target"
+        target.write_bytes(CONTENT)
+        (Path(folder.location) / "child/link").symlink_to(target)
+        for operate in (
+            lambda: folder.get("child", "link"),
+            lambda: folder.put("child", "link", b""),
+            lambda: folder.append("child", "link", memoryview(b"more")),
+            lambda: folder.flush("child", "link"),
+        ):
+            with pytest.raises(StorageError) as caught:
+                operate()
+            assert caught.value.errno == errno.ELOOP
+        folder.unlink("child", "link")
+        assert target.read_bytes() == CONTENT
+
+    def test_link_to_another_filesystem_is_an_error(
+        self, storage: Storage, other_filesystem: Path
+    ) -> None:
+        create_with(storage, "page", CONTENT)
+        folder = storage.folder(str(other_filesystem))
+        folder.make("child")
+        with pytest.raises(StorageError) as caught:
+            folder.link(storage, "page", "child", "linked")
+        assert caught.value.errno == errno.EXDEV
+        assert folder.files("child") == []
+        assert not storage.is_shared("page")
+
+    def test_cannot_be_made_where_a_file_is(self, storage: Storage, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(RunDirectoryError, match="cannot be used as a directory"):
+                storage.folder(str(path))
+
+    def test_keeps_no_descriptors(self, storage: Storage, folder: Folder) -> None:
+        opened = len(os.listdir("/proc/self/fd"))
+        folder.make("child")
+        for _ in range(5):
+            folder.put("child", "file", b"content")
+            folder.append("child", "file", memoryview(b"more"))
+            folder.flush("child", "file")
+            folder.get("child", "file")
+            folder.sync("child")
+            folder.sync_children()
+            with pytest.raises(StorageError):
+                folder.get("child", "absent")
+        assert len(os.listdir("/proc/self/fd")) == opened
+
+
+@pytest.fixture
+def other_filesystem(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is on another filesystem than ``tmp_path``, if there is one."""
+    shared_memory = Path("/dev/shm")
+    if not os.access(shared_memory, os.W_OK) or (
+        shared_memory.stat().st_dev == tmp_path.stat().st_dev
+    ):
+        pytest.skip("there is no second filesystem")
+    with tempfile.TemporaryDirectory(dir=shared_memory) as directory:
+        yield Path(directory)
+
+
+class TestMemoryFolder(FolderTests):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with closing(MemoryStorage()) as storage:
+            yield storage
+
+    def raw_children(self, storage: Storage) -> dict[str, dict[str, bytes]]:
+        return raw_memory(storage)
+
+    def test_link_from_elsewhere_is_as_from_another_filesystem(
+        self, storage: Storage, folder: Folder, tmp_path: Path
+    ) -> None:
+        folder.make("child")
+        with closing(AiofilesStorage(tmp_path)) as elsewhere:
+            create_with(elsewhere, "page", CONTENT)
+            with pytest.raises(StorageError) as caught:
+                folder.link(elsewhere, "page", "child", "linked")
+        assert caught.value.errno == errno.EXDEV
+
+    def test_storages_of_several_ranks_share_it(self, storage: Storage, folder: Folder) -> None:
+        assert isinstance(storage, MemoryStorage)
+        other = MemoryStorage(MemoryFiles(storage.files.folders))
+        create_with(storage, "page", CONTENT)
+        create_with(other, "page", CONTENT[::-1])
+        folder.make("child")
+        folder.link(storage, "page", "child", "rank-00000.page-000000")
+        other.folder(folder_path(storage)).link(other, "page", "child", "rank-00001.page-000000")
+        assert raw_memory(storage) == {
+            "child": {"rank-00000.page-000000": CONTENT, "rank-00001.page-000000": CONTENT[::-1]}
+        }
+        assert storage.is_shared("page")
+        assert other.is_shared("page")
+
+
+class TestFaultyFolderWithoutFaults(FolderTests):
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        with closing(FaultyStorage(MemoryStorage())) as storage:
+            yield storage
+
+    def raw_children(self, storage: Storage) -> dict[str, dict[str, bytes]]:
+        assert isinstance(storage, FaultyStorage)
+        return raw_memory(storage.inner)
+
+
+def raw_memory(storage: Storage) -> dict[str, dict[str, bytes]]:
+    assert isinstance(storage, MemoryStorage)
+    folder = storage.files.folders.get(folder_path(storage), {})
+    return {
+        child: {name: bytes(content) for name, content in files.items()}
+        for child, files in folder.items()
+    }

@@ -1,0 +1,309 @@
+"""The part of the conformance suite about files with several users.
+
+A file may have a second name, in the directory or in a folder, or be mapped; whoever writes
+files must be able to tell, and memory that was given out must stay what it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierstore.errors import StorageError
+from tierstore.storage.base import Storage
+from tierstore.testing.transfers import create_with, random_bytes, read_bytes, write_bytes
+from tierstore.units import SECTOR_BYTES
+
+OLD = random_bytes(3 * SECTOR_BYTES, seed=1)
+NEW = random_bytes(3 * SECTOR_BYTES, seed=2)
+
+
+def folder_path(storage: Storage) -> str:
+    """Return where a test publishes: beside the storage's directory."""
+    return f"{storage.location}-published"
+
+
+class SharingTests(ABC):
+    """Tests of link, is_shared, map and scratch; StorageTests has them all."""
+
+    @abstractmethod
+    def raw_bytes(self, storage: Storage, name: str) -> bytes:
+        """Return a file's content without using the storage."""
+
+    @abstractmethod
+    def open_again(self, storage: Storage) -> Storage:
+        """Return a second storage of the same files, as another user would open it."""
+
+    def test_link_is_a_second_name_of_one_file(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        storage.link("page", "linked")
+        storage.sync_directory()
+        assert storage.list() == ["linked", "page"]
+        assert self.raw_bytes(storage, "linked") == OLD
+        write_bytes(storage, "page", 0, NEW)
+        assert self.raw_bytes(storage, "linked") == NEW
+        storage.unlink("page")
+        assert storage.list() == ["linked"]
+        assert read_bytes(storage, "linked", 0, len(NEW)) == NEW
+
+    @pytest.mark.parametrize("new_name", ["taken", "page"])
+    def test_link_to_a_taken_name_is_an_error(self, storage: Storage, new_name: str) -> None:
+        create_with(storage, "page", NEW)
+        create_with(storage, "taken", OLD)
+        with pytest.raises(StorageError) as caught:
+            storage.link("page", new_name)
+        assert caught.value.errno == errno.EEXIST
+        assert self.raw_bytes(storage, "taken") == OLD
+        assert self.raw_bytes(storage, "page") == NEW
+        assert not storage.is_shared("page")
+
+    def test_link_survives_a_file_that_takes_the_first_name(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        storage.link("page", "kept")
+        create_with(storage, "next", NEW)
+        storage.rename("next", "page")
+        assert self.raw_bytes(storage, "kept") == OLD
+        assert self.raw_bytes(storage, "page") == NEW
+        assert not storage.is_shared("kept")
+        assert not storage.is_shared("page")
+
+    def test_shared_while_it_has_another_name(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        create_with(storage, "other", OLD)
+        assert not storage.is_shared("page")
+        storage.link("page", "linked")
+        assert storage.is_shared("page")
+        assert storage.is_shared("linked")
+        assert not storage.is_shared("other")  # The same content is not the same file.
+        storage.unlink("page")
+        assert not storage.is_shared("linked")
+
+    def test_shared_while_a_folder_has_a_link(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        folder = storage.folder(folder_path(storage))
+        folder.make("child")
+        folder.link(storage, "page", "child", "linked")
+        assert storage.is_shared("page")
+        folder.rename("child", "published")
+        assert storage.is_shared("page")
+        folder.unlink("published", "linked")
+        assert not storage.is_shared("page")
+
+    def test_shared_is_seen_by_who_opens_it_again(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        storage.link("page", "linked")
+        storage.close()
+        again = self.open_again(storage)
+        try:
+            assert again.is_shared("page")
+        finally:
+            again.close()
+
+    def test_fresh_file_of_a_shared_name_is_not_shared(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        storage.link("page", "linked")
+        mapped = storage.map("page")
+        storage.create("page", SECTOR_BYTES)
+        assert not storage.is_shared("page")
+        storage.put("page", b"short")
+        assert bytes(mapped) == self.raw_bytes(storage, "linked") == OLD
+
+    @pytest.mark.parametrize("nbytes", [1, SECTOR_BYTES - 1, 3 * SECTOR_BYTES, 3_000_001])
+    def test_map_is_the_whole_content(self, storage: Storage, nbytes: int) -> None:
+        storage.put("page", random_bytes(nbytes))
+        mapped = storage.map("page")
+        assert bytes(mapped) == random_bytes(nbytes)
+        assert (mapped.format, mapped.ndim, mapped.readonly) == ("B", 1, False)
+
+    def test_map_is_private(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        mapped = storage.map("page")
+        mapped[SECTOR_BYTES:] = NEW[SECTOR_BYTES:]
+        assert self.raw_bytes(storage, "page") == OLD
+        assert read_bytes(storage, "page", 0, len(OLD)) == OLD
+        assert bytes(storage.map("page")) == OLD
+        assert bytes(mapped) == OLD[:SECTOR_BYTES] + NEW[SECTOR_BYTES:]
+
+    @pytest.mark.parametrize("touched", [False, True])
+    def test_map_stays_when_another_file_takes_the_name(
+        self, storage: Storage, touched: bool
+    ) -> None:
+        create_with(storage, "page", OLD)
+        mapped = storage.map("page")
+        if touched:
+            assert bytes(mapped) == OLD
+        create_with(storage, "next", NEW)
+        storage.rename("next", "page")
+        assert not storage.is_shared("page")  # Nobody mapped this one.
+        write_bytes(storage, "page", 0, NEW)
+        storage.flush(["page"])
+        assert bytes(mapped) == OLD
+        storage.unlink("page")
+        assert bytes(mapped) == OLD
+
+    def test_map_is_told_or_a_copy(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        mapped = storage.map("page")
+        if not storage.is_shared("page"):
+            write_bytes(storage, "page", 0, NEW)
+            assert bytes(mapped) == OLD
+
+    def test_map_is_told_by_every_name(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        storage.link("page", "linked")
+        mapped = storage.map("page")
+        storage.unlink("page")
+        if not storage.is_shared("linked"):
+            write_bytes(storage, "linked", 0, NEW)
+        assert bytes(mapped) == OLD
+
+    def test_dropped_map_is_not_shared(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        mapped = [storage.map("page") for _ in range(2)]
+        assert [bytes(memory) for memory in mapped] == [OLD, OLD]
+        mapped.clear()
+        gc.collect()
+        assert not storage.is_shared("page")
+
+    @pytest.mark.parametrize("nbytes", [1, SECTOR_BYTES, 3_000_001])
+    def test_scratch_is_zeroed_and_writable(self, storage: Storage, nbytes: int) -> None:
+        one, other = storage.scratch(nbytes), storage.scratch(nbytes)
+        assert (one.format, one.ndim, one.readonly) == ("B", 1, False)
+        assert bytes(one) == bytes(nbytes)
+        one[:] = random_bytes(nbytes)
+        assert bytes(one) == random_bytes(nbytes)
+        assert bytes(other) == bytes(nbytes)
+
+    def test_scratch_has_no_name(self, storage: Storage) -> None:
+        storage.put("file", b"")
+        scratch = storage.scratch(SECTOR_BYTES)
+        scratch[0] = 1
+        assert storage.list() == ["file"]
+
+    def test_memory_outlives_the_storage(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        mapped, scratch = storage.map("page"), storage.scratch(len(NEW))
+        scratch[:] = NEW
+        storage.close()
+        gc.collect()
+        assert (bytes(mapped), bytes(scratch)) == (OLD, NEW)
+        mapped[:1] = scratch[:1] = b"x"
+
+    def test_memory_is_there_in_a_forked_child(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        mapped = storage.map("page")
+        child = os.fork()
+        if child == 0:
+            storage.abandon()
+            os._exit(bytes(mapped) != OLD)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def test_folder_is_one_for_all_who_name_it(self, storage: Storage) -> None:
+        folder = storage.folder(folder_path(storage))
+        assert folder.children() == []
+        folder.make("child")
+        folder.put("child", "file", b"content")
+        again = storage.folder(folder_path(storage))
+        assert again.children() == ["child"]
+        assert again.get("child", "file") == b"content"
+
+
+class FileSharingTests(SharingTests):
+    """The same for storages on a filesystem, where map() need not copy."""
+
+    def test_map_is_told_while_anything_uses_it(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        whole = storage.map("page")
+        array = np.frombuffer(whole, np.uint8)
+        part = array[SECTOR_BYTES:].data
+        assert storage.is_shared("page")
+        del whole, array
+        gc.collect()
+        assert storage.is_shared("page")
+        assert bytes(part) == OLD[SECTOR_BYTES:]
+        del part
+        gc.collect()
+        assert not storage.is_shared("page")
+
+    def test_mappings_hold_no_descriptors(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        opened = len(os.listdir("/proc/self/fd"))
+        memory = [storage.map("page") for _ in range(20)]
+        memory += [storage.scratch(SECTOR_BYTES) for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) <= opened
+        assert bytes(memory[0]) == OLD
+
+    def test_map_costs_no_memory_until_it_is_written_to(self, storage: Storage) -> None:
+        nbytes = 48 << 20  # More than malloc() ever keeps for the next time.
+        storage.create("page", nbytes)
+        mapped = storage.map("page")
+        assert not np.frombuffer(mapped, np.uint8).any()
+        with_map = _anonymous_bytes()
+        del mapped
+        gc.collect()
+        assert with_map - _anonymous_bytes() < nbytes // 4
+
+    def test_scratch_takes_disk_space_at_once(self, storage: Storage) -> None:
+        nbytes = 64 << 20
+        taken_bytes: list[int] = []
+        while max(taken_bytes, default=0) < nbytes // 2:
+            # Others use the filesystem, too, and may give space back just then.
+            assert len(taken_bytes) < 10
+            before = os.statvfs(storage.location)
+            scratch = storage.scratch(nbytes)
+            after = os.statvfs(storage.location)
+            taken_bytes.append((before.f_bfree - after.f_bfree) * after.f_frsize)
+            assert list(Path(storage.location).iterdir()) == []
+            del scratch
+
+    def test_file_size_limit_is_an_error_of_scratch(self, storage: Storage) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        opened = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 * SECTOR_BYTES, limits[1]))
+        try:
+            with pytest.raises(StorageError) as caught:
+                storage.scratch(64 * SECTOR_BYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert caught.value.errno == errno.EFBIG
+        assert caught.value.path == storage.location
+        assert list(Path(storage.location).iterdir()) == []
+        assert len(os.listdir("/proc/self/fd")) == opened
+        assert bytes(storage.scratch(64 * SECTOR_BYTES)) == bytes(64 * SECTOR_BYTES)
+
+    @pytest.mark.parametrize("operation", ["map", "scratch"])
+    def test_descriptors_exhausted_is_an_error(self, storage: Storage, operation: str) -> None:
+        create_with(storage, "page", OLD)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(StorageError) as caught:
+                storage.map("page") if operation == "map" else storage.scratch(SECTOR_BYTES)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caught.value.errno == errno.EMFILE
+        assert not storage.is_shared("page")
+
+    def test_links_are_not_followed_by_map_and_link(self, storage: Storage) -> None:
+        directory = Path(storage.location)
+        target = directory.parent / "target"
+        target.write_bytes(OLD)
+        (directory / "symbolic").symlink_to(target)
+        with pytest.raises(StorageError) as caught:
+            storage.map("symbolic")
+        assert caught.value.errno == errno.ELOOP
+        storage.link("symbolic", "second")
+        assert (directory / "second").is_symlink()  # Of the link itself, not of its target.
+        assert target.stat().st_nlink == 1
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
