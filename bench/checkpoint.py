@@ -1,0 +1,355 @@
+"""Publishing a committed step beside saving the same state, and loading what each wrote.
+
+Savers take turns, so that a drift of the machine meets all, and each turn gives one ratio.
+dcp.save against itself shows how much of a ratio is noise. The step's own writes are done
+before: they are the price of committing, which is paid with or without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import muon
+import tierstore
+
+MIB = 1 << 20
+COLUMNS = 4096
+PARAMETERS = 32
+BYTES_PER_ELEMENT = 12
+"""A float32 master and two moments."""
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one run of the benchmark measures."""
+
+    state_bytes: int
+    """About how much is published and saved."""
+    page_bytes: int
+    rounds: int
+    """Turns of each saver and each loader; medians are taken over them."""
+    grid_state_bytes: tuple[int, int]
+    """Two sizes of a state, ..."""
+    grid_pages: tuple[int, int]
+    """... each of them in about so many pages: what does the time grow with?"""
+
+
+PLANS = {
+    "small": Plan(
+        state_bytes=24 * MIB,
+        page_bytes=2 * MIB,
+        rounds=2,
+        grid_state_bytes=(12 * MIB, 24 * MIB),
+        grid_pages=(4, 16),
+    ),
+    "default": Plan(
+        state_bytes=2000 * 10**6,
+        page_bytes=64 * MIB,
+        rounds=7,
+        grid_state_bytes=(250 * 10**6, 2000 * 10**6),
+        grid_pages=(8, 64),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One saver or loader: medians and extremes over all rounds."""
+
+    case: str
+    rounds: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+    ratio_median: float
+    """Of its seconds to those of the first case in the same round."""
+    ratio_min: float
+    ratio_max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What publishing takes for one size and number of pages."""
+
+    state_bytes: int
+    pages: int
+    rounds: int
+    seconds: float
+    seconds_min: float
+    seconds_max: float
+
+
+class Job:
+    """A model under AdamW with its state in a run, whose every step changes all of it."""
+
+    def __init__(self, directory: Path, state_bytes: int, page_bytes: int) -> None:
+        rows = max(1, state_bytes // (BYTES_PER_ELEMENT * COLUMNS * PARAMETERS))
+        self.parameters = {
+            f"layers.{index}.weight": nn.Parameter(torch.randn(rows, COLUMNS))
+            for index in range(PARAMETERS)
+        }
+        for parameter in self.parameters.values():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        self.store = tierstore.TierStore(
+            directory, host_memory=max(8 * page_bytes, 64 * MIB), page_bytes=page_bytes
+        )
+        group = {"params": list(self.parameters.items()), "algorithm": "adamw"}
+        self.optimizer = muon.Muon([group], store=self.store)
+
+    def step(self) -> None:
+        """Do a step and return when it is durable and the machine idle."""
+        self.optimizer.step()
+        self.store.synchronize()
+        os.sync()
+
+    def state(self) -> State:
+        """Return copies of the whole state under the keys of a checkpoint."""
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        for name, states in self.store.read_states().items():
+            optimizer[name] = {state: tensor.clone() for state, tensor in states.items()}
+            optimizer[name]["step"] = torch.tensor(self.store.scalars[name]["step"])
+        model = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        return {"model": model, "optimizer": {"state": optimizer}}
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def take_turns(
+    actions: dict[str, Callable[[int], float]], rounds: int, before: Callable[[], None]
+) -> list[Row]:
+    """Let each action report its seconds in each round; who begins alternates."""
+    seconds: dict[str, list[float]] = {case: [] for case in actions}
+    for number in range(rounds):
+        before()
+        for case in list(actions) if number % 2 else reversed(list(actions)):
+            seconds[case].append(actions[case](number))
+    first = seconds[next(iter(actions))]
+    rows = []
+    for case, values in seconds.items():
+        ratios = [value / other for value, other in zip(values, first, strict=True)]
+        rows.append(
+            Row(
+                case=case,
+                rounds=rounds,
+                seconds=statistics.median(values),
+                seconds_min=min(values),
+                seconds_max=max(values),
+                ratio_median=statistics.median(ratios),
+                ratio_min=min(ratios),
+                ratio_max=max(ratios),
+            )
+        )
+    return rows
+
+
+def save_with_torch(state: State, path: Path) -> None:
+    """Write one file with torch.save(), durably, as DCP's writer does."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure_saving(job: Job, state: State, scratch: Path, rounds: int) -> list[Row]:
+    """Publish each step, and save the same state twice with DCP and once with torch.save()."""
+
+    def saver(name: str, save: Callable[[Path], object]) -> Callable[[int], float]:
+        def act(number: int) -> float:
+            path = scratch / f"{name}-{number}"
+            seconds = timed(lambda: save(path))
+            # Space is given back outside of what is timed.
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()
+            return seconds
+
+        return act
+
+    def dcp_save(path: Path) -> None:
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+    actions = {
+        "store.checkpoint()": saver("published", job.store.checkpoint),
+        "dcp.save": saver("dcp", dcp_save),
+        "dcp.save again": saver("again", dcp_save),
+        "torch.save, fsync": saver("torch", lambda path: save_with_torch(state, path)),
+    }
+    return take_turns(actions, rounds, before=job.step)
+
+
+def forget(path: Path) -> None:
+    """Drop the files of a checkpoint from the page cache, so that they are read from the disk."""
+    for file in path.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def same(mine: Any, other: Any) -> bool:
+    """Whether two state dicts hold the same bits."""
+    if isinstance(other, dict):
+        return mine.keys() == other.keys() and all(same(mine[key], other[key]) for key in other)
+    return torch.equal(mine, other)
+
+
+def measure_loading(job: Job, scratch: Path, rounds: int) -> list[Row]:
+    """Load with stock dcp.load what was published, and what dcp.save wrote of the same state."""
+    job.step()
+    state = job.state()
+    job.store.checkpoint(scratch / "published")
+    for name in ("dcp", "again"):
+        dcp.save(state, checkpoint_id=scratch / name, no_dist=True)
+    target = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()},
+        "optimizer": {
+            "state": {
+                name: {key: torch.zeros_like(tensor) for key, tensor in states.items()}
+                for name, states in state["optimizer"]["state"].items()
+            }
+        },
+    }
+
+    def loader(name: str) -> Callable[[int], float]:
+        def act(number: int) -> float:
+            forget(scratch / name)
+            seconds = timed(lambda: dcp.load(target, checkpoint_id=scratch / name, no_dist=True))
+            if not same(target, state):
+                raise RuntimeError(f"{name} was not loaded as it was saved")
+            target["model"]["layers.0.weight"].zero_()
+            return seconds
+
+        return act
+
+    actions = {
+        "of dcp.save": loader("dcp"),
+        "of dcp.save again": loader("again"),
+        "published": loader("published"),
+    }
+    rows = take_turns(actions, rounds, before=lambda: None)
+    for name in ("published", "dcp", "again"):
+        shutil.rmtree(scratch / name)
+    return rows
+
+
+def measure_point(scratch: Path, state_bytes: int, pages: int, rounds: int) -> Point:
+    """Publish a state of one size in about so many pages."""
+    job = Job(scratch / "run", state_bytes, state_bytes // pages)
+    seconds = []
+    with job.store as store:
+        for number in range(rounds):
+            job.step()
+            path = scratch / f"published-{number}"
+            seconds.append(timed(lambda: store.checkpoint(path)))  # noqa: B023 - called at once.
+            shutil.rmtree(path)
+        stats = store.stats()
+    shutil.rmtree(scratch / "run")
+    return Point(
+        state_bytes=stats.state_bytes,
+        pages=stats.pages,
+        rounds=rounds,
+        seconds=statistics.median(seconds),
+        seconds_min=min(seconds),
+        seconds_max=max(seconds),
+    )
+
+
+def report(title: str, heading: str, rows: list[Row]) -> Table:
+    """Return a comparison as a table."""
+    table = Table(title=title)
+    for column in ("case", "s (min..max)", heading):
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.case,
+            f"{row.seconds:.4f} ({row.seconds_min:.4f}..{row.seconds_max:.4f})",
+            f"{row.ratio_median:.2f} ({row.ratio_min:.2f}..{row.ratio_max:.2f})",
+        )
+    return table
+
+
+def report_points(points: list[Point]) -> Table:
+    """Return what publishing takes for each size and number of pages as a table."""
+    table = Table(title="Publishing, by size")
+    for column in ("MB", "pages", "ms (min..max)"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in points:
+        extremes = f"({point.seconds_min * 1e3:.1f}..{point.seconds_max * 1e3:.1f})"
+        table.add_row(
+            f"{point.state_bytes / 1e6:.0f}",
+            str(point.pages),
+            f"{point.seconds * 1e3:.1f} {extremes}",
+        )
+    return table
+
+
+def main(
+    directory: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+) -> None:
+    """Compare publishing with dcp.save and torch.save, and loading what each wrote."""
+    plan = PLANS["small" if small else "default"]
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
+        job = Job(Path(scratch) / "run", plan.state_bytes, plan.page_bytes)
+        with job.store:
+            job.step()
+            stats = job.store.stats()
+            saving = measure_saving(job, job.state(), Path(scratch), plan.rounds)
+            loading = measure_loading(job, Path(scratch), plan.rounds)
+        shutil.rmtree(Path(scratch) / "run")
+        points = [
+            measure_point(Path(scratch), state_bytes, pages, plan.rounds)
+            for state_bytes in plan.grid_state_bytes
+            for pages in plan.grid_pages
+        ]
+    console = Console(width=120)
+    size = f"{stats.state_bytes / 1e6:.0f} MB in {stats.pages} pages"
+    console.print(report(f"Saving {size}", "times store.checkpoint()", saving))
+    console.print(report(f"dcp.load of {size}", "times dcp.load of dcp.save", loading))
+    console.print(report_points(points))
+    if json_path is not None:
+        result = {
+            "plan": asdict(plan),
+            "engine": stats.engine,
+            "state_bytes": stats.state_bytes,
+            "pages": stats.pages,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "saving": [asdict(row) for row in saving],
+            "loading": [asdict(row) for row in loading],
+            "points": [asdict(point) for point in points],
+        }
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
