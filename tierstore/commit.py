@@ -83,7 +83,7 @@ class Commits:
         entries = manifest.pages if manifest else ()
         self._copies = {index: entry.copy for index, entry in enumerate(entries)}
         self._files_written: set[str] = set()
-        self._spares: set[str] = set()  # Recovery removed those that were there.
+        self._spares: set[str] = set()
         self._dirty = self._renamed = False
         self._pending: Future[None] | None = None
         self._begun = self._durable = 0  # Number of the last commit that was.
@@ -117,11 +117,13 @@ class Commits:
         committed = self._copies.get(page)
         copy = "b" if committed == "a" and not self._single_copy else "a"
         name = page_file(page, copy)
+        shared = self._storage.is_shared(name)
+        if shared:
+            self.provide_spares([name])
         if copy == committed and not self._dirty:
             mark_dirty(self._storage, self.committed_step)
             self._dirty = True
-        if self._storage.is_shared(name):
-            self.provide_spares([name])
+        if shared:
             self._renamed = True
             self._storage.rename(spare_file(name), name)
             self._spares.discard(name)
@@ -142,13 +144,18 @@ class Commits:
             for name in names:
                 if name not in self._spares:
                     self._storage.create(spare_file(name), self._storage.size(name))
+                    self._spares.add(name)
                     made.append(name)
         except StorageError:
             for name in made:
                 with contextlib.suppress(StorageError):  # The first error is the one to mend.
                     self._storage.unlink(spare_file(name))
+                    self._spares.discard(name)
             raise
-        self._spares.update(made)
+
+    def forget_spares(self) -> None:
+        """Note that recovery removed whatever was allocated ahead."""
+        self._spares.clear()
 
     def begin(self, manifest: Manifest, writes: Sequence[Transfer]) -> None:
         """Start to make a step durable; the one before is waited for.

@@ -120,8 +120,8 @@ class TierStore(PagedStates):
         if committed and extra is None and not history.changed:
             return
         history.annotate(extra)
-        if committed:
-            self._begin_commit()  # The same step with another extra.
+        if committed or (history.changed and not history.step):
+            self._begin_commit()  # The same step with another extra, or what a run begins with.
         else:
             self._commit_if_due()
 
@@ -223,6 +223,7 @@ class TierStore(PagedStates):
             self._publication.settle()  # It reads files that recovery would remove.
         self._commits.settle()
         manifest = recover(storage, self._identity, self._peers)
+        self._commits.forget_spares()
         if manifest is None:
             raise RunDirectoryError(
                 f"no step was committed by all ranks of {storage.location} yet, so there is "

@@ -219,7 +219,10 @@ def _add_hyperparameters(
         catalog.add_value([params], names, ("names", number))
         for key, value in group.items():
             paths: list[Path] = [("optimizer", "param_groups", number, key)]
-            paths += [("optimizer", f"param_groups.{name}.{key}") for name in names]
+            # A parameter that is called like a number has the key of a group.
+            paths += [
+                ("optimizer", f"param_groups.{name}.{key}") for name in names if not name.isdigit()
+            ]
             catalog.add_value(paths, value, ("group", number, key))
 
 

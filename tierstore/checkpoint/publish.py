@@ -97,8 +97,8 @@ def publish(
         StorageError: the disk is full, say. Nothing is left of the checkpoint.
     """
     publishing = _Publishing(committed, path, keep_last, on_progress)
-    publishing.begin()
     try:
+        publishing.begin()
         copying = any(agree(committed.peers, publishing.link_pages))
         if copying:
             agree(committed.peers, publishing.hold_pages)
@@ -167,10 +167,10 @@ class _Publishing:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or None for all; got {keep_last}")
         folder, self._name = os.path.split(os.path.abspath(path))
-        if not self._name or self._name.startswith("."):
+        if not self._name or self._name.startswith((".", "rank-")):
             raise CheckpointError(
-                f"{path!r} cannot name a checkpoint: give a directory whose name does not begin "
-                "with a dot"
+                f"{path!r} cannot name a checkpoint: give a directory whose name begins neither "
+                'with a dot nor with "rank-"'
             )
         self._committed = committed
         self._peers = committed.peers
@@ -187,6 +187,7 @@ class _Publishing:
         self._token: str = self._peers.gather(secrets.token_hex(4))[0]
         self._child = f"{_temporary(self._name, self._manifest.run_id)}{self._token}"
         self._held: list[str] = []
+        self._copies = False  # Whether this rank's pages cannot be linked.
         self._named = False
         layouts = committed.layouts
         self._blocks = [layout.blocks for layout in layouts]
@@ -213,18 +214,23 @@ class _Publishing:
     def link_pages(self) -> bool:
         """Link the pages into the directory; return whether they must be copied instead."""
         self._committed.provide_spares(name for name, _ in self._page_files)
+        linked: list[str] = []
         for name, new_name in self._page_files:
             try:
                 self._folder.link(self._committed.storage, name, self._child, new_name)
+                linked.append(new_name)
             except StorageError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                return True
-        return False
+                self._copies = True
+                break
+        for new_name in linked if self._copies else ():
+            self._folder.unlink(self._child, new_name)  # What is copied is another file.
+        return self._copies
 
     def hold_pages(self) -> None:
-        """Give the page files second names, by which they stay what they are."""
-        for name, _ in self._page_files:
+        """Give page files that are to be copied second names, by which they stay as they are."""
+        for name, _ in self._page_files if self._copies else ():
             self._committed.storage.link(name, f"{name}.copying-{self._token}")
             self._held.append(f"{name}.copying-{self._token}")
 
@@ -278,16 +284,18 @@ class _Publishing:
             self._held.pop()
 
     def _copy_pages(self) -> None:
-        with mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE) as buffer:
-            for page, (_, new_name) in enumerate(self._page_files):
-                for number, block in enumerate(self._blocks[page]):
-                    with memoryview(buffer)[: block.nbytes] as data:
-                        self._committed.storage.read(self._held[page], block, data).wait()
-                        self._check(page, number, data)
-                        self._folder.append(self._child, new_name, data)
-                    self.publication.bytes_copied += block.nbytes
-                    self._on_progress(self.publication.bytes_copied, self.publication.bytes_total)
-                self._folder.flush(self._child, new_name)
+        # Not closed: after an error something may still refer to it.
+        buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE))
+        for page, held in enumerate(list(self._held)):
+            new_name = self._page_files[page][1]
+            for number, block in enumerate(self._blocks[page]):
+                data = buffer[: block.nbytes]
+                self._committed.storage.read(held, block, data).wait()
+                self._check(page, number, data)
+                self._folder.append(self._child, new_name, data)
+                self.publication.bytes_copied += block.nbytes
+                self._on_progress(self.publication.bytes_copied, self.publication.bytes_total)
+            self._folder.flush(self._child, new_name)
         self._release_pages()
 
     def _check(self, page: int, number: int, data: memoryview) -> None:
@@ -411,7 +419,10 @@ def _remove_leftovers(folder: Folder, run_id: str) -> None:
     if leftovers:  # One may have had a checkpoint's name, and on the disk have it still.
         folder.sync_children()
     for child in leftovers:
-        _remove(folder, child)
+        try:
+            _remove(folder, child)
+        except StorageError as error:  # No reason to publish nothing any more.
+            logger.warning("what an earlier checkpoint() left stays: %s", error)
 
 
 def _remove(folder: Folder, child: str) -> None:
@@ -448,11 +459,11 @@ def _retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
 
 def _step_of(folder: Folder, child: str, run_id: str) -> int | None:
     """Return the step of a checkpoint that this run published under this very name."""
-    if MARKER_NAME not in folder.files(child):
-        return None
     try:
+        if MARKER_NAME not in folder.files(child):
+            return None
         marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
-    except TierstoreError:  # Damaged, or of another version: not ours to remove.
+    except TierstoreError:  # Not readable, damaged, of another version: not ours to remove.
         return None
     step: int = marker["step"]
     return step if (marker["run_id"], marker["name"]) == (run_id, child) else None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import tempfile
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +22,7 @@ from tierstore.storage.checks import (
     locked_error,
 )
 from tierstore.storage.folder import LocalFolder
+from tierstore.storage.mappings import Mappings
 from tierstore.storage.paths import (
     FILE_MODE,
     OPEN_FLAGS,
@@ -60,9 +59,7 @@ class FileStorage(ABC):
         self._close_mutex = threading.Lock()
         self._lock_mutex = threading.Lock()
         self._lock_fd: int | None = None
-        # Inode and memory of each file that was mapped, as long as somebody uses it.
-        self._mapping_mutex = threading.Lock()
-        self._mappings: list[tuple[int, weakref.ref[mmap.mmap]]] = []
+        self._mappings = Mappings()
         self._owner_pid = os.getpid()
         self._closed = False  # Whether work is refused.
         self._released = False
@@ -178,18 +175,16 @@ class FileStorage(ABC):
         path = self._path(name)
         with storage_errors("is_shared", path):
             status = os.stat(path, follow_symlinks=False)
-        with self._mapping_mutex:
-            self._mappings = [(inode, memory) for inode, memory in self._mappings if memory()]
-            mapped = any(inode == status.st_ino for inode, _ in self._mappings)
-        return mapped or status.st_nlink > 1
+        return status.st_nlink > 1 or self._mappings.has(status.st_ino)
 
     def map(self, name: str) -> memoryview:
         """See Storage.map."""
         path = self._path(name)
         with storage_errors("map", path), opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
-            memory = map_file(fd, os.fstat(fd).st_size, shared=False)
-            with self._mapping_mutex:
-                self._mappings.append((os.fstat(fd).st_ino, weakref.ref(memory)))
+            status = os.fstat(fd)
+            # The system keeps what was not written to in no memory that counts as ours.
+            memory = map_file(fd, status.st_size, shared=False)
+            self._mappings.add(status.st_ino, memory)
         return memoryview(memory)
 
     def scratch(self, nbytes: int) -> memoryview:
