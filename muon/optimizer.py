@@ -229,12 +229,10 @@ class Muon(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         groups, states = self._matched(state_dict)
         self._attach_groups()
-        steps = {
-            name: float(saved.pop("step")) for name, saved in states.items() if "step" in saved
+        scalars = {
+            name: {"step": float(states[name].pop("step", 0.0))} for name in self.store.scalars
         }
-        self.store.write_states(states)
-        for name, scalars in self.store.scalars.items():
-            scalars["step"] = steps.get(name, 0.0)
+        self.store.write_states(states, scalars)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -326,3 +326,31 @@ def test_published_files_are_read_only_from(tmp_path: Path) -> None:
     toy.assert_at(7)
     toy.store.close()
     assert digests(checkpoint) == before
+
+
+def test_parameters_called_like_numbers(tmp_path: Path) -> None:
+    """Their hyperparameters have the keys of groups, and are found by group."""
+    rates = [0.25, 0.5]
+
+    def make(directory: str) -> muon.Muon:
+        model = torch.nn.ParameterList([torch.ones(3, 3), torch.ones(3)])
+        named = list(model.named_parameters())
+        groups = [
+            {"params": named[:1], "lr": rates[0]},
+            {"params": named[1:], "lr": rates[1], "algorithm": "adamw"},
+        ]
+        return muon.Muon(groups, store=tierstore.TierStore(tmp_path / directory))
+
+    first = make("one")
+    for group in first.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    first.step()
+    first.store.checkpoint(tmp_path / "checkpoint")
+    rates = [0.0, 0.0]
+    second = make("two")
+    assert second.restore(checkpoint=tmp_path / "checkpoint") == 1
+    for mine, theirs in zip(second.param_groups, first.param_groups, strict=True):
+        assert {**mine, "params": 0} == {**theirs, "params": 0}
+        assert torch.equal(mine["params"][0], theirs["params"][0])
+    first.store.close()
+    second.store.close()

@@ -77,6 +77,20 @@ def test_a_refused_restore_leaves_no_stale_spares(tmp_path: Path) -> None:
     Toy(tmp_path / "run", groups, resume=True).store.close()
 
 
+def test_a_failed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:
+    storage = FaultyStorage(open_storage(tmp_path / RANK))
+    toy = Toy(storage)
+    toy.step()
+    storage.arm(Fault("error", "folder_put", call=2, errno=errno.ENOSPC))
+    with pytest.raises(tierstore.StorageError, match="No space"):
+        toy.store.checkpoint(tmp_path / "checkpoints" / "one")
+    assert not list((tmp_path / RANK).glob("*.next"))
+    assert not list((tmp_path / "checkpoints").iterdir())
+    toy.step()
+    toy.store.checkpoint(tmp_path / "checkpoints" / "one")
+    toy.store.close()
+
+
 def test_what_a_run_begins_with_can_be_committed(tmp_path: Path) -> None:
     """Before any step: the commit holds what was loaded, and its extra."""
     toy = Toy(tmp_path)

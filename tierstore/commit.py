@@ -153,6 +153,13 @@ class Commits:
                     self._spares.discard(name)
             raise
 
+    def drop_spares(self) -> None:
+        """Give back the space that nothing needs, because nothing is shared any more."""
+        for name in list(self._spares):
+            if not self._storage.is_shared(name):
+                self._storage.unlink(spare_file(name))
+                self._spares.discard(name)
+
     def forget_spares(self) -> None:
         """Note that recovery removed whatever was allocated ahead."""
         self._spares.clear()

@@ -189,11 +189,16 @@ class PagedStates:
             raise
 
     @torch.no_grad()
-    def write_states(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def write_states(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Replace states, outside of a step. States not named become zero, or the parameter.
 
         Args:
             values: as read_states() returns them; converted to the dtype of each state.
+            scalars: what to update ``scalars`` with, together with the pages.
 
         Raises:
             ValueError: an unknown name, or a wrong shape. Nothing was changed.
@@ -203,7 +208,7 @@ class PagedStates:
             if name not in self._specs:
                 raise ValueError(f"there is no parameter {name!r} in this store")
             check_states(self._specs[name], states)
-        self._write_pages(lambda view: fill_states(view, values))
+        self._write_pages(lambda view: fill_states(view, values), scalars or {})
 
     @property
     def step(self) -> int:
@@ -223,13 +228,18 @@ class PagedStates:
                 copy = self._commits.claim_copy(page.index)
         self._pager.swap_out(page, step=self._history.step, copy=copy)
 
-    def _write_pages(self, fill: Callable[[PageView], None]) -> None:
+    def _write_pages(
+        self, fill: Callable[[PageView], None], scalars: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Make all pages and some scalars anew; fail the store if anything comes in between."""
         try:
             write_pages(self._pager, self._pages, fill, self._swap_out)
+            for name, values in scalars.items():
+                self._history.scalars[name] = dict(values)
+            self._history.wrote(len(self._groups))
         except BaseException as error:
             self._fail(error)
             raise
-        self._history.wrote(len(self._groups))
 
     def _commit_if_due(self) -> None:
         every = self._config.commit_every

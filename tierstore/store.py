@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from tierstore.config import StoreConfig
-from tierstore.errors import RunDirectoryError, SweepError
+from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.paged import PagedStates
 from tierstore.pages import check_files, check_same_model
 from tierstore.peers import Alone, Peers
@@ -188,7 +188,12 @@ class TierStore(PagedStates):
             model_prefix=model_prefix,
             provide_spares=self._commits.provide_spares,
         )
-        self._publication = publish(committed, os.fspath(path), keep_last=keep_last)
+        try:
+            self._publication = publish(committed, os.fsdecode(path), keep_last=keep_last)
+        except BaseException:
+            with contextlib.suppress(StorageError):  # The first error is the one to mend.
+                self._commits.drop_spares()
+            raise
         return self._publication
 
     @torch.no_grad()
@@ -252,12 +257,12 @@ class TierStore(PagedStates):
         source = CheckpointSource(checkpoint, self._groups, self._history.scalars)
         for group, values in zip(self._groups, source.hyperparameters, strict=True):
             group.check({**group.hyperparameters, **values})
-        self._history.step = source.step
-        self._write_pages(source.fill)
-        self._history.scalars.update(source.scalars)
-        self._history.extra = source.extra
-        for group, values in zip(self._groups, source.hyperparameters, strict=True):
-            group.hyperparameters.update(values)
+        with self._guard.failing(interrupts=True):
+            self._history.step = source.step
+            self._write_pages(source.fill, source.scalars)
+            self._history.extra = source.extra
+            for group, values in zip(self._groups, source.hyperparameters, strict=True):
+                group.hyperparameters.update(values)
         return source.step
 
     def stats(self) -> Stats:

@@ -161,7 +161,8 @@ class CheckpointSource:
         if not group.parameters:
             return {}
         name = self._names[group.parameters[0].name]
-        prefixes = [(f"optimizer.param_groups.{name}.", 2)]  # With the depth of their paths.
+        # With the depth of their paths. A name like a number is that of a group there.
+        prefixes = [] if name.isdigit() else [(f"optimizer.param_groups.{name}.", 2)]
         prefixes += [(prefix, 4) for prefix in self._groups_with(name)]
         paths = self._metadata.planner_data or {}
         found: dict[str, Any] = {}

@@ -164,7 +164,7 @@ class _Publishing:
         keep_last: int | None,
         on_progress: Callable[[int, int], None],
     ) -> None:
-        if keep_last is not None and keep_last < 1:
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"keep_last must be at least 1, or None for all; got {keep_last}")
         folder, self._name = os.path.split(os.path.abspath(path))
         if not self._name or self._name.startswith((".", "rank-")):
@@ -263,6 +263,10 @@ class _Publishing:
             agree(self._peers, self._take_name)
         except BaseException as error:
             self.undo()
+            if copying:  # Nobody may be told of it for long.
+                logger.error(
+                    "the checkpoint %s was not published: %s", self.publication.path, error
+                )
             self.publication.outcome.set_exception(error)
         else:
             self.publication.outcome.set_result(None)
@@ -285,7 +289,9 @@ class _Publishing:
 
     def _copy_pages(self) -> None:
         # Not closed: after an error something may still refer to it.
-        buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE))
+        memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
+        memory.madvise(mmap.MADV_DONTFORK)
+        buffer = memoryview(memory)
         for page, held in enumerate(list(self._held)):
             new_name = self._page_files[page][1]
             for number, block in enumerate(self._blocks[page]):
