@@ -80,6 +80,8 @@ class Row:
     seconds: float
     seconds_min: float
     seconds_max: float
+    cpu_s: float
+    """Of all threads of this process: other work on the machine changes it little."""
     ratio_median: float
     """Of its seconds to those of the first case in the same round."""
     ratio_min: float
@@ -131,33 +133,44 @@ class Job:
         return {"model": model, "optimizer": {"state": optimizer}}
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    began = time.perf_counter()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one call took."""
+
+    seconds: float
+    cpu_s: float
+
+
+def timed(action: Callable[[], object]) -> Taken:
+    """Call it and return what it took."""
+    began, cpu_began = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    return Taken(seconds=seconds, cpu_s=cpu_s)
 
 
 def take_turns(
-    actions: dict[str, Callable[[int], float]], rounds: int, before: Callable[[], None]
+    actions: dict[str, Callable[[int], Taken]], rounds: int, before: Callable[[], None]
 ) -> list[Row]:
-    """Let each action report its seconds in each round; who begins alternates."""
-    seconds: dict[str, list[float]] = {case: [] for case in actions}
+    """Let each action report what it took in each round; who begins alternates."""
+    taken: dict[str, list[Taken]] = {case: [] for case in actions}
     for number in range(rounds):
         before()
         for case in list(actions) if number % 2 else reversed(list(actions)):
-            seconds[case].append(actions[case](number))
-    first = seconds[next(iter(actions))]
+            taken[case].append(actions[case](number))
+    first = taken[next(iter(actions))]
     rows = []
-    for case, values in seconds.items():
-        ratios = [value / other for value, other in zip(values, first, strict=True)]
+    for case, values in taken.items():
+        ratios = [a.seconds / b.seconds for a, b in zip(values, first, strict=True)]
+        seconds = [value.seconds for value in values]
         rows.append(
             Row(
                 case=case,
                 rounds=rounds,
-                seconds=statistics.median(values),
-                seconds_min=min(values),
-                seconds_max=max(values),
+                seconds=statistics.median(seconds),
+                seconds_min=min(seconds),
+                seconds_max=max(seconds),
+                cpu_s=statistics.median(value.cpu_s for value in values),
                 ratio_median=statistics.median(ratios),
                 ratio_min=min(ratios),
                 ratio_max=max(ratios),
@@ -177,14 +190,14 @@ def save_with_torch(state: State, path: Path) -> None:
 def measure_saving(job: Job, state: State, scratch: Path, rounds: int) -> list[Row]:
     """Publish each step, and save the same state twice with DCP and once with torch.save()."""
 
-    def saver(name: str, save: Callable[[Path], object]) -> Callable[[int], float]:
-        def act(number: int) -> float:
+    def saver(name: str, save: Callable[[Path], object]) -> Callable[[int], Taken]:
+        def act(number: int) -> Taken:
             path = scratch / f"{name}-{number}"
-            seconds = timed(lambda: save(path))
+            taken = timed(lambda: save(path))
             # Space is given back outside of what is timed.
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             os.sync()
-            return seconds
+            return taken
 
         return act
 
@@ -235,14 +248,14 @@ def measure_loading(job: Job, scratch: Path, rounds: int) -> list[Row]:
         },
     }
 
-    def loader(name: str) -> Callable[[int], float]:
-        def act(number: int) -> float:
+    def loader(name: str) -> Callable[[int], Taken]:
+        def act(number: int) -> Taken:
             forget(scratch / name)
-            seconds = timed(lambda: dcp.load(target, checkpoint_id=scratch / name, no_dist=True))
+            taken = timed(lambda: dcp.load(target, checkpoint_id=scratch / name, no_dist=True))
             if not same(target, state):
                 raise RuntimeError(f"{name} was not loaded as it was saved")
             target["model"]["layers.0.weight"].zero_()
-            return seconds
+            return taken
 
         return act
 
@@ -265,7 +278,7 @@ def measure_point(scratch: Path, state_bytes: int, pages: int, rounds: int) -> P
         for number in range(rounds):
             job.step()
             path = scratch / f"published-{number}"
-            seconds.append(timed(lambda: store.checkpoint(path)))  # noqa: B023 - called at once.
+            seconds.append(timed(lambda: store.checkpoint(path)).seconds)  # noqa: B023 - now.
             shutil.rmtree(path)
         stats = store.stats()
     shutil.rmtree(scratch / "run")
@@ -282,13 +295,14 @@ def measure_point(scratch: Path, state_bytes: int, pages: int, rounds: int) -> P
 def report(title: str, heading: str, rows: list[Row]) -> Table:
     """Return a comparison as a table."""
     table = Table(title=title)
-    for column in ("case", "s (min..max)", heading):
+    for column in ("case", "s (min..max)", heading, "CPU s"):
         table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.case,
             f"{row.seconds:.4f} ({row.seconds_min:.4f}..{row.seconds_max:.4f})",
             f"{row.ratio_median:.2f} ({row.ratio_min:.2f}..{row.ratio_max:.2f})",
+            f"{row.cpu_s:.3f}",
         )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import copyreg
 import os
 import pickle
 import random
@@ -287,21 +288,8 @@ PROGRAMS: dict[str, bytes] = {
     + (pickle.EMPTY_DICT + short("call") + pickle.NONE + pickle.SETITEM)
     + (pickle.BUILD + pickle.STOP),
     "fields of a dict": pickle.EMPTY_DICT + pickle.EMPTY_DICT + pickle.BUILD + pickle.STOP,
-    "fields twice": NEW_INDEX
-    + 2 * (pickle.EMPTY_DICT + short("fqn") + short("a") + pickle.SETITEM + pickle.BUILD)
-    + pickle.STOP,
-    "an unknown field": NEW_INDEX
-    + (pickle.EMPTY_DICT + short("fqn") + short("a") + pickle.SETITEM)
-    + (short("__class__") + pickle.NONE + pickle.SETITEM + pickle.BUILD + pickle.STOP),
-    "an empty object": NEW_INDEX + pickle.STOP,
     "an empty object as a key": pickle.EMPTY_DICT + NEW_INDEX + pickle.NONE + pickle.SETITEM,
     "a list as a key": pickle.EMPTY_DICT + pickle.EMPTY_LIST + pickle.NONE + pickle.SETITEM,
-    "a key twice": pickle.EMPTY_DICT + 2 * (pickle.NONE + pickle.NONE + pickle.SETITEM),
-    "a size of too many": SIZE
-    + (pickle.MARK + 65 * (pickle.BININT1 + b"\1") + pickle.TUPLE + pickle.TUPLE1)
-    + (pickle.REDUCE + pickle.STOP),
-    "a negative size": SIZE + pickle.BININT + b"\xff\xff\xff\xff" + 2 * pickle.TUPLE1 + b"R.",
-    "a bool as a size": SIZE + pickle.NEWTRUE + 2 * pickle.TUPLE1 + pickle.REDUCE + pickle.STOP,
     "a call of a number": pickle.NONE + pickle.EMPTY_TUPLE + pickle.REDUCE + pickle.STOP,
     "text": b"not a pickle at all\n",
     "deep lists": 3 * 10**5 * pickle.EMPTY_LIST + (3 * 10**5 - 1) * pickle.APPEND + pickle.STOP,
@@ -309,6 +297,12 @@ PROGRAMS: dict[str, bytes] = {
     "deep tuples as a key": pickle.EMPTY_DICT
     + (pickle.NONE + 3 * 10**5 * pickle.TUPLE1)
     + (pickle.NONE + pickle.SETITEM + pickle.STOP),
+    "deep tuples as a memory format": globally(METADATA, "_MEM_FORMAT_ENCODING")
+    + (pickle.NONE + 3 * 10**5 * pickle.TUPLE1 + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP),
+    "a path that doubles": globally("pathlib", "PosixPath")
+    + (pickle.BINPUT + b"\0" + short("a") + pickle.BINPUT + b"\1")
+    + 40 * (pickle.BINGET + b"\0" + 2 * (pickle.BINGET + b"\1") + pickle.TUPLE2 + b"Rq\1")
+    + pickle.STOP,
 }
 
 
@@ -323,16 +317,116 @@ def test_programs_that_are_no_metadata(program: bytes) -> None:
     assert peak < 2**20 + 200 * len(program)
 
 
-def test_values_that_double_with_each_byte() -> None:
-    """A tuple of twice the tuple before, a thousand times: small, and never walked through."""
+def with_planner_data(program: bytes) -> bytes:
+    """Metadata that is whole but for its planner data, which this program makes."""
     data = pickle.dumps(small_metadata(planner_data="planner"), protocol=2)
     planner = pickle.BINUNICODE + struct.pack("<I", 7) + b"planner"
     assert planner in data
+    return data.replace(planner, program)
+
+
+HALF = b"\xed\xa0\x80"  # Of a character, that is: half of a pair.
+MEMORY_FORMAT = globally(METADATA, "_MEM_FORMAT_ENCODING")
+FQN = pickle.EMPTY_DICT + short("fqn") + short("a") + pickle.SETITEM
+DEEP = pickle.NONE + 3 * 10**5 * pickle.TUPLE1
+
+WITHIN: dict[str, tuple[bytes, str]] = {
+    "half a character": (pickle.SHORT_BINUNICODE + b"\3" + HALF, "damaged"),
+    "half a character in long text": (pickle.BINUNICODE + b"\3\0\0\0" + HALF, "damaged"),
+    "a byte array": (pickle.BYTEARRAY8 + struct.pack("<Q", 1) + b"a", "damaged"),
+    "text of Python 2": (pickle.SHORT_BINSTRING + b"\1a", "damaged"),
+    "a number in digits": (pickle.INT + b"1\n", "damaged"),
+    "a persistent id": (pickle.NONE + pickle.BINPERSID, "damaged"),
+    "a dict at once": (pickle.MARK + pickle.DICT, "damaged"),
+    "a key twice": (pickle.EMPTY_DICT + 2 * (2 * pickle.NONE + pickle.SETITEM), "twice"),
+    "two keys at once": (
+        pickle.EMPTY_DICT + pickle.MARK + 4 * pickle.NONE + pickle.SETITEMS,
+        "twice",
+    ),
+    "no items of a list": (pickle.EMPTY_LIST + pickle.MARK + pickle.SETITEMS, "no dict"),
+    "deep tuples in a set": (
+        pickle.EMPTY_SET + pickle.MARK + DEEP + pickle.ADDITEMS,
+        "a strange kind",
+    ),
+    "deep tuples in a frozen set": (pickle.MARK + DEEP + pickle.FROZENSET, "a strange kind"),
+    "an object without fields": (NEW_INDEX, "without its fields"),
+    "an unknown field": (
+        NEW_INDEX + FQN + short("__class__") + pickle.NONE + pickle.SETITEM + pickle.BUILD,
+        "a strange field",
+    ),
+    "fields again": (NEW_INDEX + 2 * (FQN + pickle.BUILD), "already"),
+    "an object of arguments": (
+        INDEX + pickle.NONE + pickle.TUPLE1 + pickle.NEWOBJ + FQN + pickle.BUILD,
+        "makes an object",
+    ),
+    "an object of a function": (SIZE + pickle.EMPTY_TUPLE + pickle.NEWOBJ, "makes an object"),
+    "a call of a class": (INDEX + short("a") + pickle.TUPLE1 + pickle.REDUCE, "calls"),
+    "a call with a list": (
+        globally("collections", "OrderedDict") + pickle.EMPTY_LIST + pickle.REDUCE,
+        "calls",
+    ),
+    "an ordered dict of another": (
+        globally("collections", "OrderedDict") + pickle.EMPTY_DICT + pickle.TUPLE1 + pickle.REDUCE,
+        "damaged",
+    ),
+    "a bool as a memory format": (
+        MEMORY_FORMAT + pickle.NEWTRUE + pickle.TUPLE1 + pickle.REDUCE,
+        "strange value",
+    ),
+    "an attribute of nothing": (
+        globally("builtins", "getattr")
+        + (pickle.NONE + short("TORCH_CHANNELS_LAST") + pickle.TUPLE2 + pickle.REDUCE),
+        "attribute",
+    ),
+    "a size of too many": (
+        SIZE
+        + pickle.MARK
+        + 65 * (pickle.BININT1 + b"\1")
+        + pickle.TUPLE
+        + pickle.TUPLE1
+        + pickle.REDUCE,
+        "a size",
+    ),
+    "a negative size": (
+        SIZE + pickle.BININT + b"\xff\xff\xff\xff" + 2 * pickle.TUPLE1 + pickle.REDUCE,
+        "a size",
+    ),
+    "a bool as a size": (SIZE + pickle.NEWTRUE + 2 * pickle.TUPLE1 + pickle.REDUCE, "a size"),
+}
+
+
+@pytest.mark.parametrize(("program", "message"), WITHIN.values(), ids=WITHIN)
+def test_what_is_refused_though_the_rest_is_whole(program: bytes, message: str) -> None:
+    assert read(with_planner_data(pickle.NONE)) == small_metadata(planner_data=None)
+    with pytest.raises(tierstore.CorruptionError, match=f"^the metadata .*{message}"):
+        read(with_planner_data(program))
+
+
+@pytest.mark.parametrize("before", [pickle.NONE, pickle.MARK])
+def test_nothing_is_left_over(before: bytes) -> None:
+    data = pickle.dumps(small_metadata(), protocol=2)
+    assert read(data) == small_metadata()
+    with pytest.raises(tierstore.CorruptionError, match="more than one value"):
+        read(data[:2] + before + data[2:])
+
+
+def test_a_registered_extension_is_refused() -> None:
+    """Stock readers find what it stands for by its number: no name is in the bytes."""
+    copyreg.add_extension("builtins", "eval", 77)
+    try:
+        with pytest.raises(tierstore.CorruptionError, match="damaged"):
+            read(with_planner_data(pickle.EXT1 + bytes([77])))
+    finally:
+        copyreg.remove_extension("builtins", "eval", 77)
+
+
+def test_values_that_double_with_each_byte() -> None:
+    """A tuple of twice the tuple before, a thousand times: small, and never walked through."""
     memo = struct.pack("<I", 9999)
     doubled = pickle.EMPTY_TUPLE + 1000 * (
         pickle.LONG_BINPUT + memo + pickle.LONG_BINGET + memo + pickle.TUPLE2
     )
-    found = read(data.replace(planner, doubled)).planner_data
+    found = read(with_planner_data(doubled)).planner_data
     for _ in range(1000):
         assert found[0] is found[1]
         found = found[0]

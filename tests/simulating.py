@@ -1,0 +1,491 @@
+"""Protocols with one thing wrong each, and the search for a schedule that shows it.
+
+``python -m tests.simulating`` writes the table of docs/simulation.md anew, ``table PART`` prints
+the rows that have PART in their name, ``replay 12/3/0 ["name of a mutant"]`` and
+``replay-fault 12/3/0`` show one schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tierstore import commit, manifest, run
+from tierstore.checkpoint import publish
+from tierstore.errors import CorruptionError, StorageError
+from tierstore.manifest import manifest_revision
+from tierstore.residency import Pager
+from tierstore.testing.faults import FaultyStorage
+from tierstore.testing.sim_faults import FaultSimulation
+from tierstore.testing.sim_log import Weakening
+from tierstore.testing.sim_session import Protocol, Settings
+from tierstore.testing.sim_storage import RecordedStorage
+from tierstore.testing.simulation import Simulation, Violation
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs/simulation.md"
+
+SEEDS_MAX = 200
+SITE_SEEDS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A protocol that is wrong in one point."""
+
+    name: str
+    protocol: Protocol = field(default_factory=Protocol)
+    patched: Callable[[], AbstractContextManager[Any]] = nullcontext
+    under_faults: bool = False
+    settings: Settings | None = None
+    """Of the simulations, where those that a seed draws would show the fault too rarely."""
+
+    def simulation(self, seed: int) -> Simulation:
+        if self.under_faults:
+            return FaultSimulation(seed, settings=self.settings)
+        return Simulation(seed, protocol=self.protocol, settings=self.settings)
+
+    @property
+    def unchanged(self) -> Mutant:
+        """The protocol as it is, in the same kind of simulation."""
+        return dataclasses.replace(
+            self, name="nothing wrong", protocol=Protocol(), patched=nullcontext
+        )
+
+
+def killer(mutant: Mutant, seeds: range = range(SEEDS_MAX)) -> Violation | None:
+    """Return what the first schedule finds that shows the fault, and finds nothing without."""
+    for seed in seeds:
+        found = _first_violation(mutant, seed)
+        if found is not None and replayed(found.schedule, mutant.unchanged) is None:
+            return found
+    return None
+
+
+def _first_violation(mutant: Mutant, seed: int) -> Violation | None:
+    with mutant.patched():
+        try:
+            for _ in mutant.simulation(seed).schedules():
+                pass
+        except Violation as violation:
+            return violation
+    return None
+
+
+def replayed(name: str, mutant: Mutant) -> Violation | None:
+    """Return what one schedule found."""
+    with mutant.patched():
+        try:
+            mutant.simulation(int(name.split("/")[0])).replay(name)
+        except Violation as violation:
+            return violation
+    return None
+
+
+REPLACING = Settings(
+    world_size=1,
+    commit_every=None,
+    keep_last=None,
+    actions=12,
+    kinds=("replace", "synchronize"),
+)
+"""A run that keeps one copy and commits a step more than once."""
+
+BEGINNING = Settings(
+    world_size=3, commit_every=1, keep_last=None, actions=1, kinds=("synchronize",)
+)
+"""A run that is hardly more than its first commit."""
+
+SPECIAL = {"commit.clear_dirty": REPLACING, "run._erase_commits": BEGINNING}
+
+PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
+"""A run that removes old checkpoints often."""
+
+
+def mutants() -> list[Mutant]:
+    """Return all mutants: each flush and sync left out or late, and those written below."""
+    sites: set[str] = set()
+    for seed in range(SITE_SEEDS):
+        simulation = Simulation(seed, widths=(3, 1))
+        for _ in simulation.schedules():
+            pass
+        sites |= simulation.sites
+    found = []
+    for name, site in sorted(_names(sites).items()):
+        for change in ("left out", "too late"):
+            chosen = frozenset({site})
+            weakening = (
+                Weakening(dropped=chosen) if change == "left out" else Weakening(delayed=chosen)
+            )
+            found.append(
+                Mutant(
+                    name=f"{name}: {change}",
+                    protocol=Protocol(weakening=weakening),
+                    settings=next((of for part, of in SPECIAL.items() if part in name), None),
+                )
+            )
+    return found + WRITTEN + UNDER_FAULTS
+
+
+def _names(sites: set[str]) -> dict[str, str]:
+    """Return a name without line numbers for each site."""
+    by_name: dict[str, list[str]] = {}
+    for site in sorted(sites, key=lambda site: [int(n) for n in re.findall(r"\+(\d+)", site)]):
+        operation, *functions = re.sub(r"\+\d+", "", site).split(" < ")
+        by_name.setdefault(f"{operation} in {', called by '.join(functions)}", []).append(site)
+    return {
+        name if len(same) == 1 else f"{name} (number {number})": site
+        for name, same in by_name.items()
+        for number, site in enumerate(same, start=1)
+    }
+
+
+# -- Mutants that are more than a flush or a sync left out.
+
+
+def _shared_is_ignored(storage: RecordedStorage) -> RecordedStorage:
+    storage.is_shared = lambda name: False  # type: ignore[method-assign]
+    return storage
+
+
+@contextlib.contextmanager
+def _needed_copy_is_overwritten() -> Iterator[None]:
+    original = commit.Commits.claim_copy
+
+    def claim_copy(self: commit.Commits, page: int) -> str:
+        self.wait()
+        true_copies = self._copies
+        self._copies = {page: "b" if copy == "a" else "a" for page, copy in true_copies.items()}
+        try:
+            return original(self, page)
+        finally:
+            self._copies = true_copies
+
+    with mock.patch.object(commit.Commits, "claim_copy", claim_copy):
+        yield
+
+
+@contextlib.contextmanager
+def _next_step_overtakes_commit() -> Iterator[None]:
+    """A commit that is so slow that its pages are overwritten first, since nothing waits."""
+    submit, claim_copy, wait = (
+        commit.Commits._commit,
+        commit.Commits.claim_copy,
+        commit.Commits.wait,
+    )
+    late: dict[commit.Commits, tuple[Any, ...]] = {}
+
+    def note(self: commit.Commits, *args: Any) -> None:
+        late[self] = args
+
+    def commit_now(self: commit.Commits) -> None:
+        wait(self)
+        if self in late:
+            submit(self, *late.pop(self))
+
+    def claim(self: commit.Commits, page: int) -> str:
+        durable, self._durable = self._durable, self._begun
+        try:
+            with mock.patch.object(commit.Commits, "wait"):
+                return claim_copy(self, page)
+        finally:
+            self._durable = durable
+
+    with (
+        mock.patch.object(commit.Commits, "_commit", note),
+        mock.patch.object(commit.Commits, "claim_copy", claim),
+        mock.patch.object(commit.Commits, "wait", commit_now),
+    ):
+        yield
+
+
+def _without_tmp(storage: Any, name: str, data: bytes) -> None:
+    storage.put(name, data)
+    storage.sync_directory()
+
+
+@contextlib.contextmanager
+def _forgotten_before_gather() -> Iterator[None]:
+    """Each rank removes all commits but its own newest before it knows of the others'."""
+    original = commit.write_durably
+
+    def write(storage: Any, name: str, data: bytes) -> None:
+        original(storage, name, data)
+        others = [other for other in storage.list() if manifest_revision(other)]
+        for other in others if manifest_revision(name) else ():
+            if other != name:
+                storage.unlink(other)
+
+    with mock.patch.object(commit, "write_durably", write):
+        yield
+
+
+@contextlib.contextmanager
+def _mark_is_taken_back_first() -> Iterator[None]:
+    original = commit.write_durably
+
+    def write(storage: Any, name: str, data: bytes) -> None:
+        if manifest_revision(name) is not None and commit.DIRTY_NAME in storage.list():
+            commit.clear_dirty(storage)
+        original(storage, name, data)
+
+    with mock.patch.object(commit, "write_durably", write):
+        yield
+
+
+@contextlib.contextmanager
+def _each_rank_for_itself() -> Iterator[None]:
+    """Recovery that takes what this rank has for what all have."""
+    original = run.agree
+
+    def agree(peers: Any, act: Any) -> list[Any]:
+        everyone = original(peers, act)
+        if getattr(act, "__name__", "") == "require_one":
+            return [everyone[peers.rank]] * len(everyone)
+        return everyone
+
+    with mock.patch.object(run, "agree", agree):
+        yield
+
+
+def _name_before_metadata(self: Any) -> None:
+    if self._peers.rank:
+        return
+    self._folder.rename(self._child, self._name)
+    self._folder.put(self._name, publish.METADATA_NAME, self._metadata)
+    self._folder.sync(self._name)
+    self._folder.sync_children()
+    if self._keep_last is not None:
+        publish._retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
+
+
+def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> None:
+    children = [child for child in folder.children() if not child.startswith(".")]
+    steps = {
+        child: json.loads(folder.get(child, publish.MARKER_NAME).partition(b"\n")[2])["step"]
+        for child in children
+        if child != newest
+    }
+    for child in sorted(steps, key=lambda child: -steps[child])[keep_last - 1 :]:
+        publish._remove(folder, child)
+    folder.sync_children()
+
+
+def _undone_at_once(self: Any) -> None:
+    with contextlib.suppress(StorageError):
+        if self._named:
+            self._folder.rename(self._name, self._child)
+        publish._remove(self._folder, self._child)
+
+
+def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
+    for child in folder.children():
+        if child.startswith(".") and f".tmp-{run_id[:8]}-" in child:
+            publish._remove(folder, child)
+
+
+def _patch(place: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(place, name, value)
+
+
+_retain = publish._retain
+_take_name = publish._Publishing._take_name
+
+
+def _retained_first(self: Any) -> None:
+    """Remove what is too much before the new one is there to take its place."""
+    if self._peers.rank == 0 and self._keep_last is not None:
+        _retain(self._folder, self._manifest.run_id, "", self._keep_last)
+    _take_name(self)
+
+
+WRITTEN = [
+    Mutant(
+        name="the attempt id is the same in all attempts",
+        patched=_patch(commit, "secrets", SimpleNamespace(token_hex=lambda n: "0" * 2 * n)),
+    ),
+    Mutant(
+        name="a manifest is put under its final name",
+        patched=_patch(commit, "write_durably", _without_tmp),
+    ),
+    Mutant(
+        name="whether a file is shared is ignored: published files are overwritten in place",
+        protocol=Protocol(storage=_shared_is_ignored),
+    ),
+    Mutant(
+        name="the gather of a commit is left out",
+        patched=_patch(commit, "agree", lambda peers, act: [act()] * peers.world_size),
+    ),
+    Mutant(
+        name="the copy that the last commit needs is overwritten",
+        patched=_needed_copy_is_overwritten,
+    ),
+    Mutant(
+        name="a step overwrites pages before the commit before it is durable",
+        patched=_next_step_overtakes_commit,
+    ),
+    Mutant(name="older commits are forgotten before the gather", patched=_forgotten_before_gather),
+    Mutant(
+        name="the dirty mark is left out",
+        patched=_patch(commit, "mark_dirty", lambda storage, step: None),
+    ),
+    Mutant(
+        name="the dirty mark is taken back before the manifest is there",
+        patched=_mark_is_taken_back_first,
+    ),
+    Mutant(name="recovery takes the newest commit of each rank", patched=_each_rank_for_itself),
+    Mutant(
+        name="a checkpoint has its name before .metadata is in it",
+        patched=_patch(publish._Publishing, "_take_name", _name_before_metadata),
+    ),
+    Mutant(
+        name="an old checkpoint is removed under its final name",
+        patched=_patch(publish, "_retain", _removed_in_place),
+    ),
+    Mutant(
+        name="old checkpoints are removed before the new one is there",
+        patched=_patch(publish._Publishing, "_take_name", _retained_first),
+    ),
+    Mutant(
+        name="leftovers of publishing are removed while their name may come back",
+        patched=_patch(publish, "_remove_leftovers", _leftovers_removed_at_once),
+        settings=PUBLISHING,
+    ),
+]
+
+
+_wait = Pager._wait
+
+
+def _only_reads(self: Pager, transfers: Any) -> None:
+    with contextlib.suppress(StorageError):
+        _wait(self, transfers)
+
+
+def _ignored(operation: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Let the errors of an operation of the storage pass unseen."""
+    original = getattr(FaultyStorage, operation)
+
+    def act(self: FaultyStorage, *args: Any) -> None:
+        with contextlib.suppress(StorageError):
+            original(self, *args)
+
+    return _patch(FaultyStorage, operation, act)
+
+
+def _unsealed(kind: str, data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data.partition(b"\n")[2])
+    except ValueError as error:
+        raise CorruptionError(where) from error
+
+
+UNDER_FAULTS = [
+    Mutant(name=name, patched=patched, under_faults=True)
+    for name, patched in (
+        ("pages are not checked when they are read", _patch(Pager, "_check", lambda self, page: 0)),
+        ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
+        ("errors of flush are ignored", _ignored("flush")),
+        ("errors of sync_directory are ignored", _ignored("sync_directory")),
+        ("errors of rename are ignored", _ignored("rename")),
+        (
+            "errors of reading and writing are ignored while a step goes on",
+            _patch(Pager, "_wait", _only_reads),
+        ),
+    )
+]
+
+UNDER_FAULTS.append(
+    Mutant(
+        name="a failed checkpoint is removed while its final name may come back",
+        patched=_patch(publish._Publishing, "undo", _undone_at_once),
+        under_faults=True,
+        settings=PUBLISHING,
+    )
+)
+
+# Why these may survive: part of the name -> reason.
+HARMLESS = {
+    "fsync in commit.write_durably, called by commit.mark_dirty": (
+        "harmless: a mark that is damaged refuses as one that is not"
+    ),
+    "fsync in commit.write_durably, called by run.open_run: too late": (
+        "harmless: nothing needs the identity before a commit"
+    ),
+    "in run._erase, called": "harmless: the new identity is synced next, and with it all this",
+}
+
+
+def row(mutant: Mutant) -> str:
+    """Return the line of the table about one mutant."""
+    harmless = next((why for part, why in HARMLESS.items() if part in mutant.name), None)
+    violation = killer(mutant, range(SEEDS_MAX if harmless is None else SEEDS_MAX // 10))
+    if violation is None:
+        return f"| {mutant.name} | - | {harmless or f'survived {SEEDS_MAX} seeds'} |"
+    found = re.sub(r"[\s|]+", " ", violation.found)
+    return f"| {mutant.name} | `{violation.schedule}` | {found[:80]} |"
+
+
+def rewrite(document: Path) -> None:
+    """Put the table of all mutants at the end of a document, in place of the one there."""
+    text, head, _ = document.read_text().partition("|---|---|---|\n")
+    # Not forked: threads of torch are in this process.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
+        rows = []
+        for line in pool.map(_row_of, [mutant.name for mutant in mutants()]):
+            print(line, flush=True)
+            rows.append(line)
+    document.write_text(text + head + "\n".join(rows) + "\n")
+
+
+def _row_of(name: str) -> str:
+    (mutant,) = [mutant for mutant in _all_mutants() if mutant.name == name]
+    return row(mutant)
+
+
+@functools.cache
+def _all_mutants() -> list[Mutant]:
+    return mutants()
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+
+
+def main(arguments: list[str]) -> None:
+    """Do what the first lines of this file say."""
+    _quiet()
+    match arguments:
+        case []:
+            rewrite(DOCUMENT)
+        case ["table", part]:
+            for mutant in mutants():
+                if part in mutant.name:
+                    print(row(mutant), flush=True)
+        case ["replay" | "replay-fault" as kind, schedule, *names]:
+            unchanged = Mutant(name="nothing wrong", under_faults=kind == "replay-fault")
+            for mutant in [m for m in mutants() if m.name in names] or [unchanged]:
+                found = replayed(schedule, mutant)
+                print(f"{mutant.name}: {found or 'no promise was broken'}")
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
