@@ -50,6 +50,9 @@ class Violation(AssertionError):  # noqa: N818 - it is what is asked for.
         self.log = log
         super().__init__(f"schedule {schedule}: {found}" + (f"\n{log}" if log else ""))
 
+    def __reduce__(self) -> tuple[type[Violation], tuple[str, str, str]]:
+        return Violation, (self.schedule, self.found, self.log)  # Between processes, too.
+
 
 class Simulation:
     """All schedules of one seed.
