@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from tierstore import commit, manifest, run
-from tierstore.checkpoint import publish
+from tierstore.checkpoint import files, publish, retention
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.manifest import manifest_revision
 from tierstore.residency import Pager
@@ -199,12 +199,12 @@ def _next_step_overtakes_commit() -> Iterator[None]:
             submit(self, *late.pop(self))
 
     def claim(self: commit.Commits, page: int) -> str:
-        durable, self._durable = self._durable, self._begun
+        durable, self._number_durable = self._number_durable, self._number_begun
         try:
             with mock.patch.object(commit.Commits, "wait"):
                 return claim_copy(self, page)
         finally:
-            self._durable = durable
+            self._number_durable = durable
 
     with (
         mock.patch.object(commit.Commits, "_commit", note),
@@ -267,22 +267,22 @@ def _name_before_metadata(self: Any) -> None:
     if self._peers.rank:
         return
     self._folder.rename(self._child, self._name)
-    self._folder.put(self._name, publish.METADATA_NAME, self._metadata)
+    self._folder.put(self._name, files.METADATA_NAME, self._metadata)
     self._folder.sync(self._name)
     self._folder.sync_children()
     if self._keep_last is not None:
-        publish._retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
+        publish.retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
 
 
 def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> None:
     children = [child for child in folder.children() if not child.startswith(".")]
     steps = {
-        child: json.loads(folder.get(child, publish.MARKER_NAME).partition(b"\n")[2])["step"]
+        child: json.loads(folder.get(child, files.MARKER_NAME).partition(b"\n")[2])["step"]
         for child in children
         if child != newest
     }
     for child in sorted(steps, key=lambda child: -steps[child])[keep_last - 1 :]:
-        publish._remove(folder, child)
+        retention.remove(folder, child)
     folder.sync_children()
 
 
@@ -290,27 +290,26 @@ def _undone_at_once(self: Any) -> None:
     with contextlib.suppress(StorageError):
         if self._named:
             self._folder.rename(self._name, self._child)
-        publish._remove(self._folder, self._child)
+        retention.remove(self._folder, self._child)
 
 
 def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
     for child in folder.children():
         if child.startswith(".") and f".tmp-{run_id[:8]}-" in child:
-            publish._remove(folder, child)
+            retention.remove(folder, child)
 
 
 def _patch(place: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: mock.patch.object(place, name, value)
 
 
-_retain = publish._retain
 _take_name = publish._Publishing._take_name
 
 
 def _retained_first(self: Any) -> None:
     """Remove what is too much before the new one is there to take its place."""
     if self._peers.rank == 0 and self._keep_last is not None:
-        _retain(self._folder, self._manifest.run_id, "", self._keep_last)
+        retention.retain(self._folder, self._manifest.run_id, "", self._keep_last)
     _take_name(self)
 
 
@@ -355,7 +354,7 @@ WRITTEN = [
     ),
     Mutant(
         name="an old checkpoint is removed under its final name",
-        patched=_patch(publish, "_retain", _removed_in_place),
+        patched=_patch(publish, "retain", _removed_in_place),
     ),
     Mutant(
         name="old checkpoints are removed before the new one is there",
@@ -363,7 +362,7 @@ WRITTEN = [
     ),
     Mutant(
         name="leftovers of publishing are removed while their name may come back",
-        patched=_patch(publish, "_remove_leftovers", _leftovers_removed_at_once),
+        patched=_patch(publish, "remove_leftovers", _leftovers_removed_at_once),
         settings=PUBLISHING,
     ),
 ]

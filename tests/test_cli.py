@@ -20,22 +20,12 @@ from typer.testing import CliRunner
 
 import tierstore
 from tests.toy import MODEL, RANK, Spec, Toy, resumed, unchanged
-from tests.verifying import STEPS, TWIN, committed_pages, flip, make_originals, reseal
+from tests.verifying import STEPS, TWIN, committed_pages, flip, reseal
 from tierstore.checkpoint import publish, verify
 from tierstore.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("inspect", "verify", "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_originals(tmp_path_factory.mktemp("originals"))
-
-
-@pytest.fixture
-def run(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "run", tmp_path / "run"))
 
 
 def call(*arguments: object) -> tuple[int, str, str]:

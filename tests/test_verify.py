@@ -25,34 +25,12 @@ from tests.verifying import (
     check,
     committed_pages,
     flip,
-    make_originals,
     places,
     save_plain,
     text,
 )
 from tierstore.checkpoint import reading
 from tierstore.checkpoint.verify import verify
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_originals(tmp_path_factory.mktemp("originals"))
-
-
-@pytest.fixture
-def run(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "run", tmp_path / "run"))
-
-
-@pytest.fixture
-def published(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "published", tmp_path / "published"))
-
-
-@pytest.fixture
-def plain(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "plain", tmp_path / "plain"))
-
 
 # ----------------------------------------------------------------------------- all is well
 

@@ -24,22 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from tests import crashing
 from tests.verifying import (
     check,
-    make_originals,
     places,
     text,
 )
 from tierstore.checkpoint.unpickle import read_metadata
 from tierstore.checkpoint.verify import verify
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_originals(tmp_path_factory.mktemp("originals"))
-
-
-@pytest.fixture
-def plain(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "plain", tmp_path / "plain"))
 
 
 def edit(path: Path, change: Callable[[Metadata], None]) -> None:

@@ -18,27 +18,10 @@ from tests.verifying import (
     check,
     committed_pages,
     flip,
-    make_originals,
     places,
     reseal,
     text,
 )
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_originals(tmp_path_factory.mktemp("originals"))
-
-
-@pytest.fixture
-def run(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "run", tmp_path / "run"))
-
-
-@pytest.fixture
-def published(originals: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(originals / "published", tmp_path / "published"))
-
 
 # -------------------------------------------------------------------- a published checkpoint
 
@@ -143,7 +126,7 @@ def test_nothing_was_committed(tmp_path: Path) -> None:
     Toy(tmp_path).store.close()
     report = check(tmp_path)
     assert (report.good, report.step) == (True, None)
-    assert report.notes == ("nothing was committed yet",)
+    assert report.notes == ("nothing was committed yet, so there is nothing to check",)
 
 
 def test_without_checksums(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Commits:
         self._spares: set[str] = set()
         self._dirty = self._renamed = False
         self._pending: Future[None] | None = None
-        self._begun = self._durable = 0  # Number of the last commit that was.
+        self._number_begun = self._number_durable = 0  # Number of the last commit that was.
 
     @property
     def committed_step(self) -> int:
@@ -112,7 +112,7 @@ class Commits:
             StorageError, StoreFailedError: it is not, and never will be.
         """
         self.wait()
-        if self._durable != self._begun:
+        if self._number_durable != self._number_begun:
             raise StoreFailedError("an interrupt came as a commit began, and it was never made")
         committed = self._copies.get(page)
         copy = "b" if committed == "a" and not self._single_copy else "a"
@@ -179,12 +179,12 @@ class Commits:
         copies = {index: entry.copy for index, entry in enumerate(manifest.pages)}
         # Submitted last: an interrupt before that leaves a commit that is never durable,
         # and claim_copy() then lets nothing be overwritten.
-        self._begun += 1
+        self._number_begun += 1
         self.begun = manifest
         self._copies, self._files_written, self._dirty = copies, set(), False
         renamed, self._renamed = self._renamed, False
         self._pending = self._executor.submit(
-            self._commit, self._begun, manifest, writes, files, renamed
+            self._commit, self._number_begun, manifest, writes, files, renamed
         )
 
     def wait(self) -> None:
@@ -224,7 +224,7 @@ class Commits:
 
         agree(self._peers, commit_here)
         self.committed = manifest
-        self._durable = number
+        self._number_durable = number
         self._forget_older()
 
     def _forget_older(self) -> None:

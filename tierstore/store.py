@@ -166,7 +166,7 @@ class TierStore(PagedStates):
 
         Raises:
             CheckpointError: there is something at ``path``, no step was done yet, or the
-                model is another one. Nothing was changed.
+                model is another one. Nothing was published.
             StorageError: the disk is full, say. Nothing is left of the checkpoint.
         """
         from tierstore.checkpoint.contents import contents_of
@@ -175,7 +175,6 @@ class TierStore(PagedStates):
         self._guard.require_restored()
         storage = self._require_storage("checkpoint()")
         self._finish_publication()
-        contents = contents_of(model, self._groups[: self._history.groups_written])
         self.synchronize()
         manifest = self._commits.committed
         pages = self._pages[: len(manifest.pages) if manifest else 0]
@@ -184,7 +183,7 @@ class TierStore(PagedStates):
             peers=self._peers,
             manifest=manifest,
             layouts=[page.layout for page in pages],
-            contents=contents,
+            contents=lambda: contents_of(model, self._groups[: self._history.groups_written]),
             model_prefix=model_prefix,
             provide_spares=self._commits.provide_spares,
         )

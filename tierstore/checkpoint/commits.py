@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tierstore.checkpoint.publish import MARKER_NAME, published_manifest
+from tierstore.checkpoint.files import MARKER_NAME, published_manifest
 from tierstore.checkpoint.reading import Reader, unsealed, wrong_name
 from tierstore.errors import CorruptionError
 from tierstore.groups import ParameterSpec

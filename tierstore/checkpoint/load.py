@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from tierstore import tagged
 from tierstore.checkpoint.contents import plain_names
-from tierstore.checkpoint.publish import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.checkpoint.files import MARKER_NAME, METADATA_NAME, published_manifest
 from tierstore.checkpoint.unpickle import read_metadata
 from tierstore.checkpoint.verify import verify
 from tierstore.errors import CheckpointError, CorruptionError
@@ -139,7 +139,8 @@ class CheckpointSource:
         raise CheckpointError(
             f"{self._path} has no tensor {' or '.join(map(repr, keys))}: it must be a checkpoint "
             "of this model and an optimizer of these param groups, under the names that "
-            "torch.distributed.checkpoint.state_dict gives"
+            "torch.distributed.checkpoint.state_dict gives; an optimizer has them if it was given "
+            "the named parameters of the whole model"
         )
 
     def _scalar(self, name: str, scalar: str) -> float:

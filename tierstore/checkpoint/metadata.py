@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tierstore import tagged
 from tierstore.checkpoint.contents import ModelContents
+from tierstore.checkpoint.files import UNPAGED_NAME, published_page
 from tierstore.errors import RunMismatchError
 from tierstore.groups import MASTER, ParameterSpec
 from tierstore.manifest import Manifest
@@ -34,20 +35,12 @@ from tierstore.page import PageLayout, Record, lay_out_groups
 from tierstore.pages import layout_digest
 from tierstore.records import record_length
 
-UNPAGED_NAME = "unpaged"
-"""The file of everything that lies in no page."""
-
 # What DCP writes as the version of its metadata.
 _DCP_VERSION = "1.0.0"
 
 Path = tuple[str | int, ...]
 
 _BYTES = BytesStorageMetadata()
-
-
-def published_page(rank: int, page: int) -> str:
-    """Return the name that a page file of a rank has in a checkpoint."""
-    return f"rank-{rank:05d}.page-{page:06d}"
 
 
 def layouts_of(manifest: Manifest) -> list[PageLayout]:

@@ -24,15 +24,24 @@ from typing import Any
 import xxhash
 
 from tierstore.checkpoint.contents import ModelContents, plain_names
-from tierstore.checkpoint.metadata import (
+from tierstore.checkpoint.files import (
+    MARKER_NAME,
+    METADATA_NAME,
     UNPAGED_NAME,
-    checkpoint_metadata,
-    layouts_of,
+    published_manifest,
     published_page,
+)
+from tierstore.checkpoint.metadata import checkpoint_metadata, layouts_of
+from tierstore.checkpoint.retention import (
+    is_taken,
+    remove,
+    remove_leftovers,
+    retain,
+    temporary_prefix,
 )
 from tierstore.checksums import block_checksum
 from tierstore.errors import CheckpointError, CorruptionError, StorageError, TierstoreError
-from tierstore.manifest import Manifest, page_file, seal, unseal
+from tierstore.manifest import Manifest, page_file, seal
 from tierstore.page import BLOCK_BYTES, PageLayout
 from tierstore.peers import Alone, Peers, agree
 from tierstore.publication import Publication
@@ -41,14 +50,6 @@ from tierstore.storage.base import Folder, Storage
 from tierstore.storage.select import open_storage
 
 logger = logging.getLogger("tierstore")
-
-METADATA_NAME = ".metadata"
-MARKER_NAME = "tierstore.json"
-
-
-def published_manifest(rank: int) -> str:
-    """Return the name that the manifest of a rank has in a checkpoint."""
-    return f"rank-{rank:05d}.commit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,8 @@ class Committed:
     """None if nothing was committed yet, which is refused."""
     layouts: Sequence[PageLayout]
     """Those of its pages."""
-    contents: ModelContents
+    contents: Callable[[], ModelContents]
+    """Says what of the model is in no page, and the names of what is."""
     model_prefix: str
     """What stands before the names of the model: ends in a dot, or is empty."""
     provide_spares: Callable[[Iterable[str]], None]
@@ -140,13 +142,13 @@ def publish_run(
         storage.lock(LOCK_TIMEOUT_S)
         _, manifest = find_run(storage, Alone())
         assert manifest is not None
-        specs = [spec for group in manifest.groups for spec in group]
+        names = plain_names(spec.name for group in manifest.groups for spec in group)
         committed = Committed(
             storage=storage,
             peers=Alone(),
             manifest=manifest,
             layouts=layouts_of(manifest),
-            contents=ModelContents(names=plain_names(spec.name for spec in specs), unpaged={}),
+            contents=lambda: ModelContents(names=names, unpaged={}),
             model_prefix="model.",
             # Whoever goes on with the run allocates them.
             provide_spares=lambda names: None,
@@ -164,28 +166,17 @@ class _Publishing:
         keep_last: int | None,
         on_progress: Callable[[int, int], None],
     ) -> None:
-        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
-            raise ValueError(f"keep_last must be at least 1, or None for all; got {keep_last}")
-        folder, self._name = os.path.split(os.path.abspath(path))
-        if not self._name or self._name.startswith((".", "rank-")):
-            raise CheckpointError(
-                f"{path!r} cannot name a checkpoint: give a directory whose name begins neither "
-                'with a dot nor with "rank-"'
-            )
         self._committed = committed
+        self._path = path
         self._peers = committed.peers
-        if committed.manifest is None:
-            raise CheckpointError("there is no step to publish yet: do one first")
-        self._manifest = committed.manifest
+        self._keep_last = keep_last
+        self._on_progress = on_progress
+        self._token: str = agree(self._peers, self._prepare)[0]
+        self._child = f"{temporary_prefix(self._name, self._manifest.run_id)}{self._token}"
         self._page_files = [
             (page_file(page, entry.copy), published_page(self._manifest.rank, page))
             for page, entry in enumerate(self._manifest.pages)
         ]
-        self._folder: Folder = committed.storage.folder(folder)
-        self._keep_last = keep_last
-        self._on_progress = on_progress
-        self._token: str = self._peers.gather(secrets.token_hex(4))[0]
-        self._child = f"{_temporary(self._name, self._manifest.run_id)}{self._token}"
         self._held: list[str] = []
         self._copies = False  # Whether this rank's pages cannot be linked.
         self._named = False
@@ -195,18 +186,39 @@ class _Publishing:
             path, self._manifest.step, sum(layout.nbytes for layout in layouts)
         )
 
+    def _prepare(self) -> str:
+        """Refuse a wrong call on all ranks; return what tells this attempt from others."""
+        if self._keep_last is not None and (
+            not isinstance(self._keep_last, int) or self._keep_last < 1
+        ):
+            raise ValueError(
+                f"keep_last must be at least 1, or None for all; got {self._keep_last!r}"
+            )
+        folder, self._name = os.path.split(os.path.abspath(self._path))
+        if not self._name or self._name.startswith((".", "rank-")):
+            raise CheckpointError(
+                f"{self._path!r} cannot name a checkpoint: give a directory whose name begins "
+                'neither with a dot nor with "rank-"'
+            )
+        if self._committed.manifest is None:
+            raise CheckpointError("there is no step to publish yet: do one first")
+        self._manifest = self._committed.manifest
+        self._contents = self._committed.contents()
+        self._folder: Folder = self._committed.storage.folder(folder)
+        return secrets.token_hex(4)
+
     def begin(self) -> None:
         """Make the temporary directory, after looking whether its name will be free."""
 
         def make() -> None:
             if self._peers.rank:
                 return
-            if _is_taken(self._folder, self._name):
+            if is_taken(self._folder, self._name):
                 raise CheckpointError(
                     f"{self._folder.location}/{self._name} is there already: name another "
                     "directory, or remove that one first"
                 )
-            _remove_leftovers(self._folder, self._manifest.run_id)
+            remove_leftovers(self._folder, self._manifest.run_id)
             self._folder.make(self._child)
 
         agree(self._peers, make)
@@ -236,9 +248,8 @@ class _Publishing:
 
     def describe(self) -> None:
         """Write all that is not a page, and say what is where; the model may change then."""
-        contents = self._committed.contents
         data = self._manifest.to_bytes()
-        gathered = self._peers.gather((self._manifest, _digest(data), contents.names))
+        gathered = self._peers.gather((self._manifest, _digest(data), self._contents.names))
         names = {name: found for _, _, theirs in gathered for name, found in theirs.items()}
 
         def put() -> None:
@@ -247,7 +258,7 @@ class _Publishing:
                 self._describe(
                     [manifest for manifest, _, _ in gathered],
                     [digest for _, digest, _ in gathered],
-                    replace(contents, names=names),
+                    replace(self._contents, names=names),
                 )
 
         agree(self._peers, put)
@@ -280,7 +291,7 @@ class _Publishing:
                 if self._named:
                     self._folder.rename(self._name, self._child)
                     self._folder.sync_children()  # Or a part of it might keep the name.
-                _remove(self._folder, self._child)
+                remove(self._folder, self._child)
 
     def _release_pages(self) -> None:
         while self._held:
@@ -365,7 +376,7 @@ class _Publishing:
         folder.sync_children()
         if self._keep_last is not None:
             try:
-                _retain(folder, self._manifest.run_id, self._name, self._keep_last)
+                retain(folder, self._manifest.run_id, self._name, self._keep_last)
             except StorageError as error:  # No reason to lose the new one, too.
                 logger.warning("older checkpoints beside %s stay: %s", self._name, error)
 
@@ -399,77 +410,3 @@ class _UnpagedFile:
 
 def _digest(data: bytes) -> dict[str, Any]:
     return {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
-
-
-def _is_taken(folder: Folder, name: str) -> bool:
-    """Return whether there is anything else of that name than an empty child."""
-    try:
-        return bool(folder.files(name))
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        return error.errno == errno.ENOTDIR
-
-
-def _temporary(name: str, run_id: str) -> str:
-    """Return how the temporary names of a checkpoint of a run begin."""
-    return f".{name}.tmp-{run_id[:8]}-"
-
-
-def _remove_leftovers(folder: Folder, run_id: str) -> None:
-    """Remove what publishing left that a crash ended; nobody else publishes this run now."""
-    pattern = re.compile(rf"{re.escape(_temporary('', run_id)[1:])}[0-9a-f]{{8}}$")
-    leftovers = [
-        child for child in folder.children() if child.startswith(".") and pattern.search(child)
-    ]
-    if leftovers:  # One may have had a checkpoint's name, and on the disk have it still.
-        folder.sync_children()
-    for child in leftovers:
-        try:
-            _remove(folder, child)
-        except StorageError as error:  # No reason to publish nothing any more.
-            logger.warning("what an earlier checkpoint() left stays: %s", error)
-
-
-def _remove(folder: Folder, child: str) -> None:
-    for name in folder.files(child):
-        folder.unlink(child, name)
-    folder.remove(child)
-
-
-def _retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
-    """Remove the oldest checkpoints that this run published, but for ``keep_last``."""
-    published = {
-        child: step
-        for child in folder.children()
-        if (step := _step_of(folder, child, run_id)) is not None
-    }
-    others = sorted(published.keys() - {newest}, key=lambda child: published[child], reverse=True)
-    for child in others[keep_last - 1 :]:
-        marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
-        strange = set(folder.files(child)) - {MARKER_NAME, *marker["files"]}
-        if strange:
-            logger.warning(
-                "%s/%s is kept, because %s in it was not published there",
-                folder.location,
-                child,
-                sorted(strange)[0],
-            )
-            continue
-        # First out of the way, so that no part of it is taken for a checkpoint.
-        doomed = f"{_temporary(child, run_id)}{secrets.token_hex(4)}"
-        folder.rename(child, doomed)
-        folder.sync_children()
-        _remove(folder, doomed)
-
-
-def _step_of(folder: Folder, child: str, run_id: str) -> int | None:
-    """Return the step of a checkpoint that this run published under this very name."""
-    try:
-        if MARKER_NAME not in folder.files(child):
-            return None
-        marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
-    except TierstoreError:  # Not readable, damaged, of another version: not ours to remove.
-        return None
-    step: int = marker["step"]
-    return step if (marker["run_id"], marker["name"]) == (run_id, child) else None

@@ -24,7 +24,7 @@ from tierstore.checkpoint.commits import (
     read_ranks,
     state_bytes,
 )
-from tierstore.checkpoint.publish import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.checkpoint.files import MARKER_NAME, METADATA_NAME, published_manifest
 from tierstore.checkpoint.reading import Reader
 from tierstore.checkpoint.unpickle import read_metadata
 from tierstore.checkpoint.verify import kind_of

@@ -28,8 +28,13 @@ from tierstore.checkpoint.commits import (
     read_ranks,
 )
 from tierstore.checkpoint.entries import Entries
-from tierstore.checkpoint.metadata import layouts_of, published_page
-from tierstore.checkpoint.publish import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.checkpoint.files import (
+    MARKER_NAME,
+    METADATA_NAME,
+    published_manifest,
+    published_page,
+)
+from tierstore.checkpoint.metadata import layouts_of
 from tierstore.checkpoint.reading import Reader
 from tierstore.checkpoint.report import Report
 from tierstore.checkpoint.unpickle import read_metadata
@@ -162,7 +167,7 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
     if newest is None and any(not m.first for rank in ranks for m in rank.manifests.values()):
         reader.fault(str(reader.root), "the ranks have no committed step in common")
     elif newest is None and not any(rank.commits for rank in ranks):
-        reader.note("nothing was committed yet")
+        reader.note("nothing was committed yet, so there is nothing to check")
     elif newest is None:
         reader.note("no commit is whole on all ranks")
     elif newer := [rank.folder for rank in ranks if max(rank.manifests) > newest]:
