@@ -94,7 +94,7 @@ def read_run(directory: Path) -> Content:
     newest = max(key for key, _ in common)
     pages = []
     for folder, _, commits in ranks:
-        refuse_dirty(folder, newest[0])
+        refuse_dirty(folder, newest)
         entries = enumerate(commits[newest]["pages"])
         pages.append([folder / f"page-{page:06d}.{entry['copy']}" for page, entry in entries])
     return content_of([commits[newest] for *_, commits in ranks], pages)
@@ -138,12 +138,18 @@ def unseal(kind: str, path: Path) -> dict[str, Any]:
     return body
 
 
+def commit_key(name: str) -> tuple[int, int] | None:
+    """Return (step, number) of the commit whose manifest is called so."""
+    match = re.fullmatch(r"commit-(\d{10,})(?:\.(\d+))?", name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
+
+
 def commits_of(folder: Path, identity: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
     """Return (step, number) -> manifest, of those that are whole."""
     commits = {}
     for path in folder.iterdir():
-        match = re.fullmatch(r"commit-(\d{10,})(?:\.(\d+))?", path.name)
-        if match is None:
+        key = commit_key(path.name)
+        if key is None:
             continue
         try:
             commit = unseal("commit", path)
@@ -151,7 +157,6 @@ def commits_of(folder: Path, identity: dict[str, Any]) -> dict[tuple[int, int], 
             if "damaged" not in str(error):
                 raise
             continue
-        key = (int(match[1]), int(match[2] or 1))
         require((commit["step"], commit["number"]) == key, f"{path} is of another step")
         for field in ("run_id", "rank", "world_size"):
             require(commit[field] == identity[field], f"{path} is of another {field}")
@@ -159,13 +164,14 @@ def commits_of(folder: Path, identity: dict[str, Any]) -> dict[tuple[int, int], 
     return commits
 
 
-def refuse_dirty(folder: Path, step: int) -> None:
+def refuse_dirty(folder: Path, newest: tuple[int, int]) -> None:
     if (folder / "dirty").exists():
         try:
-            overwritten = json.loads((folder / "dirty").read_bytes())["overwriting_step"]
-        except ValueError:
-            overwritten = step
-        require(overwritten < step, f"the pages of {folder} are of mixed steps")
+            overwritten = commit_key(json.loads((folder / "dirty").read_bytes())["overwriting"])
+        except (ValueError, TypeError):
+            overwritten = None
+        late = overwritten is not None and overwritten < newest
+        require(late, f"the pages of {folder} are of mixed steps")
 
 
 # -------------------------------------------------------------------------------- pages

@@ -97,21 +97,12 @@ def replayed(name: str, mutant: Mutant) -> Violation | None:
     return None
 
 
-REPLACING = Settings(
-    world_size=1,
-    commit_every=None,
-    keep_last=None,
-    actions=12,
-    kinds=("replace", "synchronize"),
-)
-"""A run that keeps one copy and commits a step more than once."""
-
 BEGINNING = Settings(
     world_size=3, commit_every=1, keep_last=None, actions=1, kinds=("synchronize",)
 )
 """A run that is hardly more than its first commit."""
 
-SPECIAL = {"commit.clear_dirty": REPLACING, "run._erase_commits": BEGINNING}
+SPECIAL = {"run._erase_commits": BEGINNING}
 
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""
@@ -341,7 +332,7 @@ WRITTEN = [
     Mutant(name="older commits are forgotten before the gather", patched=_forgotten_before_gather),
     Mutant(
         name="the dirty mark is left out",
-        patched=_patch(commit, "mark_dirty", lambda storage, step: None),
+        patched=_patch(commit, "mark_dirty", lambda storage, revision: None),
     ),
     Mutant(
         name="the dirty mark is taken back before the manifest is there",

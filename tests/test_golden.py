@@ -203,9 +203,9 @@ def test_reader_refuses_every_flipped_bit(golden: Path) -> None:
 
 def test_reader_refuses_pages_of_mixed_steps(golden: Path) -> None:
     dirty = golden / "run" / RANK / "dirty"
-    dirty.write_text(json.dumps({"overwriting_step": STEPS - 1}))
+    dirty.write_text(json.dumps({"overwriting": f"commit-{STEPS - 1:010d}"}))
     assert read_run(golden / "run").step == STEPS
-    for content in (json.dumps({"overwriting_step": STEPS}), "{"):
+    for content in (json.dumps({"overwriting": f"commit-{STEPS:010d}.2"}), "{"):
         dirty.write_text(content)
         with pytest.raises(FormatError, match="mixed steps"):
             read_run(golden / "run")

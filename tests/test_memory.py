@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import re
 from multiprocessing.connection import Connection
@@ -17,10 +18,15 @@ from tests import kernel
 MIB = 2**20
 HOST_MEMORY = 32 * MIB
 
+M_MMAP_THRESHOLD = -3  # From <malloc.h>.
+
 
 def peaks(sender: Connection, directory: Path | None, rounds: list[int]) -> None:
     """Send the bytes of all pages, and the anonymous peak of each round of steps."""
     torch.set_num_threads(1)
+    # The temporaries of a step come from the system and go back to it, each by itself:
+    # what glibc would keep of them for later is decided by chance.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB) == 1
     # 22M bf16 parameters: 131 MB of masters and momentum.
     parameters = [
         torch.nn.Parameter(torch.randn(64, 32768, dtype=torch.bfloat16)) for _ in range(11)

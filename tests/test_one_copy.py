@@ -85,6 +85,22 @@ def test_killed_between_a_commit_and_taking_back_the_mark(tmp_path: Path) -> Non
     toy.store.close()
 
 
+def test_crash_between_a_second_commit_of_a_step_and_taking_back_the_mark(tmp_path: Path) -> None:
+    """The mark is about the first commit of the step; the pages are those of the second."""
+    toy = Toy(tmp_path, commit_every=None)
+    toy.step()
+    toy.store.synchronize()
+    toy.store.write_states(toy.store.read_states())
+    toy.store.close()
+    mark = tmp_path / RANK / "dirty"
+    mark.write_text('{"overwriting": "commit-0000000001"}')
+    resumed(tmp_path, 1, commit_every=None).store.close()
+    assert not mark.exists()
+    mark.write_text('{"overwriting": "commit-0000000001.2"}')
+    with pytest.raises(tierstore.RunDirectoryError, match="overwriting step 1"):
+        Toy(tmp_path, resume=True, commit_every=None)
+
+
 def test_going_back_is_refused_once_the_only_copy_was_overwritten(tmp_path: Path) -> None:
     toy = Toy(tmp_path, commit_every=None)
     toy.step()

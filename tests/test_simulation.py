@@ -73,6 +73,11 @@ def test_many_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert counts["schedules"] >= 100_000
 
 
+@pytest.mark.parametrize("schedule", ["1245/7/3"])
+def test_schedules_that_found_a_fault_once(schedule: str) -> None:
+    Simulation(int(schedule.partition("/")[0])).replay(schedule)
+
+
 def small(commit_every: int | None) -> Settings:
     return Settings(world_size=1, commit_every=commit_every, keep_last=1, actions=5)
 

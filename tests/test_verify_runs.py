@@ -149,9 +149,15 @@ def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:
     toy.store.close()
     assert check(tmp_path).good
     dirty = tmp_path / RANK / "dirty"
-    dirty.write_text(json.dumps({"overwriting_step": 0}))
+    dirty.write_text(json.dumps({"overwriting": "commit-0000000000"}))
     assert check(tmp_path).good  # The crash came after the next commit.
-    for content in (json.dumps({"overwriting_step": 1}), "", "[]", '{"overwriting_step": null}'):
+    for content in (
+        json.dumps({"overwriting": "commit-0000000001"}),
+        "",
+        "[]",
+        '{"overwriting": null}',
+        '{"overwriting": "something else"}',
+    ):
         dirty.write_text(content)
         (fault,) = check(tmp_path).faults
         assert fault.place == f"{RANK}/dirty"

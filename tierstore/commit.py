@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tierstore.errors import StorageError, StoreFailedError
 from tierstore.manifest import (
     Manifest,
+    Revision,
     manifest_name,
     manifest_revision,
     page_file,
@@ -39,15 +40,23 @@ def write_durably(storage: Storage, name: str, data: bytes) -> None:
     storage.sync_directory()
 
 
-def mark_dirty(storage: Storage, step: int) -> None:
-    """Say durably that the one copy of each page of commit ``step`` is being overwritten."""
-    write_durably(storage, DIRTY_NAME, json.dumps({"overwriting_step": step}).encode())
+def mark_dirty(storage: Storage, revision: Revision) -> None:
+    """Say durably that the one copy of each page of this commit is being overwritten."""
+    mark = {"overwriting": manifest_name(revision)}
+    write_durably(storage, DIRTY_NAME, json.dumps(mark).encode())
+
+
+def read_mark(data: bytes) -> Revision | None:
+    """Return the commit that a dirty mark is about, or None where it is damaged."""
+    try:
+        return manifest_revision(json.loads(data)["overwriting"])
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def clear_dirty(storage: Storage) -> None:
-    """Take the mark back, after a newer commit is durable."""
+    """Take the mark back, after a newer commit is durable: should it return, it is late."""
     storage.unlink(DIRTY_NAME)
-    storage.sync_directory()
 
 
 class Commits:
@@ -121,7 +130,8 @@ class Commits:
         if shared:
             self.provide_spares([name])
         if copy == committed and not self._dirty:
-            mark_dirty(self._storage, self.committed_step)
+            assert self.committed is not None
+            mark_dirty(self._storage, self.committed.revision)
             self._dirty = True
         if shared:
             self._renamed = True

@@ -7,7 +7,6 @@ one copy of each page is between commits, ``dirty``.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tierstore.commit import DIRTY_NAME, clear_dirty, write_durably
+from tierstore.commit import DIRTY_NAME, clear_dirty, read_mark, write_durably
 from tierstore.errors import CorruptionError, RunDirectoryError
 from tierstore.manifest import (
     IDENTITY_NAME,
@@ -282,7 +281,7 @@ class _Found:
                 "overwrite=True, from a checkpoint of the run if there is one"
             )
         if not self.whole:
-            _refuse_dirty(self._storage, 0)
+            _refuse_dirty(self._storage, None)
             if self._identity.world_size == 1:
                 raise RunDirectoryError(
                     f"no step was committed in {self._storage.location} yet: there is none to "
@@ -293,8 +292,7 @@ class _Found:
 
     def go_back_to(self, newest: Revision | None) -> None:
         """Make a commit the newest, after checking that its pages can be told from others."""
-        step = newest[0] if newest else 0
-        _refuse_dirty(self._storage, step)
+        _refuse_dirty(self._storage, newest)
         damaged = {r: error for r, error in self._damaged.items() if newest is None or r > newest}
         for error in damaged.values():
             logger.warning("%s; going back to the commit before it", error)
@@ -329,19 +327,18 @@ def _read_manifest(storage: Storage, name: str, identity: RunIdentity) -> Manife
     return manifest
 
 
-def _refuse_dirty(storage: Storage, newest_step: int) -> None:
+def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     if DIRTY_NAME not in storage.list():
         return
-    try:
-        overwritten = int(json.loads(storage.get(DIRTY_NAME))["overwriting_step"])
-    except (ValueError, TypeError, KeyError):  # Damaged: then no commit is known to be newer.
-        overwritten = newest_step
-    if overwritten < newest_step:  # The crash came between a commit and clear_dirty().
-        clear_dirty(storage)
+    overwritten = read_mark(storage.get(DIRTY_NAME))
+    # Damaged, it could be about any commit.
+    if newest and overwritten and overwritten < newest:
+        clear_dirty(storage)  # The crash came just before that.
         return
+    what = f"step {overwritten[0]}" if overwritten else "it"
     raise RunDirectoryError(
         f"{storage.location} keeps one copy of each page (commit_every=None) and was stopped "
-        f"while overwriting step {overwritten}: its pages are of mixed steps. Start over with "
+        f"while overwriting {what}: its pages are of mixed steps. Start over with "
         "overwrite=True, from a checkpoint of the run if there is one"
     )
 

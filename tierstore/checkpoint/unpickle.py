@@ -151,6 +151,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     (_OLD, "MEM_FORMAT_ENCODING"): _memory_format,
     # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
     ("builtins", "getattr"): _named_memory_format,
+    ("__builtin__", "getattr"): _named_memory_format,  # Pickle protocol 2.
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _taking(str, _get_layout),
     ("collections", "OrderedDict"): lambda: OrderedDict(),  # Its items follow one by one.

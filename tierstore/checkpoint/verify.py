@@ -6,9 +6,7 @@ rest. What is checked of each kind is in docs/commands.md.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,7 @@ from tierstore.checkpoint.metadata import layouts_of
 from tierstore.checkpoint.reading import Reader
 from tierstore.checkpoint.report import Report
 from tierstore.checkpoint.unpickle import read_metadata
-from tierstore.commit import DIRTY_NAME
+from tierstore.commit import DIRTY_NAME, read_mark
 from tierstore.errors import CheckpointError, CorruptionError, RunLockedError, TierstoreError
 from tierstore.manifest import Manifest, Revision, page_file
 from tierstore.page import PageLayout
@@ -163,7 +161,7 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
     if len({(identity.run_id, identity.world_size) for identity in identities}) > 1:
         reader.fault(str(reader.root), "holds ranks of different runs")
     for rank in ranks:
-        _check_dirty(reader, rank, newest[0] if newest else None)
+        _check_dirty(reader, rank, newest)
     if newest is None and any(not m.first for rank in ranks for m in rank.manifests.values()):
         reader.fault(str(reader.root), "the ranks have no committed step in common")
     elif newest is None and not any(rank.commits for rank in ranks):
@@ -177,15 +175,16 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
         )
 
 
-def _check_dirty(reader: Reader, rank: Rank, step: int | None) -> None:
+def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
     """Note a run that keeps one copy of each page and was stopped while overwriting it."""
     if DIRTY_NAME not in rank.names:
         return
     place = f"{rank.folder}/{DIRTY_NAME}"
-    overwritten = step or 0
-    with reader.noting(place), contextlib.suppress(ValueError, LookupError, TypeError):
-        overwritten = int(json.loads(reader.get(place))["overwriting_step"])
-    if overwritten >= (step or 0):  # Else a crash came after the next commit.
+    overwritten = None
+    with reader.noting(place):
+        overwritten = read_mark(reader.get(place))
+    # Else a crash came after the next commit.
+    if newest is None or overwritten is None or overwritten >= newest:
         reader.fault(
             place,
             "says that the run was stopped while the one copy of each page that it keeps "
