@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
@@ -62,6 +64,7 @@ class Muon(torch.optim.Optimizer):
         momentum_dtype: dtype of the momentum; None: that of each parameter.
         store: where the state lives; None keeps all of it in memory.
         ns_dtype: dtype that Newton-Schulz computes in.
+        prefetch_in_backward: call prefetch() with the first gradient of each step.
 
     Raises:
         ValueError: a hyperparameter out of range, or a parameter that the algorithm of its
@@ -83,6 +86,7 @@ class Muon(torch.optim.Optimizer):
         momentum_dtype: torch.dtype | None = None,
         store: tierstore.TierStore | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
+        prefetch_in_backward: bool = False,
     ) -> None:
         defaults = {
             "algorithm": "muon",
@@ -98,6 +102,8 @@ class Muon(torch.optim.Optimizer):
         }
         check_dtype("ns_dtype", ns_dtype)
         self._attached = 0
+        self._prefetches = prefetch_in_backward
+        self._prefetched = False
         self._ns_dtype = ns_dtype
         super().__init__(params, defaults)
         self.store = tierstore.TierStore(None) if store is None else store
@@ -128,6 +134,17 @@ class Muon(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if self._prefetches:
+            prefetch = _prefetcher(weakref.ref(self))
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(prefetch)
+
+    def prefetch(self) -> None:
+        """Start to read the state that the next step begins with; see TierStore.prefetch()."""
+        if self._attached:  # Before the first step there is none.
+            self._prefetched = True
+            self.store.prefetch()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -163,6 +180,7 @@ class Muon(torch.optim.Optimizer):
                         self._step_adamw(shard, group, steps[shard.parameter.name])
             for name, step in steps.items():
                 self.store.scalars[name]["step"] = step
+        self._prefetched = False
         return loss
 
     def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
@@ -466,3 +484,15 @@ def _empty(paged: tierstore.PagedParameter) -> dict[str, torch.Tensor]:
     """Return the states of a parameter without elements, which is in no page."""
     shape = paged.tensor.shape
     return {state: torch.empty(shape, dtype=dtype) for state, dtype in _state_dtypes(paged).items()}
+
+
+def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:
+    """Return a hook of parameters that prefetches with the first gradient of each step."""
+
+    def prefetch(parameter: torch.Tensor) -> None:
+        it = optimizer()
+        if it is not None and not it._prefetched:
+            with contextlib.suppress(tierstore.StoreClosedError):  # The model goes on without.
+                it.prefetch()
+
+    return prefetch

@@ -56,7 +56,7 @@ def test_traffic_is_ideal(
 
 def test_a_page_without_gradient_does_not_move(tmp_path: Path) -> None:
     parameters = [torch.nn.Parameter(torch.randn(512, 1024)) for _ in range(4)]
-    with tierstore.TierStore(tmp_path, engine="io_uring", page_bytes="2MiB") as store:
+    with tierstore.TierStore(tmp_path, engine="io_uring", page_bytes="2MiB", buffers=2) as store:
         optimizer = muon.Muon(parameters, store=store)
         for parameter in parameters:
             parameter.grad = torch.randn(512, 1024)

@@ -24,18 +24,18 @@ TABLE: tuple[tuple[int, frozenset[str]], ...] = (
     (0, frozenset({"peers"})),
     (
         1,
-        frozenset(
-            {"checksums", "chunks", "config", "guard", "publication", "records", "stats", "tagged"}
-        ),
+        frozenset({"checksums", "chunks", "guard", "publication", "records", "stats", "tagged"}),
     ),
     (1, frozenset({"groups"})),
+    (1, frozenset({"placement"})),
+    (1, frozenset({"config"})),
     (1, frozenset({"manifest", "partition"})),
     (1, frozenset({"page"})),
     (1, frozenset({"schedule"})),
     (2, frozenset({"storage"})),
-    (3, frozenset({"buffers"})),
+    (3, frozenset({"buffers", "device"})),
     (3, frozenset({"commit", "views"})),
-    (3, frozenset({"run"})),
+    (3, frozenset({"run", "transit"})),
     (3, frozenset({"residency"})),
     (3, frozenset({"pages", "states", "sweep"})),
     (3, frozenset({"checkpoint", "history"})),

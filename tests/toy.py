@@ -33,13 +33,14 @@ class Toy:
     """A model as a list of groups, and the simplest optimizer that changes all of it.
 
     All parameters are 1 and all states 0 in the beginning. A step subtracts the learning
-    rate of a group, 0.25 at first, and adds 1 to the states.
+    rate of a group, 0.25 at first, and adds 1 to the states. Unless told otherwise no page
+    rests in memory.
     """
 
     def __init__(
         self, directory: Path | Storage, groups: list[list[Spec]] = MODEL, **options: Any
     ) -> None:
-        self.store = tierstore.TierStore(directory, **options)
+        self.store = tierstore.TierStore(directory, **{"buffers": 3, **options})
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.groups: list[tierstore.PagedGroup] = []
         for group in groups:

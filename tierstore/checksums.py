@@ -7,8 +7,11 @@ belong elsewhere; binding run, page, offset and step into the checksum shows tho
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 import xxhash
+
+from tierstore.units import Extent
 
 CHECKSUM_BYTES = 8
 
@@ -17,3 +20,19 @@ def block_checksum(data: memoryview, *, run_id: str, page: int, offset: int, ste
     """Return the 64-bit XXH3 of a block, seeded with where and when it was written."""
     place = run_id.encode() + struct.pack("<QQQ", page, offset, step)
     return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(place))
+
+
+def block_checksums(
+    memory: memoryview, blocks: Iterable[Extent], *, run_id: str, page: int, step: int
+) -> list[int]:
+    """Return the checksums of some blocks of a page that is in memory."""
+    return [
+        block_checksum(
+            memory[block.offset : block.offset + block.nbytes],
+            run_id=run_id,
+            page=page,
+            offset=block.offset,
+            step=step,
+        )
+        for block in blocks
+    ]

@@ -178,10 +178,9 @@ def _check_parameter(parameter: PagedParameter) -> None:
             f"parameter {name!r} is a {type(tensor.data).__name__} of layout {tensor.layout}; "
             "this version pages plain dense tensors only"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"parameter {name!r} is on {tensor.device}; this version pages parameters on the "
-            "CPU only"
+            f"parameter {name!r} is on {tensor.device}; only cpu and cuda devices are supported"
         )
     for state, dtype in parameter.states.items():
         if state == MASTER or not state.isidentifier():

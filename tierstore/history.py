@@ -9,7 +9,7 @@ from tierstore import tagged
 from tierstore.groups import PagedGroup
 from tierstore.manifest import Manifest, RunIdentity
 from tierstore.pages import encode_hyperparameters, layout_digest
-from tierstore.residency import Page
+from tierstore.transit import Page
 
 
 class History:

@@ -9,17 +9,20 @@ import torch
 
 from tierstore.commit import Commits
 from tierstore.config import StoreConfig
+from tierstore.device import Device, open_device
 from tierstore.errors import SweepError, TierstoreError
 from tierstore.groups import PagedGroup, ParameterSpec, check_states, check_unchanged
 from tierstore.guard import Guard
 from tierstore.history import History
-from tierstore.pages import buffer_plan, check_groups, create_files, make_pages
+from tierstore.pages import check_groups, create_files, device_of, make_pages
 from tierstore.peers import Peers
-from tierstore.residency import Page, Pager
+from tierstore.placement import Placement, Tier, place, place_all
+from tierstore.residency import Pager
 from tierstore.run import abandon_in_children, open_run
 from tierstore.states import fill_states, read_states, write_pages
 from tierstore.storage.base import Storage
 from tierstore.sweep import Sweep
+from tierstore.transit import Page
 from tierstore.views import PageView
 
 
@@ -49,6 +52,8 @@ class PagedStates:
         self._guard = Guard()
         self._groups: list[PagedGroup] = []
         self._pages: list[Page] = []
+        self._device: Device | None = None  # That of the parameters.
+        self._tier: Tier | None = None  # Where move() brought all pages.
         self._specs: dict[str, ParameterSpec] = {}
         self._history = History()
         self._warned = False
@@ -96,14 +101,14 @@ class PagedStates:
             first_page=len(self._pages),
             page_bytes=self._identity.page_bytes if self._storage else self._config.page_bytes,
         )
-        if self._storage is None:
-            self._pager.make_resident(pages)
-        else:
-            plan = buffer_plan([*self._pages, *pages], self._config)
-            with self._guard.failing(interrupts=True):
-                self._pager.provide_buffers(*plan)
-            if not self._guard.awaits_restore:
-                self._allocate(self._storage, pages)
+        device = device_of([*self._groups, *groups])
+        placement = self._placement([*self._pages, *pages], device, self._tier)
+        if self._device is None:
+            self._device = open_device(device)
+        with self._guard.failing(interrupts=True):
+            self._pager.place([*self._pages, *pages], placement, self._device, self._write)
+        if self._storage is not None and not self._guard.awaits_restore:
+            self._allocate(self._storage, pages)
         self._groups += groups
         self._pages += pages
         self._specs |= specs
@@ -150,6 +155,19 @@ class PagedStates:
         finally:
             self._guard.sweeping = False
             self._warned = not sweep.warns
+
+    def prefetch(self) -> None:
+        """Start to read what the next sweep will step, as far as buffers are free.
+
+        Returns at once. To be called when gradients begin to come, so that the first pages
+        are there when the step begins.
+
+        Raises:
+            StorageError: a write of the last step failed.
+        """
+        self._guard.require_restored()
+        with self._guard.failing(interrupts=True):
+            self._pager.prefetch(self._pages, lambda page: page.layout.readable)
 
     @property
     def group_count(self) -> int:
@@ -220,13 +238,43 @@ class PagedStates:
         names = create_files(storage, pages, self._commits.copies)
         self._commits.provide_spares(name for name in names if storage.is_shared(name))
 
+    def _placement(
+        self, pages: Sequence[Page], device: torch.device, tier: Tier | None
+    ) -> Placement:
+        sizes = [page.layout.nbytes for page in pages]
+        if self._storage is None:  # There is nothing to plan.
+            here = Tier.HOST if device.type == "cpu" else Tier.DEVICE
+            return Placement(tiers=(tier or here,) * len(pages), buffers=0, buffer_bytes=0)
+        if tier is None:
+            return place(sizes, self._config.budget)
+        return place_all(sizes, self._config.budget, tier)
+
+    def _bring_to(self, tier: Tier) -> None:
+        """Move all pages to a tier now."""
+        if self._device is None:
+            self._tier = tier
+            return
+        placement = self._placement(self._pages, self._device.device, tier)
+        self._tier = tier
+        with self._guard.failing(interrupts=True):
+            self._pager.place(self._pages, placement, self._device, self._write)
+            self._pager.load(self._pages)
+
     def _swap_out(self, page: Page) -> None:
+        """Bring a page that was stepped to where it rests.
+
+        What rests in memory is written for commits only, and early if the next one is due.
+        """
+        if page.tier is not Tier.NVME and not self._commit_is_due():
+            self._pager.keep(page)
+        else:
+            self._write(page)
+
+    def _write(self, page: Page) -> None:
         """Write a page to the file that the last commit does not need."""
-        copy = "a"
-        if self._storage:
-            with self._pager.stalled():
-                copy = self._commits.claim_copy(page.index)
-        self._pager.swap_out(page, step=self._history.step, copy=copy)
+        with self._pager.stalled():
+            copy = self._commits.claim_copy(page.index)
+        self._pager.write(page, step=self._history.step, copy=copy)
 
     def _write_pages(
         self, fill: Callable[[PageView], None], scalars: Mapping[str, Mapping[str, float]]
@@ -241,16 +289,22 @@ class PagedStates:
             self._fail(error)
             raise
 
-    def _commit_if_due(self) -> None:
+    def _commit_is_due(self) -> bool:
         every = self._config.commit_every
-        if (
-            self._storage
-            and every is not None
-            and self._history.step - self._commits.begun_step >= every
-        ):
+        if self._storage is None or every is None:
+            return False
+        return self._history.step - self._commits.begun_step >= every
+
+    def _commit_if_due(self) -> None:
+        if self._commit_is_due():
             self._begin_commit()
 
     def _begin_commit(self) -> None:
+        with self._guard.failing(interrupts=True):
+            for page in self._pages:
+                if page.is_changed:
+                    self._write(page)
+            writes = self._pager.pending_writes()
         manifest = self._history.manifest(
             self._identity,
             attempt=self._commits.attempt,
@@ -259,7 +313,7 @@ class PagedStates:
             pages=self._pages,
         )
         with self._pager.stalled(), self._guard.failing(interrupts=False):
-            self._commits.begin(manifest, self._pager.pending_writes())
+            self._commits.begin(manifest, writes)
         self._history.committed()
 
     def _may_retry(self, error: BaseException) -> bool:

@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import xxhash
 
 from tierstore import tagged
-from tierstore.config import BUFFERS_MIN, StoreConfig
-from tierstore.errors import BudgetError, CorruptionError, RunMismatchError, StorageError
+from tierstore.errors import CorruptionError, RunMismatchError, StorageError
 from tierstore.groups import PagedGroup, ParameterSpec
 from tierstore.manifest import Manifest, page_file
 from tierstore.page import PageLayout, lay_out_groups
-from tierstore.residency import Page
 from tierstore.storage.base import Storage
-from tierstore.units import SECTOR_BYTES, align_up, format_bytes
+from tierstore.transit import Page
+from tierstore.units import format_bytes
 
 
 def check_groups(
@@ -56,27 +56,18 @@ def make_pages(
     ]
 
 
-def buffer_plan(pages: Sequence[Page], config: StoreConfig) -> tuple[int, int]:
-    """Return how many buffers of how many bytes these pages stream through.
+def device_of(groups: Sequence[PagedGroup]) -> torch.device:
+    """Return the device that all parameters are on.
 
     Raises:
-        BudgetError: the budget cannot hold them; the message names the smallest that works.
+        ValueError: they are on several.
     """
-    nbytes = max((page.layout.nbytes for page in pages), default=SECTOR_BYTES)
-    nbytes = align_up(nbytes, SECTOR_BYTES)
-    count_max = config.host_memory // nbytes
-    count = config.buffers
-    if count is None:
-        count = max(BUFFERS_MIN, min(count_max, len(pages)))
-    if count > count_max:
-        raise BudgetError(
-            f"host_memory is {config.host_memory} bytes ({format_bytes(config.host_memory)}), "
-            f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}: "
-            f"pass host_memory={count * nbytes} or more"
-            + (f", or fewer than {count} buffers" if count > BUFFERS_MIN else "")
-            + ", or begin a run with a smaller page_bytes"
-        )
-    return count, nbytes
+    members = [parameter for group in groups for parameter in group.parameters]
+    devices = {parameter.tensor.device: parameter.name for parameter in members}
+    if len(devices) > 1:
+        places = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"one store pages the parameters of one device, got {places}")
+    return next(iter(devices), torch.device("cpu"))
 
 
 def create_files(storage: Storage, pages: Sequence[Page], copies: str) -> list[str]:

@@ -1,158 +1,193 @@
-"""Where the bytes of each page are, and how they get from there to a buffer and back.
+"""Where the bytes of each page are, and how they get from there to where it is stepped.
 
-A page is *fresh* (never written), *stored* (whole in its file), *reading*, *held* (its
-buffer is with the optimizer) or *writing*. Pages stream in one fixed order: reads run
-ahead into whatever buffers are free, writes drain behind and free theirs. When no buffer
+A page is *fresh* (never written), *stored* (whole in its file), *resting* (in memory of its
+own), *reading*, *held* (with the optimizer) or *writing*. Pages pass in one fixed order: reads
+run ahead into whatever buffers are free, writes drain behind and free theirs. When no buffer
 is free the oldest write is waited for, so running short means waiting and never failing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
 
-from tierstore.buffers import Buffer, BufferPool
-from tierstore.checksums import block_checksum
-from tierstore.errors import CorruptionError, StorageError
-from tierstore.groups import PagedParameter
-from tierstore.manifest import PageEntry, page_file
-from tierstore.page import PageLayout, Section
+from tierstore.buffers import BufferPool
+from tierstore.device import Device
+from tierstore.errors import StorageError
+from tierstore.manifest import page_file
+from tierstore.page import Section
+from tierstore.placement import Placement, Tier
 from tierstore.storage.base import Storage, Transfer
-from tierstore.units import Extent
-from tierstore.views import PageView
-
-
-class PageState(enum.Enum):
-    """Where a page's bytes are."""
-
-    FRESH = enum.auto()
-    STORED = enum.auto()
-    READING = enum.auto()
-    HELD = enum.auto()
-    WRITING = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class Page:
-    """One page of the store. Only the Pager changes its state."""
-
-    index: int
-    layout: PageLayout
-    parameters: Mapping[str, PagedParameter]
-    """The parameters that have a shard in the page, by name."""
-    state: PageState = PageState.FRESH
-    entry: PageEntry | None = None
-    """What was written last; None while the page is fresh."""
-    buffer: Buffer | None = None
-    transfers: list[Transfer] = field(default_factory=list)
-    sections: list[Section] = field(default_factory=list)
-    """The sections being read."""
-
-    def view(self) -> PageView:
-        """Return the tensors over the page's buffer."""
-        assert self.buffer is not None
-        return PageView(self.layout, self.parameters, self.buffer)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any parameter with a shard in the page has a gradient."""
-        return any(parameter.tensor.grad is not None for parameter in self.parameters.values())
+from tierstore.transit import Page, PageState, Transit
 
 
 class Pager:
-    """Moves pages between one storage and one pool of buffers.
+    """Moves pages between one storage, one pool of buffers and one device.
 
-    Without a storage every page keeps a buffer of its own and nothing moves: the same
-    calls, with no swapping. Used by one thread.
+    Without a storage every page rests in memory: the same calls, with no swapping. Used by
+    one thread.
     """
 
     def __init__(self, storage: Storage | None, *, run_id: str, checksums: bool) -> None:
         self._storage = storage
-        self._run_id = run_id
-        self._checksums = checksums
+        self._transit = Transit(storage, run_id=run_id, checksums=checksums)
         self._pool = BufferPool(0, 0)
+        self._reserved = 0  # Buffers that reading ahead leaves for pages of the device.
+        self._early: list[Page] = []  # Being read for a sweep that has not begun.
         self._writing: deque[Page] = deque()
         self.bytes_read = 0
         self.bytes_written = 0
         self.stall_seconds = 0.0
-        self.buffer_bytes_peak = 0
+        self.host_bytes_peak = 0
+        self.device_bytes_peak = 0
         self.lost_write = False
-        """Whether a write failed: the page it was of is in no file and in no buffer."""
+        """Whether a write failed: the page it was of may be in no file and in no buffer."""
 
-    def provide_buffers(self, count: int, nbytes: int) -> None:
-        """Replace the pool by one of ``count`` buffers of ``nbytes``, if it differs."""
+    # -- Where pages rest.
+
+    def place(
+        self,
+        pages: Sequence[Page],
+        placement: Placement,
+        device: Device,
+        write: Callable[[Page], None],
+    ) -> None:
+        """Move every page to where a placement has it, and provide its buffers.
+
+        What is to rest in memory and is in a file is read when it is needed next.
+
+        Args:
+            pages: all pages, in the order of the placement.
+            placement: where each shall be.
+            device: where steps are computed.
+            write: starts to write a page that is in memory; see write().
+        """
+        self.drop_early()
+        tiers = list(zip(pages, placement.tiers, strict=True))
+        evicted = [page for page, tier in tiers if tier is Tier.NVME is not page.tier]
+        for page in evicted:
+            if page.is_changed:
+                write(page)
         self.finish_writes()
-        if (count, nbytes) != (self._pool.count, self._pool.buffer_bytes):
+        for page in evicted:
+            page.buffer = page.device_buffer = None
+            page.tier, page.in_memory = Tier.NVME, False
+            self._rest(page)
+        if (placement.buffers, placement.buffer_bytes) != (
+            self._pool.count,
+            self._pool.buffer_bytes,
+        ):
             self._pool = BufferPool(0, 0)  # Free the old one first.
-            self._pool = BufferPool(count, nbytes)
-            self.buffer_bytes_peak = max(self.buffer_bytes_peak, self._pool.nbytes)
+            self._pool = BufferPool(placement.buffers, placement.buffer_bytes)
+        for page, tier in tiers:
+            if tier is not page.tier:
+                self._move_to_memory(page, tier, device)
+        self._reserved = int(self._storage is not None and Tier.DEVICE in placement.tiers)
+        sizes = {tier: [p.layout.nbytes for p in pages if p.tier is tier] for tier in Tier}
+        staging = self._transit.provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME])
+        host_bytes = self._pool.nbytes + sum(sizes[Tier.HOST])
+        self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
+        self.device_bytes_peak = max(self.device_bytes_peak, staging + sum(sizes[Tier.DEVICE]))
 
-    def make_resident(self, pages: Iterable[Page]) -> None:
-        """Give each fresh page a buffer for good."""
+    def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
+        nbytes = page.layout.nbytes
+        if tier is Tier.HOST:
+            buffer = BufferPool(1, nbytes).acquire()
+            if page.in_memory and page.device_buffer is not None:
+                device.copy_out(page.device_buffer, buffer.tensor[:nbytes]).wait()
+            page.buffer, page.device_buffer = buffer, None
+        else:
+            device_buffer = device.allocate(nbytes)
+            if page.in_memory and page.buffer is not None:
+                device.copy_in(page.buffer.tensor[:nbytes], device_buffer).wait()
+            page.buffer, page.device_buffer = None, device_buffer
+        page.tier = tier
+
+    # -- The stream.
+
+    def prefetch(self, pages: Iterable[Page], sections: Callable[[Page], list[Section]]) -> None:
+        """Start to read pages that stream() will be asked for, as far as buffers are free.
+
+        Never blocks.
+        """
+        self._reclaim()
         for page in pages:
-            pool = BufferPool(1, page.layout.nbytes)
-            self.buffer_bytes_peak += pool.nbytes
-            page.buffer = pool.acquire()
+            if page.state in (PageState.READING, PageState.RESTING):
+                continue
+            if page.state is not PageState.STORED or not self._has_buffer(page, self._reserved):
+                return
+            self._early.append(page)
+            self._swap_in(page, sections(page))
+
+    def drop_early(self) -> None:
+        """Take back the buffers of pages that were read for a sweep."""
+        early, self._early = self._early, []
+        self._drop(early)
 
     def stream(
         self, pages: Sequence[Page], sections: Callable[[Page], list[Section]]
     ) -> Generator[Page, None, None]:
         """Yield pages in order, each held, with the chosen sections read and checked.
 
-        The caller gives each one back, by swap_out() or release(), before the next. The
+        The caller gives each one back, by write(), keep() or release(), before the next. The
         one it has, and those being read, are dropped when it stops early or a read fails.
         After an interrupt within the pager, abandon() has to follow.
         """
         waiting, ahead = deque(pages), deque[Page]()
         try:
+            self._drop_unwanted(waiting, sections)
             while waiting or ahead:
-                self._prefetch(waiting, ahead, sections)
+                self._read_ahead(waiting, ahead, sections)
                 self._arrive(ahead[0])
                 yield ahead[0]
                 ahead.popleft()
         finally:
-            self._drop(ahead)
+            self._drop([*ahead, *self._early])
+            self._early.clear()
 
-    def swap_out(self, page: Page, *, step: int, copy: str) -> None:
-        """Start writing a held page as the content of ``step`` into one of its two files."""
-        assert page.state is PageState.HELD
-        assert page.buffer is not None
-        if self._storage is None:
-            page.entry = PageEntry(copy=copy, step=step, checksums=())
-            page.state = PageState.STORED
-            return
-        checksums = self._checksums_of(page, step, range(len(page.layout.blocks)))
-        page.entry = PageEntry(copy=copy, step=step, checksums=tuple(checksums))
-        extent = Extent(0, page.layout.nbytes)
-        page.transfers = [
-            self._storage.write(
-                page_file(page.index, copy), extent, page.buffer.memory[: extent.nbytes]
-            )
-        ]
+    def write(self, page: Page, *, step: int, copy: str) -> None:
+        """Start to write a page as the content of ``step`` into one of its two files."""
+        if page.buffer is None:
+            while not self._pool.free_count:
+                self._finish_write(self._writing[0])
+            page.buffer = self._pool.acquire()
+        self._transit.leave_device(page)
+        page.is_fresh = page.is_changed = False
+        self._transit.write(page, step, copy)
         page.state = PageState.WRITING
         self._writing.append(page)
-        self.bytes_written += extent.nbytes
+        self.bytes_written += page.layout.nbytes
+
+    def keep(self, page: Page) -> None:
+        """Let a held page that was changed rest in memory of its own, newer than its file."""
+        if page.tier is Tier.HOST:
+            self._transit.leave_device(page)
+        page.is_fresh, page.is_changed = False, True
+        self._rest(page)
 
     def release(self, page: Page) -> None:
         """Give back a held page that was not changed, or whose change is to be forgotten."""
-        page.state = PageState.FRESH if page.entry is None else PageState.STORED
-        if self._storage is not None and page.buffer is not None:
-            buffer, page.buffer = page.buffer, None
-            self._pool.release(buffer)
+        self._transit.drop(page)
+        self._rest(page)
+
+    def load(self, pages: Iterable[Page]) -> None:
+        """Read the pages that are to rest in memory, and are not there yet."""
+        absent = [p for p in pages if p.state is PageState.STORED and p.tier is not Tier.NVME]
+        with contextlib.closing(self.stream(absent, lambda page: [])) as stream:
+            for page in stream:
+                self.release(page)
 
     def map(self, page: Page) -> memoryview | None:
         """Return the content of a held page's file as private memory, or None without one.
 
         It costs no memory, and stays what it is while the page goes on.
         """
-        if self._storage is None or page.entry is None:
+        if self._storage is None or page.entry is None or page.is_changed:
             return None
         return self._storage.map(page_file(page.index, page.entry.copy))
 
@@ -163,34 +198,47 @@ class Pager:
         memory = self._storage.scratch(math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
+    # -- Writes behind.
+
     def finish_writes(self) -> None:
         """Wait for all writes. Raises StorageError for the first that failed."""
         while self._writing:
             self._finish_write(self._writing[0])
 
     def pending_writes(self) -> list[Transfer]:
-        """Return the writes whose success was not yet seen."""
-        return [transfer for page in self._writing for transfer in page.transfers]
+        """Return the writes whose success was not yet seen; their pages' entries are right."""
+        transfers = [transfer for page in self._writing for transfer in page.transfers]
+        self._transit.settle(transfers)
+        return transfers
 
     def abandon(self, pages: Iterable[Page]) -> None:
         """Wait for all transfers and take all buffers back, whatever became of the pages."""
         if self._storage is None:
             return
+        with contextlib.suppress(Exception):  # Whatever became of them.
+            self.pending_writes()
         self._storage.drain()
         self._writing.clear()
+        self._early.clear()
         self.lost_write = False
         for page in pages:
-            page.buffer, page.transfers = None, []
-            page.state = PageState.FRESH if page.entry is None else PageState.STORED
+            self._transit.drop(page)
+            if page.tier is not Tier.HOST:
+                page.buffer = None
+            page.transfers = []
+            page.in_memory = page.is_changed = False
+            page.is_fresh = page.entry is None
+            page.state = PageState.FRESH if page.is_fresh else PageState.STORED
         self._pool.release_all()
 
     def close(self, pages: Iterable[Page]) -> None:
         """Give all memory back, once no transfer uses it."""
         pages = list(pages)
         self.abandon(pages)
+        self._transit.close()
         self._pool = BufferPool(0, 0)
         for page in pages:
-            page.buffer = None
+            page.buffer = page.device_buffer = None
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
@@ -201,7 +249,18 @@ class Pager:
         finally:
             self.stall_seconds += time.perf_counter() - started
 
-    def _prefetch(
+    # -- In.
+
+    def _drop_unwanted(
+        self, wanted: Iterable[Page], sections: Callable[[Page], list[Section]]
+    ) -> None:
+        """Drop what was read early and is of no use for these pages."""
+        members = {page for page in wanted if page.sections == sections(page)}
+        unwanted = [page for page in self._early if page not in members]
+        self._early = [page for page in self._early if page in members]
+        self._drop(unwanted)
+
+    def _read_ahead(
         self,
         waiting: deque[Page],
         ahead: deque[Page],
@@ -210,81 +269,69 @@ class Pager:
         """Start reading as many of the next pages as there are buffers; at least one."""
         while waiting:
             self._reclaim()
-            if self._storage is not None and not self._pool.free_count:
+            page = waiting[0]
+            if page.state is PageState.WRITING:
+                if ahead:
+                    return
+                self._finish_write(page)
+            elif page.state is PageState.READING:  # Since before the sweep.
+                ahead.append(waiting.popleft())
+                self._early.remove(page)
+            elif not self._has_buffer(page, self._reserved if ahead else 0):
                 if ahead:
                     return
                 self._finish_write(self._writing[0])
-            page = waiting.popleft()
-            if page.state is PageState.WRITING:
-                self._finish_write(page)
-            # First among the pages to be dropped, should anything below be interrupted.
-            ahead.append(page)
-            self._swap_in(page, sections(page))
+            else:
+                # First among the pages to be dropped, should anything below be interrupted.
+                ahead.append(waiting.popleft())
+                self._swap_in(page, sections(page))
+
+    def _has_buffer(self, page: Page, reserved: int) -> bool:
+        """Return whether a page could be read now, and so many buffers be left."""
+        needs_none = self._storage is None or page.tier is Tier.HOST or page.in_memory
+        return needs_none or self._pool.free_count > reserved
 
     def _swap_in(self, page: Page, sections: list[Section]) -> None:
+        page.state = PageState.READING
+        if self._storage is None or page.in_memory:
+            return
         if page.buffer is None:
             page.buffer = self._pool.acquire()
-        page.state = PageState.READING
-        page.sections = sections
-        if self._storage is None or page.entry is None:
-            return
-        for extent in _merged(sections):
-            transfer = self._storage.read(
-                page_file(page.index, page.entry.copy),
-                extent,
-                page.buffer.memory[extent.offset : extent.offset + extent.nbytes],
-            )
-            page.transfers.append(transfer)
-            self.bytes_read += extent.nbytes
+        # What rests in memory is read for good.
+        chosen = sections if page.tier is Tier.NVME else list(page.layout.sections)
+        self.bytes_read += self._transit.read(page, chosen)
 
     def _arrive(self, page: Page) -> None:
-        """Wait for a page being read, check it, and hold it."""
+        """Wait for a page being read, check it, bring it to the device, and hold it."""
         self._wait(page.transfers)
         page.transfers = []
-        if page.entry is None:
-            page.view().initialize()
-        elif self._storage is not None:
-            self._check(page)
-            # In place of the sections that were not read lie those of another page.
-            unread = [section for section in page.layout.sections if section not in page.sections]
-            assert page.buffer is not None
-            page.layout.stamp(page.buffer.tensor, unread)
+        if not page.in_memory:
+            if self._storage is not None:
+                self._transit.make_whole(page)
+            elif page.is_fresh:
+                page.view().initialize()
+            page.in_memory = page.tier is not Tier.NVME
+        self._bring_to_device(page)
         page.state = PageState.HELD
 
-    def _check(self, page: Page) -> None:
-        """Compare the blocks that were read with the checksums of their commit."""
-        entry = page.entry
-        assert entry is not None
-        if not self._checksums or not entry.checksums:
-            return
-        blocks = page.layout.blocks_of(page.sections)
-        found = self._checksums_of(page, entry.step, [number for number, _ in blocks])
-        for (number, block), checksum in zip(blocks, found, strict=True):
-            if checksum != entry.checksums[number]:
-                assert self._storage is not None
-                raise CorruptionError(
-                    f"{self._storage.location}/{page_file(page.index, entry.copy)}: the "
-                    f"{block.nbytes} bytes at offset {block.offset} are not those written in "
-                    f"step {entry.step} (checksum {checksum:016x}, expected "
-                    f"{entry.checksums[number]:016x}). The disk, memory or another "
-                    "program changed them: go back to a checkpoint of the run, if there is one"
-                )
+    def _bring_to_device(self, page: Page) -> None:
+        self._transit.bring_to_device(page)
+        if page.tier is Tier.DEVICE and page.buffer is not None:
+            self._pool.release(page.buffer)
+            page.buffer = None
 
-    def _checksums_of(self, page: Page, step: int, numbers: Iterable[int]) -> list[int]:
-        if not self._checksums:
-            return []
-        assert page.buffer is not None
-        memory, blocks = page.buffer.memory, page.layout.blocks
-        return [
-            block_checksum(
-                memory[blocks[number].offset : blocks[number].offset + blocks[number].nbytes],
-                run_id=self._run_id,
-                page=page.index,
-                offset=blocks[number].offset,
-                step=step,
-            )
-            for number in numbers
-        ]
+    # -- Out.
+
+    def _rest(self, page: Page) -> None:
+        """Let a page be where it is between steps, and take a buffer of the pool back."""
+        if page.tier is not Tier.HOST and page.buffer is not None:
+            self._pool.release(page.buffer)
+            page.buffer = None
+        if page.is_fresh:
+            page.in_memory = False
+            page.state = PageState.FRESH
+        else:
+            page.state = PageState.RESTING if page.in_memory else PageState.STORED
 
     def _reclaim(self) -> None:
         """Take back the buffers of writes that have ended."""
@@ -297,9 +344,9 @@ class Pager:
         except StorageError:
             self.lost_write = True
             raise
-        page.transfers = []
+        page.transfers, page.copy = [], None
         self._writing.remove(page)
-        self.release(page)
+        self._rest(page)
 
     def _drop(self, pages: Iterable[Page]) -> None:
         """Take back the buffers of pages that are being read or held."""
@@ -315,15 +362,3 @@ class Pager:
         with self.stalled():
             for transfer in transfers:
                 transfer.wait()
-
-
-def _merged(sections: Sequence[Section]) -> list[Extent]:
-    """Return the ranges of some sections, neighbours joined into one."""
-    extents: list[Extent] = []
-    for section in sections:
-        last = extents[-1] if extents else None
-        if last is not None and last.offset + last.nbytes == section.extent.offset:
-            extents[-1] = Extent(last.offset, last.nbytes + section.extent.nbytes)
-        else:
-            extents.append(section.extent)
-    return extents

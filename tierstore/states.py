@@ -9,7 +9,8 @@ import torch
 
 from tierstore.groups import MASTER
 from tierstore.manifest import PageEntry
-from tierstore.residency import Page, Pager, PageState
+from tierstore.residency import Pager
+from tierstore.transit import Page
 from tierstore.views import PageView, ShardView
 
 
@@ -89,7 +90,7 @@ def fill_states(view: PageView, values: Mapping[str, Mapping[str, torch.Tensor]]
 def restore_parameters(pager: Pager, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
     """Take what a commit says of each page for its content, and copy masters to parameters."""
     for page, entry in zip(pages, entries, strict=True):
-        page.state, page.entry = PageState.STORED, entry
+        page.go_back_to(entry)
     stream = pager.stream(pages, lambda page: page.layout.sections_of(MASTER))
     with contextlib.closing(stream):
         for page in stream:

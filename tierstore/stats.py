@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,4 +20,8 @@ class Stats:
     stall_seconds: float
     """Time that the training thread waited for transfers and commits."""
     host_bytes_peak: int
-    """Bytes of all page buffers."""
+    """Bytes of all page buffers, and of the pages that rest in host memory, at their most."""
+    device_bytes_peak: int
+    """Bytes of the device that pages rest in or are stepped in, at their most."""
+    pages_in: Mapping[str, int]
+    """Number of pages that rest in each of "device", "host" and "nvme"."""

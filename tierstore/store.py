@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.paged import PagedStates
 from tierstore.pages import check_files, check_same_model
 from tierstore.peers import Alone, Peers
+from tierstore.placement import Budget, Tier
 from tierstore.publication import Publication
 from tierstore.run import rank_directory, recover, refuse_several_ranks
 from tierstore.states import restore_parameters
@@ -29,11 +31,13 @@ class TierStore(PagedStates):
     Args:
         directory: the run directory, on a disk; made if absent. A ``Storage`` stands for
             itself. None keeps every page in memory: nothing is read, written or committed.
-        host_memory: most bytes that all page buffers together may take: an int, or a
-            string such as "16GiB".
+        host_memory: most bytes that page buffers and pages that rest in host memory may take
+            together: an int, or a string such as "16GiB". What the buffers leave keeps as many
+            pages in memory as fit.
+        device_memory: most bytes of the parameters' device that pages may rest in.
         page_bytes: about how much state one page holds. A run keeps the value it began with.
-        buffers: number of page buffers, at least 2; None: as many as ``host_memory`` holds
-            and the pages can use.
+        buffers: number of page buffers, at least 2, and no page rests in host memory; None:
+            what ``host_memory`` gives.
         commit_every: steps from one commit to the next, at the price of losing up to that
             many in a crash. None keeps one copy of each page instead of two and commits on
             synchronize() and close() only; a crash in between loses the run.
@@ -58,6 +62,7 @@ class TierStore(PagedStates):
         directory: str | os.PathLike[str] | Storage | None,
         *,
         host_memory: int | str = "16GiB",
+        device_memory: int | str = 0,
         page_bytes: int | str = "256MiB",
         buffers: int | None = None,
         commit_every: int | None = 1,
@@ -68,9 +73,12 @@ class TierStore(PagedStates):
         process_group: Peers | None = None,
     ) -> None:
         config = StoreConfig(
-            host_memory=parse_bytes(host_memory),
+            budget=Budget(
+                host_memory=parse_bytes(host_memory),
+                device_memory=parse_bytes(device_memory),
+                buffers=buffers,
+            ),
             page_bytes=parse_bytes(page_bytes),
-            buffers=buffers,
             commit_every=commit_every,
             checksums=checksums,
         )
@@ -264,6 +272,24 @@ class TierStore(PagedStates):
                 group.hyperparameters.update(values)
         return source.step
 
+    def move(self, tier: str) -> None:
+        """Bring all pages to one tier, between two steps: turn offload on or off.
+
+        It stays so until another move(), or until the store is closed. Results do not change.
+
+        Args:
+            tier: "device" or "host", which the budget of that name must hold in full, or "nvme".
+
+        Raises:
+            BudgetError: they do not fit; nothing was changed.
+            StorageError, CorruptionError: a page could not be read or written.
+        """
+        self._guard.require_restored()
+        target = Tier(tier)
+        if target is Tier.NVME:
+            self._require_storage('move("nvme")')
+        self._bring_to(target)
+
     def stats(self) -> Stats:
         """Return what the store has done since it was opened."""
         return Stats(
@@ -273,7 +299,9 @@ class TierStore(PagedStates):
             bytes_read=self._pager.bytes_read,
             bytes_written=self._pager.bytes_written,
             stall_seconds=self._pager.stall_seconds,
-            host_bytes_peak=self._pager.buffer_bytes_peak,
+            host_bytes_peak=self._pager.host_bytes_peak,
+            device_bytes_peak=self._pager.device_bytes_peak,
+            pages_in=dict(Counter(page.tier.value for page in self._pages)),
         )
 
     def close(self) -> None:

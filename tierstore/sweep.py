@@ -6,7 +6,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Generator, Sequence
 
-from tierstore.residency import Page, Pager
+from tierstore.residency import Pager
+from tierstore.transit import Page
 from tierstore.views import PageView
 
 
@@ -41,7 +42,7 @@ class Sweep:
 
     def stepped_pages(self) -> Generator[PageView, None, None]:
         """Yield the pages to step, and write each one as soon as the next is asked for."""
-        pages = [page for page in self._pages if page.entry is None or page.has_gradient]
+        pages = [page for page in self._pages if page.is_fresh or page.has_gradient]
         self.reading = True
         with contextlib.closing(
             self._pager.stream(pages, lambda page: page.layout.readable)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from tierstore.buffers import Buffer
 from tierstore.chunks import Chunk
 from tierstore.groups import MASTER, PagedParameter, ParameterSpec
 from tierstore.page import PageLayout
@@ -65,14 +64,14 @@ class ShardView:
 class PageView:
     """A page in the hands of an optimizer. Valid until the next page is asked for."""
 
-    __slots__ = ("_buffer", "_layout", "_parameters", "group", "shards")
+    __slots__ = ("_layout", "_memory", "_parameters", "group", "shards")
 
     def __init__(
-        self, layout: PageLayout, parameters: Mapping[str, PagedParameter], buffer: Buffer
+        self, layout: PageLayout, parameters: Mapping[str, PagedParameter], memory: torch.Tensor
     ) -> None:
         self._layout = layout
         self._parameters = parameters
-        self._buffer = buffer.tensor
+        self._memory = memory  # uint8.
         self.group = layout.subgroup.group
         """Index of the group, in the order of attach(), that all shards belong to."""
         self.shards = [
@@ -90,17 +89,17 @@ class PageView:
         if records[MASTER].parameter.owns_master:
             master = chunk.select(parameter.tensor.detach())
         else:
-            master = records[MASTER].view(self._buffer)
+            master = records[MASTER].view(self._memory)
         states = {
-            state: record.view(self._buffer) for state, record in records.items() if state != MASTER
+            state: record.view(self._memory) for state, record in records.items() if state != MASTER
         }
         return ChunkView(parameter, chunk, master, states)
 
     def initialize(self) -> None:
-        """Fill the buffer of a page that was never written: zeros, and the parameters."""
-        self._buffer[: self._layout.nbytes].zero_()
-        self._layout.stamp(self._buffer, self._layout.sections)
+        """Make the content of a page that was never written: zeros, and the parameters."""
         for chunk in self._chunks():
+            for state in chunk.states.values():
+                state.zero_()
             chunk.master.copy_(chunk.values)
 
     def adopt_parameters(self) -> list[str]:
@@ -142,14 +141,14 @@ class PageView:
             master = records[MASTER]
             if master.parameter.owns_master:
                 parameter = self._parameters[master.parameter.name]
-                master.view(self._buffer).copy_(master.chunk.select(parameter.tensor.detach()))
+                master.view(self._memory).copy_(master.chunk.select(parameter.tensor.detach()))
 
     def restore_parameters(self) -> None:
         """Copy the masters in the page into the parameters, whoever owns them."""
         for records in self._layout.records.values():
             master = records[MASTER]
             parameter = self._parameters[master.parameter.name]
-            master.chunk.select(parameter.tensor.detach()).copy_(master.view(self._buffer))
+            master.chunk.select(parameter.tensor.detach()).copy_(master.view(self._memory))
 
     def _chunks(self) -> list[ChunkView]:
         return [chunk for shard in self.shards for chunk in shard.chunks]

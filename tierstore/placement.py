@@ -1,0 +1,163 @@
+"""Where each page rests between two steps, and the buffers that the others stream through.
+
+A static plan: pages are stepped in one known order, so that which of them stay in memory
+can be decided once. Pure arithmetic over their sizes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tierstore.errors import BudgetError
+from tierstore.units import SECTOR_BYTES, align_up, format_bytes
+
+# One buffer is being stepped while another is read ahead or written behind.
+BUFFERS_MIN = 2
+
+# More than this in flight does not make a disk faster: the rest of the memory keeps pages.
+STREAM_BUFFERS = 4
+STREAM_BYTES = 2**28
+
+
+class Tier(enum.Enum):
+    """What holds a page between two steps."""
+
+    DEVICE = "device"
+    """Memory of the device that the parameters are on."""
+    HOST = "host"
+    """A host buffer of its own."""
+    NVME = "nvme"
+    """Its file; it is stepped in a buffer of the pool."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        names = ", ".join(repr(tier.value) for tier in cls)
+        raise ValueError(f"a tier is one of {names}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a store may use, in bytes; see TierStore for what it means to a user."""
+
+    host_memory: int
+    device_memory: int
+    buffers: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The plan for all pages of a store."""
+
+    tiers: tuple[Tier, ...]
+    """Where each page rests, in order."""
+    buffers: int
+    """Number of buffers in the pool."""
+    buffer_bytes: int
+    """Bytes of each."""
+
+
+def place(sizes: Sequence[int], budget: Budget) -> Placement:
+    """Keep as many pages in memory as fit, spread over the sweep; stream the others.
+
+    A given number of buffers is all the host memory that is used: then no page rests in it.
+
+    Args:
+        sizes: bytes of each page, in the order of the sweep.
+        budget: what may be used.
+
+    Raises:
+        BudgetError: the host memory cannot hold the fewest buffers that work; the message
+            names the smallest budget that does.
+    """
+    pages = range(len(sizes))
+    aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
+    tiers = [Tier.NVME] * len(sizes)
+    for page in _spread(pages, aligned, budget.device_memory):
+        tiers[page] = Tier.DEVICE
+    # Pages of the device go to their files through the pool, too.
+    buffer_bytes = max(aligned, default=SECTOR_BYTES)
+    if budget.buffers is None:
+        resting = [page for page in pages if tiers[page] is not Tier.DEVICE]
+        through_pool = 0
+        if sum(aligned[page] for page in resting) > budget.host_memory:
+            through_pool = _stream_buffers(buffer_bytes, len(resting), budget) * buffer_bytes
+        elif len(resting) < len(pages):
+            through_pool = BUFFERS_MIN * buffer_bytes
+        for page in _spread(resting, aligned, budget.host_memory - through_pool):
+            tiers[page] = Tier.HOST
+    return _with_pool(tiers, aligned, budget)
+
+
+def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
+    """Put every page into one tier.
+
+    Raises:
+        BudgetError: it does not fit; the message names the budget that does.
+    """
+    aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
+    limits = {Tier.DEVICE: budget.device_memory, Tier.HOST: budget.host_memory}
+    if tier in limits and sum(aligned) > limits[tier]:
+        raise BudgetError(
+            f"all pages take {sum(aligned)} bytes ({format_bytes(sum(aligned))}), and "
+            f"{tier.value}_memory is {limits[tier]} ({format_bytes(limits[tier])}): pass "
+            f"{tier.value}_memory={sum(aligned)} or more"
+        )
+    return _with_pool([tier] * len(sizes), aligned, budget)
+
+
+def _stream_buffers(buffer_bytes: int, pages: int, budget: Budget) -> int:
+    """Return how many buffers keep a disk busy without taking most of the memory."""
+    in_flight = min(STREAM_BYTES, budget.host_memory // 2)
+    return min(pages, max(STREAM_BUFFERS, in_flight // buffer_bytes))
+
+
+def _spread(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
+    """Choose pages that fit, so that those between them are as evenly spread as can be.
+
+    The others' transfers then hide behind the computation on these.
+    """
+    total = sum(sizes[page] for page in pages)
+    share = min(1.0, budget / total) if total else 0.0
+    chosen: list[int] = []
+    credit, left = 0.0, budget
+    for page in pages:
+        credit += share * sizes[page]
+        if sizes[page] <= credit and sizes[page] <= left:
+            chosen.append(page)
+            credit -= sizes[page]
+            left -= sizes[page]
+    for page in sorted(set(pages) - set(chosen)):  # What rounding left over.
+        if sizes[page] <= left:
+            chosen.append(page)
+            left -= sizes[page]
+    return chosen
+
+
+def _with_pool(tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget) -> Placement:
+    """Give what host memory is left to the pool."""
+    resident = sum(size for size, tier in zip(aligned, tiers, strict=True) if tier is Tier.HOST)
+    moving = [size for size, tier in zip(aligned, tiers, strict=True) if tier is not Tier.HOST]
+    if not moving:
+        return Placement(tiers=tuple(tiers), buffers=0, buffer_bytes=SECTOR_BYTES)
+    nbytes = max(moving)
+    count_max = (budget.host_memory - resident) // nbytes
+    streamed = sum(tier is Tier.NVME for tier in tiers)
+    count = budget.buffers
+    if count is None:
+        wanted = _stream_buffers(nbytes, streamed, budget) if resident else streamed
+        count = max(BUFFERS_MIN, min(count_max, wanted))
+    if count > count_max:
+        smallest = count * nbytes
+        if budget.buffers is None:
+            smallest = min(smallest, sum(moving))  # All of them could rest in so much.
+        raise BudgetError(
+            f"host_memory is {budget.host_memory} bytes ({format_bytes(budget.host_memory)}), "
+            f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}: "
+            f"pass host_memory={smallest} or more"
+            + (f", or fewer than {count} buffers" if count > BUFFERS_MIN else "")
+            + ", or begin a run with a smaller page_bytes"
+        )
+    return Placement(tiers=tuple(tiers), buffers=count, buffer_bytes=nbytes)

@@ -1,0 +1,276 @@
+"""One page: where its bytes are, and how they move between file, buffer and device."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tierstore.buffers import Buffer
+from tierstore.checksums import block_checksums
+from tierstore.device import Copy, Device, DeviceBuffer, PlainDevice
+from tierstore.errors import CorruptionError
+from tierstore.groups import PagedParameter
+from tierstore.manifest import PageEntry, page_file
+from tierstore.page import PageLayout, Section
+from tierstore.placement import Tier
+from tierstore.storage.base import Storage, Transfer
+from tierstore.units import Extent
+from tierstore.views import PageView
+
+# One page is copied in and one out while a third is stepped.
+STAGING_BUFFERS = 3
+
+
+class PageState(enum.Enum):
+    """Where a page's bytes are."""
+
+    FRESH = enum.auto()
+    STORED = enum.auto()
+    RESTING = enum.auto()
+    READING = enum.auto()
+    HELD = enum.auto()
+    WRITING = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One page of the store. Only the Pager changes its state."""
+
+    index: int
+    layout: PageLayout
+    parameters: Mapping[str, PagedParameter]
+    """The parameters that have a shard in the page, by name."""
+    tier: Tier = Tier.NVME
+    state: PageState = PageState.FRESH
+    entry: PageEntry | None = None
+    """What its file holds; None where it was never written."""
+    is_fresh: bool = True
+    """Whether its content is still to be made, of zeros and the parameters."""
+    in_memory: bool = False
+    """Whether memory of its own holds its content."""
+    is_changed: bool = False
+    """Whether that is newer than its file."""
+    buffer: Buffer | None = None
+    """Host memory: its own in tier HOST, else of the pool and only while it moves."""
+    device_buffer: DeviceBuffer | None = None
+    """Device memory: its own in tier DEVICE, else only while it is stepped there."""
+    transfers: list[Transfer] = field(default_factory=list)
+    copy: Copy | None = None
+    """The copy under way between ``buffer`` and the device."""
+    sections: list[Section] = field(default_factory=list)
+    """The sections being read."""
+
+    def view(self) -> PageView:
+        """Return the tensors over the memory in which the page is stepped."""
+        if self.device_buffer is not None:
+            return PageView(self.layout, self.parameters, self.device_buffer.tensor)
+        assert self.buffer is not None
+        return PageView(self.layout, self.parameters, self.buffer.tensor)
+
+    def go_back_to(self, entry: PageEntry) -> None:
+        """Take what is in its file for its content."""
+        self.state, self.entry, self.is_fresh = PageState.STORED, entry, False
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any parameter with a shard in the page has a gradient."""
+        return any(parameter.tensor.grad is not None for parameter in self.parameters.values())
+
+
+class Transit:
+    """Moves the bytes of pages. Whether there is room for them the caller has seen.
+
+    Args:
+        storage: the files; None where no page has one.
+        run_id: bound into checksums.
+        checksums: whether there are any.
+    """
+
+    def __init__(self, storage: Storage | None, *, run_id: str, checksums: bool) -> None:
+        self._storage = storage
+        self._run_id = run_id
+        self._checksums = checksums
+        self.device: Device = PlainDevice()
+        """Where pages are stepped."""
+        self._staging: deque[DeviceBuffer] = deque()
+        # Starts writes of what is still on its way from the device. No thread before that.
+        self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
+
+    def provide_staging(self, device: Device, sizes: Sequence[int]) -> int:
+        """Allocate what pages that do not rest on the device are stepped in there.
+
+        Args:
+            device: where pages are stepped from now on.
+            sizes: bytes of the pages that rest elsewhere.
+
+        Returns:
+            The bytes allocated.
+        """
+        self.device = device
+        self._staging.clear()
+        if not device.is_host:
+            for _ in range(min(STAGING_BUFFERS, len(sizes))):
+                self._staging.append(device.allocate(max(sizes)))
+        return sum(buffer.tensor.numel() for buffer in self._staging)
+
+    def read(self, page: Page, sections: list[Section]) -> int:
+        """Start to read some sections into the page's buffer; return how many bytes."""
+        assert self._storage is not None
+        assert page.buffer is not None
+        page.sections = sections
+        if page.entry is None:
+            return 0
+        name, nbytes = page_file(page.index, page.entry.copy), 0
+        for extent in _merged(sections):
+            transfer = self._storage.read(
+                name,
+                extent,
+                page.buffer.memory[extent.offset : extent.offset + extent.nbytes],
+            )
+            page.transfers.append(transfer)
+            nbytes += extent.nbytes
+        return nbytes
+
+    def make_whole(self, page: Page) -> None:
+        """Check what was read into a page's buffer, and make what was not."""
+        assert page.buffer is not None
+        unread = list(page.layout.sections)
+        if page.is_fresh:
+            PageView(page.layout, page.parameters, page.buffer.tensor).initialize()
+        else:
+            self._check(page)
+            unread = [section for section in unread if section not in page.sections]
+        # In place of what was not read lie the bytes of another page.
+        page.layout.stamp(page.buffer.tensor, unread)
+
+    def bring_to_device(self, page: Page) -> None:
+        """Have what is in a page's buffer where it is stepped."""
+        if page.buffer is None:
+            return
+        host = page.buffer.tensor[: page.layout.nbytes]
+        if page.copy is not None:
+            page.copy.wait()  # Still on its way from the last step.
+        if page.tier is Tier.DEVICE:
+            assert page.device_buffer is not None
+            self.device.copy_in(host, page.device_buffer).wait()
+        elif not self.device.is_host:
+            page.device_buffer = self._staging.popleft()
+            page.copy = self.device.copy_in(host, page.device_buffer)
+
+    def write(self, page: Page, step: int, copy: str) -> None:
+        """Start to write the page's buffer, at once or when what leaves the device is there."""
+        if page.copy is None or page.copy.done():
+            page.transfers = [self._start_write(page, step, copy)]
+        else:
+            page.transfers = [_LateTransfer(self._late.submit(self._start_write, page, step, copy))]
+
+    def leave_device(self, page: Page) -> None:
+        """Start to copy a page that was stepped on the device to its buffer."""
+        if page.device_buffer is None:
+            return
+        assert page.buffer is not None
+        page.copy = self.device.copy_out(
+            page.device_buffer, page.buffer.tensor[: page.layout.nbytes]
+        )
+        if page.tier is not Tier.DEVICE:
+            self._staging.append(page.device_buffer)
+            page.device_buffer = None
+
+    def drop(self, page: Page) -> None:
+        """Forget what was brought to the device, once nothing uses it any more."""
+        if page.copy is not None:
+            page.copy.wait()
+            page.copy = None
+        if page.tier is not Tier.DEVICE and page.device_buffer is not None:
+            self.device.note_use(page.device_buffer)
+            self._staging.append(page.device_buffer)
+            page.device_buffer = None
+
+    def settle(self, transfers: Iterable[Transfer]) -> None:
+        """Have writes under way that were waiting for a copy: their pages' entries are right.
+
+        Raises what kept one from being so.
+        """
+        for transfer in transfers:
+            if isinstance(transfer, _LateTransfer):
+                transfer.started()
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self._late.shutdown()
+        self._staging.clear()
+
+    def _start_write(self, page: Page, step: int, copy: str) -> Transfer:
+        """Write what is in a page's buffer, or will be when the copy has ended."""
+        assert self._storage is not None
+        assert page.buffer is not None
+        if page.copy is not None:
+            page.copy.wait()
+        checksums = self._checksums_of(page, step, page.layout.blocks)
+        page.entry = PageEntry(copy=copy, step=step, checksums=tuple(checksums))
+        extent = Extent(0, page.layout.nbytes)
+        memory = page.buffer.memory[: extent.nbytes]
+        return self._storage.write(page_file(page.index, copy), extent, memory)
+
+    def _check(self, page: Page) -> None:
+        """Compare the blocks that were read with the checksums of their commit."""
+        entry = page.entry
+        assert entry is not None
+        if not self._checksums or not entry.checksums:
+            return
+        blocks = page.layout.blocks_of(page.sections)
+        found = self._checksums_of(page, entry.step, [block for _, block in blocks])
+        for (number, block), checksum in zip(blocks, found, strict=True):
+            if checksum != entry.checksums[number]:
+                assert self._storage is not None
+                raise CorruptionError(
+                    f"{self._storage.location}/{page_file(page.index, entry.copy)}: the "
+                    f"{block.nbytes} bytes at offset {block.offset} are not those written in "
+                    f"step {entry.step} (checksum {checksum:016x}, expected "
+                    f"{entry.checksums[number]:016x}). The disk, memory or another "
+                    "program changed them: go back to a checkpoint of the run, if there is one"
+                )
+
+    def _checksums_of(self, page: Page, step: int, blocks: Iterable[Extent]) -> list[int]:
+        if not self._checksums:
+            return []
+        assert page.buffer is not None
+        return block_checksums(
+            page.buffer.memory, blocks, run_id=self._run_id, page=page.index, step=step
+        )
+
+
+class _LateTransfer:
+    """A write that is started when the copy before it has ended."""
+
+    def __init__(self, future: Future[Transfer]) -> None:
+        self._future = future
+
+    def started(self) -> Transfer:
+        """Return the write, once it is under way. Raises what kept it from being so."""
+        return self._future.result()
+
+    def wait(self) -> None:
+        """See Transfer.wait."""
+        self.started().wait()
+
+    def done(self) -> bool:
+        """See Transfer.done."""
+        if not self._future.done():
+            return False
+        return self._future.exception() is not None or self._future.result().done()
+
+
+def _merged(sections: Sequence[Section]) -> list[Extent]:
+    """Return the ranges of some sections, neighbours joined into one."""
+    extents: list[Extent] = []
+    for section in sections:
+        last = extents[-1] if extents else None
+        if last is not None and last.offset + last.nbytes == section.extent.offset:
+            extents[-1] = Extent(last.offset, last.nbytes + section.extent.nbytes)
+        else:
+            extents.append(section.extent)
+    return extents
