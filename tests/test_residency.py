@@ -174,8 +174,8 @@ def test_a_move_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         toy.store.move("gpu")
     assert toy.store.stats().pages_in == before
     toy.step()
-    toy.store.close()
     toy.assert_at(2)
+    toy.store.close()
 
 
 def test_moving_without_a_directory() -> None:
@@ -187,6 +187,54 @@ def test_moving_without_a_directory() -> None:
     toy.step()
     assert toy.store.stats().pages_in == {"device": 2}
     toy.assert_at(2)
+
+
+# --------------------------------------------------------------------- computing on the host
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"buffers": 2}, {}, {"directory": None}], ids=str)
+def test_on_the_host_through_copies(
+    options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Gradients are not changed, and let go of if that is asked for."""
+    parameters = training.make_parameters(dtype)
+    expected = training.resident_run(STEPS, dtype)
+    options = {"directory": tmp_path, "page_bytes": PAGE_BYTES, **options}
+    with tierstore.TierStore(**options, compute="host", free_gradients=True) as store:
+        optimizer = muon.Muon(training.make_groups(parameters), store=store)
+        scheduler = training.make_scheduler(optimizer)
+        for step in range(1, STEPS + 1):
+            training.set_gradients(parameters, step)
+            gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+            kept = {name: gradient.clone() for name, gradient in gradients.items()}
+            optimizer.step()
+            scheduler.step()
+            assert {n for n, p in parameters.items() if p.grad is not None} <= {"empty"}
+            assert all(torch.equal(gradients[name], kept[name]) for name in kept)
+        training.assert_identical(training.snapshot(optimizer, parameters), expected)
+
+
+def test_host_compute_is_within_the_budget(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, buffers=2, host_memory="1MiB", compute="host")
+    toy.step()
+    toy.store.close()
+    with pytest.raises(tierstore.BudgetError, match=r"host_memory=(\d+)") as caught:
+        Toy(tmp_path / "small", buffers=2, host_memory="40KiB", compute="host")
+    smallest = int(str(caught.value).split("pass host_memory=")[1].split()[0])
+    with pytest.raises(tierstore.BudgetError):
+        Toy(tmp_path / "smaller", buffers=2, host_memory=smallest - 1, compute="host")
+    toy = Toy(tmp_path / "enough", buffers=2, host_memory=smallest, compute="host")
+    toy.step()
+    assert toy.store.stats().host_bytes_peak <= smallest
+    toy.store.close()
+
+
+def test_pages_cannot_rest_on_a_device_that_does_not_step_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device_memory must be 0"):
+        tierstore.TierStore(tmp_path, compute="host", device_memory="1GiB")
+    with pytest.raises(ValueError, match="'device' or 'host'"):
+        tierstore.TierStore(tmp_path, compute="gpu")
 
 
 # ----------------------------------------------------------------------------- prefetching

@@ -37,6 +37,7 @@ TABLE: tuple[tuple[int, frozenset[str]], ...] = (
     (3, frozenset({"commit", "views"})),
     (3, frozenset({"run", "transit"})),
     (3, frozenset({"residency"})),
+    (3, frozenset({"mirrors"})),
     (3, frozenset({"pages", "states", "sweep"})),
     (3, frozenset({"checkpoint", "history"})),
     (4, frozenset({"paged"})),

@@ -24,9 +24,22 @@ class StoreConfig:
     checksums: bool
     """Whether pages are checked when they are read."""
 
+    compute: str
+    """Where pages are stepped: "device", that of the parameters, or "host"."""
+
+    free_gradients: bool
+    """Whether gradients are let go of once they were used."""
+
     def __post_init__(self) -> None:
         if self.page_bytes < SECTOR_BYTES:
             raise ValueError(f"page_bytes must be at least {SECTOR_BYTES}, got {self.page_bytes}")
+        if self.compute not in ("device", "host"):
+            raise ValueError(f"compute must be 'device' or 'host', got {self.compute!r}")
+        if self.compute == "host" and self.budget.device_memory:
+            raise ValueError(
+                "compute='host' steps pages in host memory: device_memory must be 0, got "
+                f"{self.budget.device_memory}"
+            )
         if self.budget.buffers is not None and self.budget.buffers < BUFFERS_MIN:
             raise ValueError(
                 f"buffers must be at least {BUFFERS_MIN} (one page is stepped while another "

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from tierstore.commit import Commits
 from tierstore.config import StoreConfig
-from tierstore.device import Device, open_device
+from tierstore.device import Device, PlainDevice, open_device
 from tierstore.errors import SweepError, TierstoreError
 from tierstore.groups import PagedGroup, ParameterSpec, check_states, check_unchanged
 from tierstore.guard import Guard
 from tierstore.history import History
+from tierstore.mirrors import MIRRORS, Mirrors, mirror_bytes
 from tierstore.pages import check_groups, create_files, device_of, make_pages
 from tierstore.peers import Peers
 from tierstore.placement import Placement, Tier, place, place_all
@@ -23,6 +25,7 @@ from tierstore.states import fill_states, read_states, write_pages
 from tierstore.storage.base import Storage
 from tierstore.sweep import Sweep
 from tierstore.transit import Page
+from tierstore.units import SECTOR_BYTES, align_up
 from tierstore.views import PageView
 
 
@@ -53,6 +56,7 @@ class PagedStates:
         self._groups: list[PagedGroup] = []
         self._pages: list[Page] = []
         self._device: Device | None = None  # That of the parameters.
+        self._mirrors: Mirrors | None = None  # Only where that is not where steps are computed.
         self._tier: Tier | None = None  # Where move() brought all pages.
         self._specs: dict[str, ParameterSpec] = {}
         self._history = History()
@@ -101,12 +105,13 @@ class PagedStates:
             first_page=len(self._pages),
             page_bytes=self._identity.page_bytes if self._storage else self._config.page_bytes,
         )
+        all_pages = [*self._pages, *pages]
         device = device_of([*self._groups, *groups])
-        placement = self._placement([*self._pages, *pages], device, self._tier)
+        placement = self._placement(all_pages, device, self._tier)
         if self._device is None:
             self._device = open_device(device)
         with self._guard.failing(interrupts=True):
-            self._pager.place([*self._pages, *pages], placement, self._device, self._write)
+            self._place(all_pages, placement)
         if self._storage is not None and not self._guard.awaits_restore:
             self._allocate(self._storage, pages)
         self._groups += groups
@@ -137,7 +142,14 @@ class PagedStates:
                 check_unchanged(parameter, self._specs[parameter.name])
         self._commit_if_due()
         step = self._history.step
-        sweep = Sweep(self._pager, self._pages, self._swap_out, warn=not self._warned)
+        sweep = Sweep(
+            self._pager,
+            self._pages,
+            self._swap_out,
+            mirrors=self._mirrors,
+            free_gradients=self._config.free_gradients,
+            warn=not self._warned,
+        )
         try:
             self._guard.sweeping = True
             self._history.step = step + 1
@@ -242,12 +254,14 @@ class PagedStates:
         self, pages: Sequence[Page], device: torch.device, tier: Tier | None
     ) -> Placement:
         sizes = [page.layout.nbytes for page in pages]
+        on_host = device.type == "cpu" or self._config.compute == "host"
         if self._storage is None:  # There is nothing to plan.
-            here = Tier.HOST if device.type == "cpu" else Tier.DEVICE
+            here = Tier.HOST if on_host else Tier.DEVICE
             return Placement(tiers=(tier or here,) * len(pages), buffers=0, buffer_bytes=0)
-        if tier is None:
-            return place(sizes, self._config.budget)
-        return place_all(sizes, self._config.budget, tier)
+        budget = self._config.budget
+        if self._config.compute == "host":
+            budget = replace(budget, reserved=MIRRORS * _mirror_bytes(pages))
+        return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
 
     def _bring_to(self, tier: Tier) -> None:
         """Move all pages to a tier now."""
@@ -257,8 +271,18 @@ class PagedStates:
         placement = self._placement(self._pages, self._device.device, tier)
         self._tier = tier
         with self._guard.failing(interrupts=True):
-            self._pager.place(self._pages, placement, self._device, self._write)
+            self._place(self._pages, placement)
             self._pager.load(self._pages)
+
+    def _place(self, pages: Sequence[Page], placement: Placement) -> None:
+        assert self._device is not None
+        device = self._device
+        if self._config.compute == "host":
+            if self._mirrors is not None:
+                self._mirrors.close()
+            self._mirrors = Mirrors(device, _mirror_bytes(pages))
+            device = PlainDevice()
+        self._pager.place(pages, placement, device, self._write)
 
     def _swap_out(self, page: Page) -> None:
         """Bring a page that was stepped to where it rests.
@@ -326,3 +350,9 @@ class PagedStates:
     def _fail(self, error: BaseException) -> None:
         if self._storage:  # Without one there is nothing to go back to.
             self._guard.fail(error)
+
+
+def _mirror_bytes(pages: Sequence[Page]) -> int:
+    """Return the bytes of the largest mirror of these pages."""
+    nbytes = max((mirror_bytes(page.layout, page.parameters) for page in pages), default=0)
+    return align_up(nbytes, SECTOR_BYTES)

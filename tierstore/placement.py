@@ -45,6 +45,13 @@ class Budget:
     host_memory: int
     device_memory: int
     buffers: int | None
+    reserved: int = 0
+    """Of the host memory, for other things than pages."""
+
+    @property
+    def for_pages(self) -> int:
+        """Host memory for pages and their buffers."""
+        return max(0, self.host_memory - self.reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +89,11 @@ def place(sizes: Sequence[int], budget: Budget) -> Placement:
     if budget.buffers is None:
         resting = [page for page in pages if tiers[page] is not Tier.DEVICE]
         through_pool = 0
-        if sum(aligned[page] for page in resting) > budget.host_memory:
+        if sum(aligned[page] for page in resting) > budget.for_pages:
             through_pool = _stream_buffers(buffer_bytes, len(resting), budget) * buffer_bytes
         elif len(resting) < len(pages):
             through_pool = BUFFERS_MIN * buffer_bytes
-        for page in _spread(resting, aligned, budget.host_memory - through_pool):
+        for page in _spread(resting, aligned, budget.for_pages - through_pool):
             tiers[page] = Tier.HOST
     return _with_pool(tiers, aligned, budget)
 
@@ -98,19 +105,20 @@ def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
         BudgetError: it does not fit; the message names the budget that does.
     """
     aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
-    limits = {Tier.DEVICE: budget.device_memory, Tier.HOST: budget.host_memory}
+    limits = {Tier.DEVICE: budget.device_memory, Tier.HOST: budget.for_pages}
     if tier in limits and sum(aligned) > limits[tier]:
+        smallest = sum(aligned) + (budget.reserved if tier is Tier.HOST else 0)
         raise BudgetError(
             f"all pages take {sum(aligned)} bytes ({format_bytes(sum(aligned))}), and "
-            f"{tier.value}_memory is {limits[tier]} ({format_bytes(limits[tier])}): pass "
-            f"{tier.value}_memory={sum(aligned)} or more"
+            f"{tier.value}_memory has {limits[tier]} ({format_bytes(limits[tier])}) for them: "
+            f"pass {tier.value}_memory={smallest} or more"
         )
     return _with_pool([tier] * len(sizes), aligned, budget)
 
 
 def _stream_buffers(buffer_bytes: int, pages: int, budget: Budget) -> int:
     """Return how many buffers keep a disk busy without taking most of the memory."""
-    in_flight = min(STREAM_BYTES, budget.host_memory // 2)
+    in_flight = min(STREAM_BYTES, budget.for_pages // 2)
     return min(pages, max(STREAM_BUFFERS, in_flight // buffer_bytes))
 
 
@@ -143,7 +151,7 @@ def _with_pool(tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget) ->
     if not moving:
         return Placement(tiers=tuple(tiers), buffers=0, buffer_bytes=SECTOR_BYTES)
     nbytes = max(moving)
-    count_max = (budget.host_memory - resident) // nbytes
+    count_max = (budget.for_pages - resident) // nbytes
     streamed = sum(tier is Tier.NVME for tier in tiers)
     count = budget.buffers
     if count is None:
@@ -153,10 +161,12 @@ def _with_pool(tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget) ->
         smallest = count * nbytes
         if budget.buffers is None:
             smallest = min(smallest, sum(moving))  # All of them could rest in so much.
+        beside = f" beside {budget.reserved} for gradients and parameters"
         raise BudgetError(
             f"host_memory is {budget.host_memory} bytes ({format_bytes(budget.host_memory)}), "
-            f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}: "
-            f"pass host_memory={smallest} or more"
+            f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}"
+            f"{beside if budget.reserved else ''}: "
+            f"pass host_memory={smallest + budget.reserved} or more"
             + (f", or fewer than {count} buffers" if count > BUFFERS_MIN else "")
             + ", or begin a run with a smaller page_bytes"
         )

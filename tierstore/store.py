@@ -46,6 +46,9 @@ class TierStore(PagedStates):
         resume: go on with the run in the directory, through restore(); a directory without
             a commit begins a new run.
         overwrite: delete the run in the directory and begin a new one.
+        compute: where steps are computed: on the parameters' "device", or on the "host", to
+            which gradients are copied then.
+        free_gradients: set each ``.grad`` to None as soon as it was used.
         process_group: the ranks that commit together; None: this process alone.
 
     A store is used by one thread, and by the process that made it.
@@ -70,6 +73,8 @@ class TierStore(PagedStates):
         checksums: bool = True,
         resume: bool = False,
         overwrite: bool = False,
+        compute: str = "device",
+        free_gradients: bool = False,
         process_group: Peers | None = None,
     ) -> None:
         config = StoreConfig(
@@ -81,6 +86,8 @@ class TierStore(PagedStates):
             page_bytes=parse_bytes(page_bytes),
             commit_every=commit_every,
             checksums=checksums,
+            compute=compute,
+            free_gradients=free_gradients,
         )
         if resume and overwrite:
             raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
@@ -323,6 +330,8 @@ class TierStore(PagedStates):
                 stack.callback(self._storage.close)
                 stack.callback(self._commits.close)
             stack.callback(self._pager.close, self._pages)
+            if self._mirrors is not None:
+                stack.callback(self._mirrors.close)
             stack.callback(self._finish_publication)
             usable = not (self._guard.failure or self._guard.awaits_restore)
             if synchronize and self._storage and usable:

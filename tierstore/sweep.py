@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
+from tierstore.mirrors import Mirror, Mirrors
 from tierstore.residency import Pager
 from tierstore.transit import Page
-from tierstore.views import PageView
+from tierstore.views import DIRECT, PageView
 
 
 class Sweep:
@@ -18,6 +20,8 @@ class Sweep:
         pager: moves the pages.
         pages: all pages of the store, in order.
         swap_out: writes a held page to where it may be written.
+        mirrors: bring gradients and parameters to the host; None: they are used where they are.
+        free_gradients: whether to let go of each gradient after its use.
         warn: whether to warn of a parameter that was changed outside of the optimizer.
     """
 
@@ -27,11 +31,15 @@ class Sweep:
         pages: Sequence[Page],
         swap_out: Callable[[Page], None],
         *,
+        mirrors: Mirrors | None,
+        free_gradients: bool,
         warn: bool,
     ) -> None:
         self._pager = pager
         self._pages = pages
         self._swap_out = swap_out
+        self._mirrors = mirrors
+        self._free_gradients = free_gradients
         self.warns = warn
         """Whether no warning was given yet."""
         self.reading = False
@@ -43,24 +51,38 @@ class Sweep:
     def stepped_pages(self) -> Generator[PageView, None, None]:
         """Yield the pages to step, and write each one as soon as the next is asked for."""
         pages = [page for page in self._pages if page.is_fresh or page.has_gradient]
+        last_uses = {name: page for page in pages for name in page.parameters}
         self.reading = True
-        with contextlib.closing(
-            self._pager.stream(pages, lambda page: page.layout.readable)
-        ) as stream:
-            for page in stream:
-                view = page.view()
-                changed = view.adopt_parameters()
-                if changed and self.warns:
-                    self.warns = False
-                    warnings.warn(
-                        f"parameter {changed[0]!r} was changed outside of the optimizer; its "
-                        "master follows it. Later changes are adopted without a warning",
-                        stacklevel=2,
-                    )
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(
+                contextlib.closing(self._pager.stream(pages, lambda page: page.layout.readable))
+            )
+            mirrors: Iterator[Mirror | None] = itertools.repeat(None)
+            if self._mirrors is not None:
+                mirrors = stack.enter_context(contextlib.closing(self._mirrors.of(pages)))
+            for page, mirror in zip(stream, mirrors, strict=False):
+                view = page.view(mirror or DIRECT)
+                self._adopt(view)
                 self.begun = True
                 if page.has_gradient:
                     yield view
                     view.write_parameters()
                 view.read_parameters()
+                if mirror is not None:
+                    mirror.send_back()
                 self._swap_out(page)
+                if self._free_gradients:
+                    for name, parameter in page.parameters.items():
+                        if last_uses[name] is page:
+                            parameter.tensor.grad = None
         self.finished = True
+
+    def _adopt(self, view: PageView) -> None:
+        changed = view.adopt_parameters()
+        if changed and self.warns:
+            self.warns = False
+            warnings.warn(
+                f"parameter {changed[0]!r} was changed outside of the optimizer; its "
+                "master follows it. Later changes are adopted without a warning",
+                stacklevel=3,
+            )

@@ -18,7 +18,7 @@ from tierstore.page import PageLayout, Section
 from tierstore.placement import Tier
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import Extent
-from tierstore.views import PageView
+from tierstore.views import DIRECT, PageView, Source
 
 # One page is copied in and one out while a third is stepped.
 STAGING_BUFFERS = 3
@@ -63,12 +63,11 @@ class Page:
     sections: list[Section] = field(default_factory=list)
     """The sections being read."""
 
-    def view(self) -> PageView:
+    def view(self, source: Source = DIRECT) -> PageView:
         """Return the tensors over the memory in which the page is stepped."""
-        if self.device_buffer is not None:
-            return PageView(self.layout, self.parameters, self.device_buffer.tensor)
-        assert self.buffer is not None
-        return PageView(self.layout, self.parameters, self.buffer.tensor)
+        memory = self.device_buffer or self.buffer
+        assert memory is not None
+        return PageView(self.layout, self.parameters, memory.tensor, source)
 
     def go_back_to(self, entry: PageEntry) -> None:
         """Take what is in its file for its content."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -11,10 +12,36 @@ from tierstore.groups import MASTER, PagedParameter, ParameterSpec
 from tierstore.page import PageLayout
 
 
+class Source(Protocol):
+    """Where a view finds parameters and gradients."""
+
+    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk of a parameter, to be read and written."""
+
+    def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
+        """Return the same chunk of its gradient, or None."""
+
+
+class Direct:
+    """Parameters and gradients where they are."""
+
+    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
+        """See Source.values."""
+        return chunk.select(parameter.tensor.detach())
+
+    def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
+        """See Source.gradient."""
+        grad = parameter.tensor.grad
+        return None if grad is None else chunk.select(grad)
+
+
+DIRECT = Direct()
+
+
 class ChunkView:
     """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
 
-    __slots__ = ("_parameter", "chunk", "master", "states")
+    __slots__ = ("_parameter", "_source", "chunk", "master", "states")
 
     def __init__(
         self,
@@ -22,8 +49,10 @@ class ChunkView:
         chunk: Chunk,
         master: torch.Tensor,
         states: Mapping[str, torch.Tensor],
+        source: Source,
     ) -> None:
         self._parameter = parameter
+        self._source = source
         self.chunk = chunk
         """Offsets and sizes within the parameter."""
         self.master = master
@@ -35,8 +64,7 @@ class ChunkView:
     @property
     def grad(self) -> torch.Tensor | None:
         """The same chunk of the parameter's gradient, or None; not to be modified."""
-        grad = self._parameter.tensor.grad
-        return None if grad is None else self.chunk.select(grad)
+        return self._source.gradient(self._parameter, self.chunk)
 
     def state(self, name: str) -> torch.Tensor:
         """Return a state by name, "master" among them."""
@@ -45,7 +73,7 @@ class ChunkView:
     @property
     def values(self) -> torch.Tensor:
         """The same chunk of the parameter itself."""
-        return self.chunk.select(self._parameter.tensor.detach())
+        return self._source.values(self._parameter, self.chunk)
 
 
 class ShardView:
@@ -64,11 +92,16 @@ class ShardView:
 class PageView:
     """A page in the hands of an optimizer. Valid until the next page is asked for."""
 
-    __slots__ = ("_layout", "_memory", "_parameters", "group", "shards")
+    __slots__ = ("_layout", "_memory", "_parameters", "_source", "group", "shards")
 
     def __init__(
-        self, layout: PageLayout, parameters: Mapping[str, PagedParameter], memory: torch.Tensor
+        self,
+        layout: PageLayout,
+        parameters: Mapping[str, PagedParameter],
+        memory: torch.Tensor,
+        source: Source = DIRECT,
     ) -> None:
+        self._source = source
         self._layout = layout
         self._parameters = parameters
         self._memory = memory  # uint8.
@@ -87,13 +120,13 @@ class PageView:
         records = self._layout.records[name, chunk]
         parameter = self._parameters[name]
         if records[MASTER].parameter.owns_master:
-            master = chunk.select(parameter.tensor.detach())
+            master = self._source.values(parameter, chunk)
         else:
             master = records[MASTER].view(self._memory)
         states = {
             state: record.view(self._memory) for state, record in records.items() if state != MASTER
         }
-        return ChunkView(parameter, chunk, master, states)
+        return ChunkView(parameter, chunk, master, states, self._source)
 
     def initialize(self) -> None:
         """Make the content of a page that was never written: zeros, and the parameters."""
@@ -141,14 +174,14 @@ class PageView:
             master = records[MASTER]
             if master.parameter.owns_master:
                 parameter = self._parameters[master.parameter.name]
-                master.view(self._memory).copy_(master.chunk.select(parameter.tensor.detach()))
+                master.view(self._memory).copy_(self._source.values(parameter, master.chunk))
 
     def restore_parameters(self) -> None:
         """Copy the masters in the page into the parameters, whoever owns them."""
         for records in self._layout.records.values():
             master = records[MASTER]
             parameter = self._parameters[master.parameter.name]
-            master.chunk.select(parameter.tensor.detach()).copy_(master.view(self._memory))
+            self._source.values(parameter, master.chunk).copy_(master.view(self._memory))
 
     def _chunks(self) -> list[ChunkView]:
         return [chunk for shard in self.shards for chunk in shard.chunks]
