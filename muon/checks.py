@@ -57,6 +57,7 @@ def _check_muon(group: Mapping[str, Any]) -> None:
         raise ValueError(f"ns_coefficients must be three, got {group['ns_coefficients']}")
     if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
         raise ValueError(f"ns_steps must be a whole number in [0, 100), got {group['ns_steps']}")
+    check_dtype("ns_dtype", group["ns_dtype"])
     if group["momentum_dtype"] is not None:
         check_dtype("momentum_dtype", group["momentum_dtype"])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import torch
 
 # Chosen by Keller Jordan to have the steepest slope at zero: after five steps every
@@ -44,3 +47,33 @@ def orthogonalize_(
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.addmm(wide, polynomial, wide, beta=a)
     return wide.T if is_tall else wide
+
+
+def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
+    """Return bfloat16 or float32, whichever orthogonalizes such a matrix faster on a device.
+
+    On some CPUs bfloat16 is hundreds of times slower than on others, so that only a
+    measurement tells. It is made on a matrix of at most 256 rows and columns.
+
+    Args:
+        shape: (rows, columns).
+        device: where to compute.
+    """
+    matrix = torch.ones(*(min(size, 256) for size in shape), device=device)
+    seconds = {dtype: _seconds(matrix, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def _seconds(matrix: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the shortest of some times, the first of which warm up."""
+    shortest = math.inf
+    for _ in range(4):
+        copy = matrix.to(dtype, copy=True)
+        if copy.is_cuda:
+            torch.cuda.synchronize(copy.device)
+        began = time.perf_counter()
+        orthogonalize_(copy)
+        if copy.is_cuda:
+            torch.cuda.synchronize(copy.device)
+        shortest = min(shortest, time.perf_counter() - began)
+    return shortest

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any, NoReturn
@@ -15,8 +16,8 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
-from muon.checks import check_dtype, check_hyperparameters, check_saved
-from muon.update import adamw_, adjust_lr, momentum_, muon_
+from muon.checks import check_hyperparameters, check_saved
+from muon.rules import step_adamw, step_muon
 
 _ADAMW_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -63,7 +64,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: None or "original", or "match_rms_adamw"; see ``torch.optim.Muon``.
         momentum_dtype: dtype of the momentum; None: that of each parameter.
         store: where the state lives; None keeps all of it in memory.
-        ns_dtype: dtype that Newton-Schulz computes in.
+        ns_dtype: dtype that Newton-Schulz computes in, or "auto": bfloat16 or float32,
+            whichever is measured to be faster where steps are computed. A run keeps it.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
 
     Raises:
@@ -85,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum_dtype: torch.dtype | None = None,
         store: tierstore.TierStore | None = None,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | str = torch.bfloat16,
         prefetch_in_backward: bool = False,
     ) -> None:
         defaults = {
@@ -98,15 +100,14 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
             "momentum_dtype": momentum_dtype,
         }
-        check_dtype("ns_dtype", ns_dtype)
+        self.store = tierstore.TierStore(None) if store is None else store
         self._attached = 0
         self._prefetches = prefetch_in_backward
         self._prefetched = False
-        self._ns_dtype = ns_dtype
         super().__init__(params, defaults)
-        self.store = tierstore.TierStore(None) if store is None else store
         # Read through to the pages. Never falsy, which torch's state-dict helpers take
         # for an optimizer that has to make its state with a step of its own.
         self.state = _PagedState(self)  # type: ignore[assignment]
@@ -129,6 +130,8 @@ class Muon(torch.optim.Optimizer):
             if algorithm == "adamw":
                 for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given - {"algorithm"}:
                     del param_group[name]
+            if param_group.get("ns_dtype") == "auto":
+                param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
             check_hyperparameters(param_group)
             self._check_parameters(len(self.param_groups) - 1)
         except Exception:
@@ -175,9 +178,9 @@ class Muon(torch.optim.Optimizer):
                     if shard.parameter.tensor.grad is None:
                         continue
                     if group["algorithm"] == "muon":
-                        self._step_muon(shard, group)
+                        step_muon(shard, group)
                     else:
-                        self._step_adamw(shard, group, steps[shard.parameter.name])
+                        step_adamw(shard, group, steps[shard.parameter.name])
             for name, step in steps.items():
                 self.store.scalars[name]["step"] = step
         self._prefetched = False
@@ -265,48 +268,12 @@ class Muon(torch.optim.Optimizer):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(None)
 
-    def _step_muon(self, shard: tierstore.ShardView, group: dict[str, Any]) -> None:
-        rows, columns = shard.parameter.tensor.shape
-        lr = group["lr"]
-        matrix = torch.empty(rows, columns, dtype=self._ns_dtype)
-        for chunk in shard.chunks:
-            assert chunk.grad is not None
-            momentum_(
-                chunk.grad,
-                chunk.states["momentum_buffer"],
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                out=chunk.chunk.select(matrix),
-            )
-        update = newton_schulz.orthogonalize_(
-            matrix,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["eps"],
-        )
-        for chunk in shard.chunks:
-            muon_(
-                chunk.master,
-                chunk.chunk.select(update),
-                lr=lr,
-                adjusted_lr=adjust_lr(lr, group["adjust_lr_fn"], rows, columns),
-                weight_decay=group["weight_decay"],
-            )
-
-    def _step_adamw(self, shard: tierstore.ShardView, group: dict[str, Any], step: float) -> None:
-        for chunk in shard.chunks:
-            assert chunk.grad is not None
-            adamw_(
-                chunk.master,
-                chunk.grad,
-                chunk.states["exp_avg"],
-                chunk.states["exp_avg_sq"],
-                step=step,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
+    def _fastest_ns_dtype(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
+        device = parameters[0].device
+        if self.store.compute == "host":
+            device = torch.device("cpu")
+        shape = max((parameter.shape for parameter in parameters), key=math.prod)
+        return newton_schulz.fastest_dtype(shape, device)
 
     def _next_steps(self) -> dict[str, float]:
         """Return the step count that each AdamW parameter with a gradient comes to."""

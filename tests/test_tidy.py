@@ -33,7 +33,7 @@ TABLE: tuple[tuple[int, frozenset[str]], ...] = (
     (1, frozenset({"page"})),
     (1, frozenset({"schedule"})),
     (2, frozenset({"storage"})),
-    (3, frozenset({"buffers", "device"})),
+    (3, frozenset({"buffers", "device", "timeline"})),
     (3, frozenset({"commit", "views"})),
     (3, frozenset({"run", "transit"})),
     (3, frozenset({"residency"})),

@@ -18,6 +18,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from torch.profiler import record_function
+
 from tierstore.errors import StorageError, StoreFailedError
 from tierstore.manifest import (
     Manifest,
@@ -232,7 +234,8 @@ class Commits:
                 self._storage.sync_directory()
             write_durably(self._storage, manifest_name(manifest.revision), manifest.to_bytes())
 
-        agree(self._peers, commit_here)
+        with record_function(f"tierstore::commit {manifest.step}"):
+            agree(self._peers, commit_here)
         self.committed = manifest
         self._number_durable = number
         self._forget_older()

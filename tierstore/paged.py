@@ -182,6 +182,11 @@ class PagedStates:
             self._pager.prefetch(self._pages, lambda page: page.layout.readable)
 
     @property
+    def compute(self) -> str:
+        """Where steps are computed: on the parameters' "device", or on the "host"."""
+        return self._config.compute
+
+    @property
     def group_count(self) -> int:
         """Number of groups attached; those of one optimizer, which sweep() steps together."""
         return len(self._groups)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
+from torch.profiler import record_function
 
 from tierstore.buffers import BufferPool
 from tierstore.device import Device
@@ -245,7 +246,8 @@ class Pager:
         """Count the time spent in the block as waiting."""
         started = time.perf_counter()
         try:
-            yield
+            with record_function("tierstore::stall"):
+                yield
         finally:
             self.stall_seconds += time.perf_counter() - started
 

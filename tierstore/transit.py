@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from torch.profiler import record_function
+
 from tierstore.buffers import Buffer
 from tierstore.checksums import block_checksums
 from tierstore.device import Copy, Device, DeviceBuffer, PlainDevice
@@ -17,6 +19,7 @@ from tierstore.manifest import PageEntry, page_file
 from tierstore.page import PageLayout, Section
 from tierstore.placement import Tier
 from tierstore.storage.base import Storage, Transfer
+from tierstore.timeline import Lane
 from tierstore.units import Extent
 from tierstore.views import DIRECT, PageView, Source
 
@@ -97,6 +100,7 @@ class Transit:
         self._staging: deque[DeviceBuffer] = deque()
         # Starts writes of what is still on its way from the device. No thread before that.
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
+        self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
 
     def provide_staging(self, device: Device, sizes: Sequence[int]) -> int:
         """Allocate what pages that do not rest on the device are stepped in there.
@@ -131,6 +135,7 @@ class Transit:
             )
             page.transfers.append(transfer)
             nbytes += extent.nbytes
+        self._reads.show(f"page {page.index}", list(page.transfers))
         return nbytes
 
     def make_whole(self, page: Page) -> None:
@@ -200,6 +205,8 @@ class Transit:
     def close(self) -> None:
         """Give the device's memory back."""
         self._late.shutdown()
+        self._reads.close()
+        self._writes.close()
         self._staging.clear()
 
     def _start_write(self, page: Page, step: int, copy: str) -> Transfer:
@@ -208,11 +215,14 @@ class Transit:
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
-        checksums = self._checksums_of(page, step, page.layout.blocks)
+        with record_function("tierstore::checksums"):
+            checksums = self._checksums_of(page, step, page.layout.blocks)
         page.entry = PageEntry(copy=copy, step=step, checksums=tuple(checksums))
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
-        return self._storage.write(page_file(page.index, copy), extent, memory)
+        transfer = self._storage.write(page_file(page.index, copy), extent, memory)
+        self._writes.show(f"page {page.index}", [transfer])
+        return transfer
 
     def _check(self, page: Page) -> None:
         """Compare the blocks that were read with the checksums of their commit."""
@@ -221,7 +231,8 @@ class Transit:
         if not self._checksums or not entry.checksums:
             return
         blocks = page.layout.blocks_of(page.sections)
-        found = self._checksums_of(page, entry.step, [block for _, block in blocks])
+        with record_function("tierstore::check"):
+            found = self._checksums_of(page, entry.step, [block for _, block in blocks])
         for (number, block), checksum in zip(blocks, found, strict=True):
             if checksum != entry.checksums[number]:
                 assert self._storage is not None
