@@ -1,0 +1,114 @@
+"""Parameters on a GPU: the same bits in every tier, and as on the CPU where that computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests import training
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+STEPS = 8
+PAGE_BYTES = 10000
+
+
+def on_device(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    return {
+        name: torch.nn.Parameter(parameter.detach().to("cuda"))
+        for name, parameter in training.make_parameters(dtype).items()
+    }
+
+
+def train(
+    parameters: dict[str, torch.nn.Parameter], store: tierstore.TierStore, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Train with gradients made on the CPU, so that they are the same everywhere."""
+    optimizer = muon.Muon(training.make_groups(parameters), store=store, **options)
+    on_host = {name: torch.nn.Parameter(p.detach().cpu()) for name, p in parameters.items()}
+    for step in range(1, STEPS + 1):
+        training.set_gradients(on_host, step)
+        for name, parameter in parameters.items():
+            grad = on_host[name].grad
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+        optimizer.step()
+    found = training.snapshot(optimizer, parameters)
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "nvme": {"buffers": 2},
+    "host": {},
+    "device": {"device_memory": "1MiB", "buffers": 2},
+    "some of each": {"device_memory": 100_000, "host_memory": 150_000},
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_same_bits_in_every_tier(
+    budget: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = train(on_device(dtype), tierstore.TierStore(None, page_bytes=PAGE_BYTES))
+    with tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, **budget) as store:
+        training.assert_identical(train(on_device(dtype), store), expected)
+        assert store.stats().device_bytes_peak > 0
+    parameters = on_device(dtype)
+    with tierstore.TierStore(tmp_path, resume=True, **budget) as store:
+        optimizer = muon.Muon(training.make_groups(parameters), store=store)
+        assert optimizer.restore() == STEPS
+        found = training.snapshot(optimizer, parameters)
+        training.assert_identical({name: t.cpu() for name, t in found.items()}, expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("directory", [True, False])
+def test_computing_on_the_host_gives_what_the_cpu_gives(
+    directory: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = train(training.make_parameters(dtype), tierstore.TierStore(None))
+    with tierstore.TierStore(
+        tmp_path if directory else None, page_bytes=PAGE_BYTES, compute="host"
+    ) as store:
+        training.assert_identical(train(on_device(dtype), store), expected)
+        assert store.stats().device_bytes_peak == 0
+
+
+@needs_cuda
+def test_moving_between_all_tiers(tmp_path: Path) -> None:
+    dtype = torch.bfloat16
+    expected = train(on_device(dtype), tierstore.TierStore(None, page_bytes=PAGE_BYTES))
+    parameters = on_device(dtype)
+    with tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, device_memory="1MiB") as store:
+        optimizer = muon.Muon(training.make_groups(parameters), store=store)
+        on_host = {name: torch.nn.Parameter(p.detach().cpu()) for name, p in parameters.items()}
+        for step in range(1, STEPS + 1):
+            store.move(("nvme", "device", "host")[step % 3])
+            training.set_gradients(on_host, step)
+            for name, parameter in parameters.items():
+                grad = on_host[name].grad
+                parameter.grad = None if grad is None else grad.to("cuda")
+            optimizer.step()
+        found = training.snapshot(optimizer, parameters)
+        training.assert_identical({name: t.cpu() for name, t in found.items()}, expected)
+
+
+@needs_cuda
+def test_page_buffers_are_page_locked(tmp_path: Path) -> None:
+    parameters = on_device(torch.bfloat16)
+    with tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, buffers=2) as store:
+        optimizer = muon.Muon(training.make_groups(parameters), store=store)
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with store.sweep() as pages:
+            locked = [page._memory.is_cuda for page in pages]
+        assert all(locked)
+        assert all(buffer.tensor.is_pinned() for buffer in store._pager._pool._all)
