@@ -40,14 +40,14 @@ from tierstore.checkpoint.retention import (
     temporary_prefix,
 )
 from tierstore.checksums import block_checksum
+from tierstore.directories import open_run_directory, rank_directory
 from tierstore.errors import CheckpointError, CorruptionError, StorageError, TierstoreError
 from tierstore.manifest import Manifest, page_file, seal
 from tierstore.page import BLOCK_BYTES, PageLayout
 from tierstore.peers import Alone, Peers, agree
 from tierstore.publication import Publication
-from tierstore.run import LOCK_TIMEOUT_S, find_run, rank_directory
+from tierstore.run import LOCK_TIMEOUT_S, find_run
 from tierstore.storage.base import Folder, Storage
-from tierstore.storage.select import open_storage
 
 logger = logging.getLogger("tierstore")
 
@@ -131,14 +131,13 @@ def publish_run(
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish().
     """
-    directory = rank_directory(run, rank=0)
-    if not directory.is_dir():
+    if not rank_directory(run, rank=0).is_dir():
         raise CheckpointError(f"{run} holds no run of tierstore: name a run directory")
     if rank_directory(run, rank=1).is_dir():
         raise CheckpointError(
             f"{run} holds a run of several ranks: publish it from the job, with store.checkpoint()"
         )
-    with contextlib.closing(open_storage(directory)) as storage:
+    with contextlib.closing(open_run_directory(run, rank=0)) as storage:
         storage.lock(LOCK_TIMEOUT_S)
         _, manifest = find_run(storage, Alone())
         assert manifest is not None
