@@ -163,8 +163,8 @@ class TierStore(PagedStates):
         """Publish the last step as a directory that ``torch.distributed.checkpoint`` loads.
 
         Commits the step if nobody did. On the filesystem of the run the page files are
-        linked, no tensor is read or written, and the checkpoint is there on return. On
-        another one it is copied in the background: close() and the next checkpoint() wait
+        linked, no tensor is read or written, and the checkpoint is there on return. Pages on
+        another one are copied in the background: close() and the next checkpoint() wait
         for it and raise what went wrong.
 
         Args:
