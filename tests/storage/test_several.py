@@ -46,7 +46,7 @@ def pages(count: int) -> list[str]:
 class _AsPages(DealtStorage):
     """Has the names that the conformance suite uses lie in the second directory."""
 
-    def home(self, name: str) -> Storage:
+    def _part(self, name: str) -> Storage:
         return self._parts[1]
 
 

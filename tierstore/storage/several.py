@@ -65,11 +65,8 @@ class DealtStorage:
         return self._parts[0].location
 
     def home(self, name: str) -> Storage:
-        """See Storage.home: one of the parts."""
-        number = page_number(name)
-        if number is None or not self._round:
-            return self._parts[0]
-        return self._parts[self._round[number % len(self._round)]]
+        """See Storage.home: that of one of the parts."""
+        return self._part(name).home(name)
 
     def lock(self, timeout_s: float) -> None:
         """See Storage.lock: of all directories, within the one timeout.
@@ -91,58 +88,58 @@ class DealtStorage:
                 for part in self._parts
                 for name in part.list()
                 if name not in (DEALING_NAME, _TEMPORARY_NAME)
-                if not self._round or self.home(name) is part
+                if not self._round or self._part(name) is part
             }
         )
 
     def size(self, name: str) -> int:
         """See Storage.size."""
-        return self._home(name).size(name)
+        return self._found(name).size(name)
 
     def create(self, name: str, nbytes: int) -> None:
         """See Storage.create."""
         self._begin()
-        self._home(name).create(name, nbytes)
+        self._found(name).create(name, nbytes)
 
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         """See Storage.read."""
-        return self._home(name).read(name, extent, buffer)
+        return self._found(name).read(name, extent, buffer)
 
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         """See Storage.write."""
-        return self._home(name).write(name, extent, buffer)
+        return self._found(name).write(name, extent, buffer)
 
     def flush(self, names: Sequence[str]) -> None:
         """See Storage.flush: of all directories at once."""
         by_part: dict[Storage, builtins.list[str]] = {}
         for name in names:
-            by_part.setdefault(self._home(name), []).append(name)
+            by_part.setdefault(self._found(name), []).append(name)
         self._together([partial(part.flush, own) for part, own in by_part.items()])
 
     def put(self, name: str, data: bytes) -> None:
         """See Storage.put."""
         self._begin()
-        self._home(name).put(name, data)
+        self._found(name).put(name, data)
 
     def get(self, name: str) -> bytes:
         """See Storage.get."""
-        return self._home(name).get(name)
+        return self._found(name).get(name)
 
     def rename(self, name: str, new_name: str) -> None:
         """See Storage.rename; EXDEV where the names are not of one directory."""
-        self._common_home("rename", name, new_name).rename(name, new_name)
+        self._found_both("rename", name, new_name).rename(name, new_name)
 
     def link(self, name: str, new_name: str) -> None:
         """See Storage.link; EXDEV where the names are not of one directory."""
-        self._common_home("link", name, new_name).link(name, new_name)
+        self._found_both("link", name, new_name).link(name, new_name)
 
     def is_shared(self, name: str) -> bool:
         """See Storage.is_shared."""
-        return self._home(name).is_shared(name)
+        return self._found(name).is_shared(name)
 
     def map(self, name: str) -> memoryview:
         """See Storage.map."""
-        return self._home(name).map(name)
+        return self._found(name).map(name)
 
     def scratch(self, nbytes: int) -> memoryview:
         """See Storage.scratch: in the first directory."""
@@ -154,11 +151,11 @@ class DealtStorage:
 
     def unlink(self, name: str) -> None:
         """See Storage.unlink. Until the parts are dealt, in all that have the file."""
-        homes = [self._home(name)]
+        parts = [self._found(name)]
         if not self._round:
-            homes = [part for part in self._parts if name in part.list()] or homes
-        for home in homes:
-            home.unlink(name)
+            parts = [part for part in self._parts if name in part.list()] or parts
+        for part in parts:
+            part.unlink(name)
 
     def sync_directory(self) -> None:
         """See Storage.sync_directory. The first is last: its names tell of files in the others."""
@@ -193,15 +190,22 @@ class DealtStorage:
             for part in self._parts:
                 stack.callback(call, part)
 
-    def _home(self, name: str) -> Storage:
-        self._find()
-        return self.home(name)
+    def _part(self, name: str) -> Storage:
+        number = page_number(name)
+        if number is None or not self._round:
+            return self._parts[0]
+        return self._parts[self._round[number % len(self._round)]]
 
-    def _common_home(self, what: str, name: str, new_name: str) -> Storage:
-        home, new_home = self._home(name), self.home(new_name)
-        if home is not new_home:
-            raise StorageError(what, path=f"{new_home.location}/{new_name}", errno=errno.EXDEV)
-        return home
+    def _found(self, name: str) -> Storage:
+        """Return the part that a file lies in, once it is known how the parts were dealt."""
+        self._find()
+        return self._part(name)
+
+    def _found_both(self, what: str, name: str, new_name: str) -> Storage:
+        part, new_part = self._found(name), self._found(new_name)
+        if part is not new_part:
+            raise StorageError(what, path=f"{new_part.location}/{new_name}", errno=errno.EXDEV)
+        return part
 
     def _find(self) -> None:
         """Take the dealing that the parts have, if they have one."""
