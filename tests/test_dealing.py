@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -157,9 +158,13 @@ def held(
     )
 
 
-def test_any_order_is_right() -> None:
-    one, two = held("disk0", dealing(0)), held("disk1", dealing(1), has_run=False)
-    for directories in ([one, two], [two, one]):
+@pytest.mark.parametrize("has_run", list(itertools.product([True, False], repeat=3)))
+def test_all_directories_of_a_dealing_are_right_in_any_order(has_run: Sequence[bool]) -> None:
+    """Whatever of the run is in them: a crash may have removed any of it."""
+    three = [
+        held(f"disk{index}", dealing(index, count=3), has_run=has_run[index]) for index in range(3)
+    ]
+    for directories in itertools.permutations(three):
         found = match(directories)
         assert found is not None
         assert found.dealing_id == "d"
@@ -172,7 +177,11 @@ def test_any_order_is_right() -> None:
         [held("disk0", dealing(0), has_run=False)],
         [held("disk0", dealing(0), has_run=False), held("disk1")],
         [held("disk1"), held("disk0", dealing(0), has_run=False), held("new")],
-        [held("disk0", dealing(0), has_run=False), held("disk1", dealing(1), has_run=False)],
+        [
+            held("disk0", dealing(0, count=3), has_run=False),
+            held("disk1", dealing(1, count=3), has_run=False),
+            held("disk2"),
+        ],
     ],
 )
 def test_nothing_of_a_run_is_a_place_to_begin_in(directories: list[Held]) -> None:

@@ -279,7 +279,7 @@ def test_overwrite_of_one_directory_alone(two: list[Path]) -> None:
     assert numbers(two[0]) == list(range(PAGES))
     assert "dealing.json" not in names_in(two[0] / RANK)
     resumed(two[0], 1).store.close()
-    refused(two, "is of another run|holds a run|is not of")
+    refused(two, f"^{two[0]} is not of the run that is dealt over")
     made(two, overwrite=True)
     resumed(two).store.close()
 

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -72,9 +73,21 @@ def _only_the_first_is_flushed(self: DealtStorage, names: Sequence[str]) -> None
     self._parts[0].flush([name for name in names if self._part(name) is self._parts[0]])
 
 
-def _all_are_synced_from_the_first_on(self: DealtStorage) -> None:
-    for part in self._parts:
-        part.sync_directory()
+_write = DealtStorage._write
+
+
+def _the_dealing_is_not_synced(self: DealtStorage, part: Any, *rest: Any) -> None:
+    with mock.patch.object(part, "sync_directory"):
+        _write(self, part, *rest)
+
+
+def _the_dealing_is_put_in_its_place(self: DealtStorage, part: Any, *rest: Any) -> None:
+    put = part.put
+    with (
+        mock.patch.object(part, "put", lambda name, data: put("dealing.json", data)),
+        mock.patch.object(part, "rename"),
+    ):
+        _write(self, part, *rest)
 
 
 @pytest.mark.usefixtures("_quiet")
@@ -83,8 +96,9 @@ def _all_are_synced_from_the_first_on(self: DealtStorage) -> None:
     ("method", "wrong", "seed"),
     [
         ("sync_directory", _only_the_first_is_synced, 0),
-        ("sync_directory", _all_are_synced_from_the_first_on, 16),
         ("flush", _only_the_first_is_flushed, 0),
+        ("_write", _the_dealing_is_not_synced, 1),
+        ("_write", _the_dealing_is_put_in_its_place, 1),
     ],
 )
 def test_the_simulation_sees_what_would_be_wrong(

@@ -122,60 +122,71 @@ def match(held: Sequence[Held]) -> Dealing | None:
     """Return the dealing whose directories were all named, in any order, and no others.
 
     Returns:
-        None where none of the directories has anything of a run in it.
+        None where none of the directories has anything of a run in it, nor all of a dealing.
 
     Raises:
         RunDirectoryError: naming the directory that does not belong, or is not named.
     """
-    # A crash may come between the first file of a new dealing, which is that of the first
-    # directory, and the others: that dealing is of nothing.
+    dealings = [each.dealing for each in held if each.dealing]
+    if len(dealings) == len(held) and _is_whole(dealings):
+        return dealings[0]  # Whatever is in them: a crash may have come while it was removed.
+    # A crash may also come between the first file of a new dealing, which is that of the
+    # first directory, and the others: that dealing is of nothing.
     unused = {
         each.dealing.dealing_id
         for each in held
         if each.dealing and each.dealing.index == 0 and not each.has_run
     }
-    empty = [
+    used = [
         each
         for each in held
-        if not each.has_run and (each.dealing is None or each.dealing.dealing_id in unused)
+        if each.has_run or (each.dealing and each.dealing.dealing_id not in unused)
     ]
-    if len(empty) == len(held):
-        return None
-    used = [each for each in held if each not in empty]
+    if used:
+        raise RunDirectoryError(_complaint(held, used))
+    return None
+
+
+def _is_whole(dealings: Sequence[Dealing]) -> bool:
+    ids = {dealing.dealing_id for dealing in dealings}
+    indices = sorted(dealing.index for dealing in dealings)
+    return len(ids) == 1 and indices == [*range(len(dealings[0].directories))]
+
+
+def _complaint(held: Sequence[Held], used: Sequence[Held]) -> str:
+    """Return which directory does not fit the others, or is not among them."""
     dealing = next((each.dealing for each in used if each.dealing), None)
     if dealing is None:
-        raise RunDirectoryError(
+        return (
             f"{_run_directory(used[0].location)} holds a run that is not dealt over several "
             "directories: name it alone to go on with that run, or pass overwrite=True to delete it"
         )
     run = f"the run that is dealt over {_listed(dealing.directories)}"
-    found: dict[int, Held] = {}
+    found: dict[int, str] = {}
     for each in held:
         place = _run_directory(each.location)
-        if each in empty:
-            raise RunDirectoryError(
+        if each not in used:
+            return (
                 f"{place} holds nothing of {run}: name exactly those directories, where they are "
                 "now. Is the disk of one not mounted?"
             )
         if each.dealing is None or each.dealing.dealing_id != dealing.dealing_id:
-            raise RunDirectoryError(
+            return (
                 f"{place} is not of {run}, but of another run: name the directories of one run, "
                 "or pass overwrite=True to delete all that is in those named"
             )
-        other = found.setdefault(each.dealing.index, each)
-        if other is not each:
-            raise RunDirectoryError(
-                f"{_run_directory(other.location)} and {place} are both number "
+        if each.dealing.index in found:
+            return (
+                f"{found[each.dealing.index]} and {place} are both number "
                 f"{each.dealing.index + 1} of {run}: one is a copy of the other. Name the one "
                 "that was used last"
             )
+        found[each.dealing.index] = place
     absent = [path for index, path in enumerate(dealing.directories) if index not in found]
-    if absent:
-        raise RunDirectoryError(
-            f"{_run_directory(held[0].location)} is of {run}: name {_listed(absent)} too, or where "
-            "that is now, or pass overwrite=True to delete what is in those named"
-        )
-    return dealing
+    return (
+        f"{_run_directory(held[0].location)} is of {run}: name {_listed(absent)} too, or where "
+        "that is now, or pass overwrite=True to delete what is in those named"
+    )
 
 
 def _run_directory(location: str) -> str:

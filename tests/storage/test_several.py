@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.errors import RunLockedError, StorageError
+from tierstore.errors import RunDirectoryError, RunLockedError, StorageError
 from tierstore.storage import open_storage
 from tierstore.storage.bandwidth import measured_bandwidths
 from tierstore.storage.base import Storage
@@ -440,12 +440,24 @@ def test_a_slower_directory_is_measured_as_slower() -> None:
     assert of_slow < of_fast
 
 
-def test_a_directory_that_refuses_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("operation", "number", "expected"),
+    [
+        ("create", errno.ENOSPC, RunDirectoryError),
+        ("write", errno.EDQUOT, RunDirectoryError),
+        ("write", errno.EIO, StorageError),
+        ("flush", errno.EIO, StorageError),
+        ("read", errno.EIO, StorageError),
+    ],
+)
+def test_a_directory_that_refuses_is_named(
+    operation: str, number: int, expected: type[Exception], tmp_path: Path
+) -> None:
     parts = [FaultyStorage(open_storage(tmp_path / name)) for name in ("one", "two")]
-    parts[1].arm(Fault("error", "create", call=1, errno=errno.ENOSPC))
-    with pytest.raises(StorageError) as caught:
+    fault = Fault("error", operation, call=1, errno=number)  # type: ignore[arg-type]
+    parts[1].arm(fault)
+    with pytest.raises(expected, match=f"{tmp_path / 'two'}.*{os.strerror(number)}"):
         measured_bandwidths(parts, page_bytes=SECTOR_BYTES)
-    assert caught.value.path.startswith(str(tmp_path / "two"))
     for part in parts:
         assert part.list() == []
         part.close()

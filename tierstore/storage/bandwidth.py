@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from tierstore.errors import StorageError
+from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
@@ -29,6 +30,7 @@ def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[fl
     by the time that each takes. At most 64 MiB are written to each directory, and removed.
 
     Raises:
+        RunDirectoryError: one of them is full.
         StorageError: one of them refused; the message names it.
     """
     nbytes = min(align_up(page_bytes, SECTOR_BYTES), _TRANSFER_BYTES_MAX)
@@ -50,6 +52,13 @@ def _measured(storage: Storage, data: memoryview) -> float:
         storage.flush([name])
         read = _moved(lambda extent: storage.read(name, extent, buffer), extents[:written])
         seconds = time.perf_counter() - started
+    except StorageError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunDirectoryError(
+            f"{storage.location} has no room for the {_TRANSFERS_MAX * data.nbytes} bytes to "
+            f"measure it with: {error}; free more than that, or name another directory"
+        ) from error
     finally:
         with suppress(StorageError):
             storage.unlink(name)
