@@ -17,7 +17,9 @@ import torch
 import muon
 import tierstore
 from tests import training
+from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
+from tierstore.storage.several import DealtStorage
 from tierstore.testing.faults import FaultyStorage
 
 # A server that has imported everything forks the children: starting one takes milliseconds.
@@ -39,9 +41,25 @@ class KillAt:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def open_store(directory: Path, kill_at: int = 0, **options: Any) -> tierstore.TierStore:
-    storage = FaultyStorage(open_storage(directory / "rank-00000"), on_operation=KillAt(kill_at))
+def open_store(
+    directory: Path, kill_at: int = 0, directories: int = 1, **options: Any
+) -> tierstore.TierStore:
+    kill = KillAt(kill_at)
+    parts = [
+        FaultyStorage(open_storage(place / "rank-00000"), on_operation=kill)
+        for place in places(directory, directories)
+    ]
+    storage: Storage = parts[0]
+    if directories > 1:
+        storage = DealtStorage(parts, lambda parts: [3e8, 2e8, 1e8][: len(parts)])
     return tierstore.TierStore(storage, page_bytes=10000, buffers=3, resume=True, **options)
+
+
+def places(directory: Path, directories: int) -> list[Path]:
+    """Where a run in so many directories lies."""
+    if directories == 1:
+        return [directory]
+    return [directory / str(number) for number in range(directories)]
 
 
 def train(
@@ -51,11 +69,12 @@ def train(
     seed: int,
     kill_at: int = 0,
     synchronize: bool = False,
+    directories: int = 1,
 ) -> None:
     """Go on to ``steps``, telling of each step when its commit() has returned."""
     torch.set_num_threads(1)
     parameters = training.make_parameters(torch.bfloat16)
-    store = open_store(directory, kill_at)
+    store = open_store(directory, kill_at, directories)
     optimizer = muon.Muon(training.make_groups(parameters), store=store)
     scheduler = training.make_scheduler(optimizer)
     start = optimizer.restore()
@@ -105,11 +124,13 @@ def news(receiver: Connection) -> list[Any]:
         return messages
 
 
-def look(directory: Path, scratch: Path) -> tuple[int, dict[str, torch.Tensor], Any]:
-    """Restore a copy of a run directory: (step, every tensor and scalar, the extra)."""
+def look(
+    directory: Path, scratch: Path, directories: int = 1
+) -> tuple[int, dict[str, torch.Tensor], Any]:
+    """Restore a copy of a run: (step, every tensor and scalar, the extra)."""
     shutil.copytree(directory, scratch)
     try:
-        with tierstore.TierStore(scratch, resume=True) as store:
+        with tierstore.TierStore(places(scratch, directories), resume=True) as store:
             parameters = training.make_parameters(torch.bfloat16)
             optimizer = muon.Muon(training.make_groups(parameters), store=store)
             training.make_scheduler(optimizer)

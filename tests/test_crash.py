@@ -14,9 +14,11 @@ from tests import crashing, training
 STEPS = 8
 
 
-def check(directory: Path, scratch: Path, seeds: list[int], acknowledged: int) -> int:
+def check(
+    directory: Path, scratch: Path, seeds: list[int], acknowledged: int, directories: int = 1
+) -> int:
     """What a restart finds is a step of this history, not older than promised."""
-    step, state, extra = crashing.look(directory, scratch)
+    step, state, extra = crashing.look(directory, scratch, directories)
     # The last commit() that returned, or the one before it, or one whose news was lost.
     assert acknowledged - 1 <= step <= acknowledged + 1
     training.assert_identical(state, crashing.history(seeds[:step])[step])
@@ -24,29 +26,35 @@ def check(directory: Path, scratch: Path, seeds: list[int], acknowledged: int) -
     return step
 
 
-def crash_twice(directory: Path, scratch: Path, kills: list[int | float]) -> None:
+def crash_twice(
+    directory: Path, scratch: Path, kills: list[int | float], directories: int = 1
+) -> None:
     """Train, be killed, go on with other gradients, be killed again, go on to the end.
 
     A kill is the number of a storage operation, or seconds after the first step.
     """
+    options = {"directories": directories}
     seeds = [0] * STEPS
     found = 0
     for attempt, kill in enumerate(kills):
         seeds = seeds[:found] + [attempt] * (STEPS - found)
         at = kill if isinstance(kill, int) else 0
-        with crashing.process(directory, STEPS, attempt, kill_at=at) as (child, receiver):
+        with crashing.process(directory, STEPS, attempt, kill_at=at, **options) as (
+            child,
+            receiver,
+        ):
             if isinstance(kill, float):
                 receiver.poll(None)
                 child.join(kill)
                 child.kill()
             child.join()
             told = [step for step in crashing.news(receiver) if step != "closed"]
-        found = check(directory, scratch, seeds, max(told, default=found))
+        found = check(directory, scratch, seeds, max(told, default=found), directories)
     seeds = seeds[:found] + [9] * (STEPS - found)
-    with crashing.process(directory, STEPS, 9) as (child, receiver):
+    with crashing.process(directory, STEPS, 9, **options) as (child, receiver):
         child.join()
         assert crashing.news(receiver)[-1] == "closed"
-    assert check(directory, scratch, seeds, STEPS) == STEPS
+    assert check(directory, scratch, seeds, STEPS, directories) == STEPS
 
 
 def random_kills(count: int) -> list[list[float]]:
@@ -71,6 +79,22 @@ def test_killed_at_more_random_moments(kills: list[float], tmp_path: Path) -> No
 @pytest.mark.parametrize("first", range(1, 60, 4))
 def test_killed_at_each_point(first: int, second: int, tmp_path: Path) -> None:
     crash_twice(tmp_path / "run", tmp_path / "copy", [first, second])
+
+
+# With three directories the same takes about three times as many.
+@pytest.mark.parametrize("second", [9, 35])
+@pytest.mark.parametrize("first", range(1, 180, 11))
+def test_killed_at_each_point_over_several_directories(
+    first: int, second: int, tmp_path: Path
+) -> None:
+    crash_twice(tmp_path / "run", tmp_path / "copy", [first, second], directories=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1, 180))
+def test_killed_at_more_points_over_several_directories(first: int, tmp_path: Path) -> None:
+    for second in range(1 + first % 11, 90, 11):
+        crash_twice(tmp_path / f"run-{second}", tmp_path / "copy", [first, second], directories=3)
 
 
 @pytest.mark.long

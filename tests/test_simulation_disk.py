@@ -23,7 +23,7 @@ class Machine:
     def __init__(self, disk: Disk | None = None, weakening: Weakening | None = None) -> None:
         self.disk = Disk(folders=(FOLDER,)) if disk is None else disk
         self.log = Log(weakening=weakening or Weakening())
-        (files,) = self.disk.open(self.log)
+        ((files,),) = self.disk.open(self.log)
         self.storage = RecordedStorage(self.log, 0, files)
         self.folder = self.storage.folder(FOLDER)
 

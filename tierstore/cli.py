@@ -118,11 +118,14 @@ def checkpoint(
             publication = publish_run(run, out, on_progress=on_progress)
             publication.wait()
         if as_json:
-            fields = ("path", "step", "bytes_total", "bytes_copied")
+            fields = ("path", "step", "bytes_total", "bytes_copied", "bytes_linked")
             _write_json({name: getattr(publication, name) for name in fields})
         else:
-            how = "copied" if publication.bytes_copied else "linked, they take no further space"
             nbytes = format_bytes(publication.bytes_total)
+            how = "linked, they take no further space"
+            if publication.bytes_copied:
+                linked = publication.bytes_linked
+                how = f"copied, {format_bytes(linked)} linked" if linked else "copied"
             _write(_plain(f"{out}: step {publication.step}, {nbytes} of pages {how}") + "\n")
 
 
@@ -263,6 +266,8 @@ def _describe_summary(summary: Summary) -> Iterator[RenderableType]:
             f"{summary.shared_files} of these files ({format_bytes(summary.shared_bytes)}) have "
             "another name, in the run or a checkpoint: removing this one frees the rest only"
         )
+    for directory, share in summary.directories.items():
+        yield f"{_plain(directory)}: dealt {share:.0%} of the pages"
     if summary.in_use_by is not None:
         yield f"in use by {_plain(summary.in_use_by)}"
     for note in summary.notes:

@@ -49,6 +49,12 @@ def spare_file(page_file: str) -> str:
     return f"{page_file}.next"
 
 
+def page_number(name: str) -> int | None:
+    """Return which page a file is of, or would be of; None for any other file."""
+    match = re.fullmatch(r"page-(\d+)\.[ab](\.next|\.copying-[0-9a-f]+)?", name)
+    return int(match[1]) if match else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
     """What stays the same for as long as a run directory exists."""

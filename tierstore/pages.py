@@ -116,8 +116,9 @@ def check_files(storage: Storage, pages: Sequence[Page], manifest: Manifest) -> 
         if found != page.layout.nbytes:
             state = "is missing" if found is None else f"has {found} bytes"
             raise CorruptionError(
-                f"{storage.location}/{name} {state}, but commit {manifest.step} needs it with "
-                f"{page.layout.nbytes} bytes: go back to a checkpoint of the run, if there is one"
+                f"{storage.home(name).location}/{name} {state}, but commit {manifest.step} needs "
+                f"it with {page.layout.nbytes} bytes: go back to a checkpoint of the run, if there "
+                "is one"
             )
 
 

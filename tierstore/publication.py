@@ -11,15 +11,15 @@ class Publication:
     Attributes:
         path: the directory.
         step: the step that it holds.
-        bytes_total: bytes of this rank's pages.
-        bytes_copied: how many of them were copied until now; none where they were linked.
+        bytes_linked: bytes of this rank's pages that were linked.
+        bytes_total: bytes of those that are copied; of all where all were linked.
+        bytes_copied: how many were copied until now.
     """
 
-    def __init__(self, path: str, step: int, bytes_total: int) -> None:
+    def __init__(self, path: str, step: int) -> None:
         self.path = path
         self.step = step
-        self.bytes_total = bytes_total
-        self.bytes_copied = 0
+        self.bytes_total = self.bytes_copied = self.bytes_linked = 0
         self.outcome: Future[None] = Future()
 
     def done(self) -> bool:

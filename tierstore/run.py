@@ -2,7 +2,8 @@
 
 ``<directory>/rank-00000/`` holds the files of one rank: ``run.json`` (identity), ``lock``,
 ``commit-<step>`` (manifests), ``page-<number>.a`` and ``.b``, and while a run that keeps
-one copy of each page is between commits, ``dirty``.
+one copy of each page is between commits, ``dirty``. Where a run is dealt over several
+directories, pages may lie in any of them, and everything else is in the first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import re
 import secrets
 import weakref
-from pathlib import Path
 
 import torch
 
@@ -42,9 +42,6 @@ _OWN_NAMES = re.compile(
 _TEMPORARY_NAME = re.compile(
     rf"(?:{_OWN_NAMES.pattern})\.tmp|page-\d+\.[ab]\.(next|copying-[0-9a-f]+)"
 )
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
-
-
 _storages_in_use: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
@@ -76,75 +73,6 @@ def refuse_several_ranks() -> None:
             raise ValueError(
                 f"torch.distributed runs with {world_size} ranks; this version of tierstore "
                 "works in one process only"
-            )
-
-
-def rank_directory(directory: Path, rank: int) -> Path:
-    """Return the directory of one rank's files, after checking that it may be one.
-
-    Raises:
-        RunDirectoryError: ``directory`` is not a directory, may not be entered, belongs to
-            someone else, lies in memory, or holds something that is not a run.
-    """
-    path = directory / f"rank-{rank:05d}"
-    try:
-        if path.is_symlink():
-            raise RunDirectoryError(
-                f"{path} is a symbolic link: remove it, or name another directory"
-            )
-        for place in (directory, path):
-            if place.exists():
-                _check_place(place)
-        if directory.exists() and not path.exists():
-            _check_empty(directory)
-        _check_filesystem(directory)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{directory} cannot be looked into: {error.strerror} (errno {error.errno}); make "
-            "it accessible for this user, or name another directory"
-        ) from error
-    return path
-
-
-def _check_empty(directory: Path) -> None:
-    strange = sorted(
-        entry.name
-        for entry in directory.iterdir()
-        if entry.name != "lost+found" and not re.fullmatch(r"rank-\d{5}", entry.name)
-    )
-    if strange:
-        raise RunDirectoryError(
-            f"{directory} holds no tierstore run but other files ({', '.join(strange[:3])}"
-            f"{', ...' if len(strange) > 3 else ''}): name an empty or a new directory"
-        )
-
-
-def _check_place(place: Path) -> None:
-    if not place.is_dir():
-        raise RunDirectoryError(f"{place} is not a directory: name an empty or a new one")
-    owner = place.stat().st_uid
-    if owner != os.geteuid():
-        raise RunDirectoryError(
-            f"{place} belongs to user {owner}, this process runs as user {os.geteuid()}: "
-            "run as its owner, or name another directory"
-        )
-
-
-def _check_filesystem(directory: Path) -> None:
-    """Refuse filesystems that live in memory: nothing on them survives a restart."""
-    existing = next(place for place in (directory, *directory.absolute().parents) if place.exists())
-    device = existing.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # Not Linux: no such list, and no tmpfs under a usual path.
-        return
-    for mount in mounts:
-        fields, _, kind = mount.partition(" - ")
-        if fields.split()[2] == number and kind.split()[0] in _MEMORY_FILESYSTEMS:
-            raise RunDirectoryError(
-                f"{directory} is on {kind.split()[0]}, which is memory and does not survive a "
-                "restart: name a directory on a disk"
             )
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from tierstore.config import StoreConfig
+from tierstore.directories import open_directories
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.paged import PagedStates
 from tierstore.pages import check_files, check_same_model
 from tierstore.peers import Alone, Peers
 from tierstore.placement import Budget, Tier
 from tierstore.publication import Publication
-from tierstore.run import rank_directory, recover, refuse_several_ranks
+from tierstore.run import recover, refuse_several_ranks
 from tierstore.states import restore_parameters
 from tierstore.stats import Stats
 from tierstore.storage.base import Storage
-from tierstore.storage.select import open_storage
 from tierstore.units import parse_bytes
 
 
@@ -29,8 +30,11 @@ class TierStore(PagedStates):
     """Keeps the state of an optimizer in page files and streams it through few buffers.
 
     Args:
-        directory: the run directory, on a disk; made if absent. A ``Storage`` stands for
-            itself. None keeps every page in memory: nothing is read, written or committed.
+        directory: the run directory, on a disk; made if absent. A list of several, on
+            several disks, has the pages dealt over them, in proportion to the bandwidth
+            measured as the run begins; a run that is resumed needs all of them, in any
+            order. A ``Storage`` stands for itself. None keeps every page in memory: nothing
+            is read, written or committed.
         host_memory: most bytes that page buffers and pages that rest in host memory may take
             together: an int, or a string such as "16GiB". What the buffers leave keeps as many
             pages in memory as fit.
@@ -62,7 +66,7 @@ class TierStore(PagedStates):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | Storage | None,
+        directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Storage | None,
         *,
         host_memory: int | str = "16GiB",
         device_memory: int | str = 0,
@@ -96,7 +100,15 @@ class TierStore(PagedStates):
         peers: Peers = Alone() if process_group is None else process_group
         storage: Storage | None = None
         if isinstance(directory, str | os.PathLike):
-            storage = open_storage(rank_directory(Path(directory), peers.rank), engine)
+            directory = [directory]
+        if isinstance(directory, Sequence):
+            storage = open_directories(
+                [Path(each) for each in directory],
+                peers.rank,
+                engine=engine,
+                page_bytes=config.page_bytes,
+                overwrite=overwrite,
+            )
         elif directory is not None:
             storage = directory
         super().__init__(storage, config, peers, resume=resume, overwrite=overwrite)
@@ -166,8 +178,8 @@ class TierStore(PagedStates):
         """Publish the last step as a directory that ``torch.distributed.checkpoint`` loads.
 
         Commits the step if nobody did. On the filesystem of the run the page files are
-        linked, no tensor is read or written, and the checkpoint is there on return. On
-        another one it is copied in the background: close() and the next checkpoint() wait
+        linked, no tensor is read or written, and the checkpoint is there on return. Pages on
+        another one are copied in the background: close() and the next checkpoint() wait
         for it and raise what went wrong.
 
         Args:

@@ -236,8 +236,9 @@ class Transit:
         for (number, block), checksum in zip(blocks, found, strict=True):
             if checksum != entry.checksums[number]:
                 assert self._storage is not None
+                name = page_file(page.index, entry.copy)
                 raise CorruptionError(
-                    f"{self._storage.location}/{page_file(page.index, entry.copy)}: the "
+                    f"{self._storage.home(name).location}/{name}: the "
                     f"{block.nbytes} bytes at offset {block.offset} are not those written in "
                     f"step {entry.step} (checksum {checksum:016x}, expected "
                     f"{entry.checksums[number]:016x}). The disk, memory or another "

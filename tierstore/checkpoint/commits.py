@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from tierstore.checkpoint.files import MARKER_NAME, published_manifest
 from tierstore.checkpoint.reading import Reader, unsealed, wrong_name
-from tierstore.errors import CorruptionError
+from tierstore.dealing import DEALING_NAME, Dealing, deal
+from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.groups import ParameterSpec
 from tierstore.manifest import (
     IDENTITY_NAME,
@@ -20,6 +21,7 @@ from tierstore.manifest import (
     Revision,
     RunIdentity,
     manifest_revision,
+    page_file,
     unseal,
 )
 from tierstore.storage.checks import LOCK_NAME
@@ -41,6 +43,15 @@ class Rank:
     """Those that are whole."""
     names: Sequence[str] = ()
     """Of everything in the folder."""
+    dealing: Dealing | None = None
+    """How its pages are dealt over several directories, if they are."""
+    page_folders: Sequence[str | None] = ()
+    """The folders that pages are dealt to, one round; None for one that cannot be read."""
+
+    def page_place(self, page: int, copy: str) -> str | None:
+        """Return the name of a page file for a Reader; None where it cannot be read."""
+        folder = self.page_folders[page % len(self.page_folders)]
+        return None if folder is None else f"{folder}/{page_file(page, copy)}"
 
     @property
     def commits(self) -> dict[str, Revision]:
@@ -54,7 +65,11 @@ def commits_in(names: Iterable[str]) -> dict[str, Revision]:
 
 
 def read_ranks(reader: Reader) -> list[Rank]:
-    """Return what there is of each rank of a run, noting every file that is not whole."""
+    """Return what there is of each rank of a run, noting every file that is not whole.
+
+    Raises:
+        CheckpointError: the directory is a further one of a run; the message names the first.
+    """
     ranks = []
     for folder in reader.list():
         match = _RANK_FOLDER.fullmatch(folder)
@@ -65,9 +80,51 @@ def read_ranks(reader: Reader) -> list[Rank]:
             if (reader.root / folder).is_symlink():
                 raise CorruptionError("is a link: no link is followed")
             rank.names = reader.list(folder)
+            rank.page_folders = [folder]
+            if DEALING_NAME in rank.names:
+                _read_dealing(reader, rank)
             _read_rank(reader, rank)
             ranks.append(rank)
     return ranks
+
+
+def _read_dealing(reader: Reader, rank: Rank) -> None:
+    """Admit the directories that pages of a rank were dealt to: what says so in them, too."""
+    place = f"{rank.folder}/{DEALING_NAME}"
+    rank.page_folders = [None]
+    with reader.noting(place):
+        rank.dealing = _dealing_in(reader, rank.folder)
+    if rank.dealing is None:
+        return
+    first, *others = rank.dealing.directories
+    if rank.dealing.index:
+        raise CheckpointError(
+            f"{reader.root} has only pages of a run that is dealt over "
+            f"{len(rank.dealing.directories)} directories: name the first, "
+            f"{os.path.dirname(first)}"
+        )
+    folders: list[str | None] = [rank.folder]
+    for index, directory in enumerate(others, start=1):
+        folders.append(_admitted(reader, directory, rank.dealing.dealing_id, index))
+    rank.page_folders = [folders[index] for index in deal(rank.dealing.weights)]
+
+
+def _admitted(reader: Reader, directory: str, dealing_id: str, index: int) -> str | None:
+    """Admit a further directory if it says itself that it is that; else note why not."""
+    with reader.noting(directory):
+        reader.admit(directory)
+        with reader.noting(f"{directory}/{DEALING_NAME}"):
+            found = _dealing_in(reader, directory)
+            if (found.dealing_id, found.index) == (dealing_id, index):
+                return directory
+            raise CorruptionError("is of another run, or of another directory of this one")
+    reader.note(f"pages of the run were dealt to {directory}, which could not be read")
+    return None
+
+
+def _dealing_in(reader: Reader, folder: str) -> Dealing:
+    place = f"{folder}/{DEALING_NAME}"
+    return cast(Dealing, unsealed(Dealing.from_bytes, reader.get(place), place))
 
 
 def _read_rank(reader: Reader, rank: Rank) -> None:

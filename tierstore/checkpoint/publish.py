@@ -2,8 +2,8 @@
 
 The page files are the checkpoint already. A directory is built under a temporary name:
 links to the page files, each rank's manifest with its checksums, a file of all that is in
-no page, ``tierstore.json`` and last ``.metadata``; then it takes its name. Where a link
-cannot be, because the path is on another filesystem, pages are copied in the background.
+no page, ``tierstore.json`` and last ``.metadata``; then it takes its name. Pages that cannot
+be linked, because the path is on another filesystem, are copied in the background.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tierstore.checkpoint.retention import (
     temporary_prefix,
 )
 from tierstore.checksums import block_checksum
+from tierstore.directories import open_run_directory, rank_directory
 from tierstore.errors import CheckpointError, CorruptionError, StorageError, TierstoreError
 from tierstore.manifest import Manifest, page_file, seal
 from tierstore.page import BLOCK_BYTES, PageLayout
 from tierstore.peers import Alone, Peers, agree
 from tierstore.publication import Publication
-from tierstore.run import LOCK_TIMEOUT_S, find_run, rank_directory
+from tierstore.run import LOCK_TIMEOUT_S, find_run
 from tierstore.storage.base import Folder, Storage
-from tierstore.storage.select import open_storage
 
 logger = logging.getLogger("tierstore")
 
@@ -85,8 +85,9 @@ def publish(
 ) -> Publication:
     """Publish a commit as the directory ``path``; all ranks call it together.
 
-    With links it is there when this returns. Else it is copied in the background (with
-    several ranks: in the foreground) from links that hold the page files meanwhile.
+    With links it is there when this returns. Pages on other filesystems are copied in the
+    background (with several ranks: in the foreground) from links that hold their files
+    meanwhile.
 
     Args:
         committed: what to publish.
@@ -131,14 +132,13 @@ def publish_run(
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish().
     """
-    directory = rank_directory(run, rank=0)
-    if not directory.is_dir():
+    if not rank_directory(run, rank=0).is_dir():
         raise CheckpointError(f"{run} holds no run of tierstore: name a run directory")
     if rank_directory(run, rank=1).is_dir():
         raise CheckpointError(
             f"{run} holds a run of several ranks: publish it from the job, with store.checkpoint()"
         )
-    with contextlib.closing(open_storage(directory)) as storage:
+    with contextlib.closing(open_run_directory(run, rank=0)) as storage:
         storage.lock(LOCK_TIMEOUT_S)
         _, manifest = find_run(storage, Alone())
         assert manifest is not None
@@ -178,13 +178,10 @@ class _Publishing:
             for page, entry in enumerate(self._manifest.pages)
         ]
         self._held: list[str] = []
-        self._copies = False  # Whether this rank's pages cannot be linked.
+        self._copied: list[int] = []  # Those of this rank's pages that cannot be linked.
         self._named = False
-        layouts = committed.layouts
-        self._blocks = [layout.blocks for layout in layouts]
-        self.publication = Publication(
-            path, self._manifest.step, sum(layout.nbytes for layout in layouts)
-        )
+        self._blocks = [layout.blocks for layout in committed.layouts]
+        self.publication = Publication(path, self._manifest.step)
 
     def _prepare(self) -> str:
         """Refuse a wrong call on all ranks; return what tells this attempt from others."""
@@ -224,25 +221,30 @@ class _Publishing:
         agree(self._peers, make)
 
     def link_pages(self) -> bool:
-        """Link the pages into the directory; return whether they must be copied instead."""
+        """Link pages into the directory; return whether any must be copied instead."""
+        storage = self._committed.storage
         self._committed.provide_spares(name for name, _ in self._page_files)
-        linked: list[str] = []
-        for name, new_name in self._page_files:
-            try:
-                self._folder.link(self._committed.storage, name, self._child, new_name)
-                linked.append(new_name)
-            except StorageError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                self._copies = True
-                break
-        for new_name in linked if self._copies else ():
-            self._folder.unlink(self._child, new_name)  # What is copied is another file.
-        return self._copies
+        apart: set[Storage] = set()  # Directories that are on other filesystems.
+        for page, (name, new_name) in enumerate(self._page_files):
+            if storage.home(name) not in apart:
+                try:
+                    self._folder.link(storage, name, self._child, new_name)
+                    continue
+                except StorageError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+                    apart.add(storage.home(name))
+            self._copied.append(page)
+        nbytes = [layout.nbytes for layout in self._committed.layouts]
+        bytes_to_copy = sum(nbytes[page] for page in self._copied)
+        self.publication.bytes_total = bytes_to_copy or sum(nbytes)
+        self.publication.bytes_linked = sum(nbytes) - bytes_to_copy
+        return bool(self._copied)
 
     def hold_pages(self) -> None:
         """Give page files that are to be copied second names, by which they stay as they are."""
-        for name, _ in self._page_files if self._copies else ():
+        for page in self._copied:
+            name, _ = self._page_files[page]
             self._committed.storage.link(name, f"{name}.copying-{self._token}")
             self._held.append(f"{name}.copying-{self._token}")
 
@@ -303,7 +305,7 @@ class _Publishing:
         memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
         memory.madvise(mmap.MADV_DONTFORK)
         buffer = memoryview(memory)
-        for page, held in enumerate(list(self._held)):
+        for page, held in zip(self._copied, list(self._held), strict=True):
             new_name = self._page_files[page][1]
             for number, block in enumerate(self._blocks[page]):
                 data = buffer[: block.nbytes]
@@ -327,8 +329,9 @@ class _Publishing:
             step=entry.step,
         )
         if found != entry.checksums[number]:
+            name = page_file(page, entry.copy)
             raise CorruptionError(
-                f"{self._committed.storage.location}/{page_file(page, entry.copy)}: the "
+                f"{self._committed.storage.home(name).location}/{name}: the "
                 f"{block.nbytes} bytes at offset {block.offset} are not those written in step "
                 f"{entry.step}; nothing was published"
             )

@@ -1,7 +1,7 @@
 """Files of a directory that nobody vouches for: read as they are, and never changed.
 
-No link is followed and no name leads out of the directory. What is wrong with one file is
-noted, and the next one is looked at.
+No link is followed, and no name leads out of the directory but into those that were
+admitted. What is wrong with one file is noted, and the next one is looked at.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Reader:
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         self._names: set[str] = set()
+        self._admitted: set[str] = set()
         self.bytes_done = 0
         """How many of the expected bytes are behind."""
         self._bytes_total = 0
@@ -159,20 +160,40 @@ class Reader:
         except OSError as error:
             self.fault(place, f"cannot be read: {error.strerror} (errno {error.errno})")
 
+    def admit(self, directory: str) -> None:
+        """Let names of files in another directory be read, too.
+
+        Raises:
+            CorruptionError: it is absent, a link, or no absolute path.
+            CheckpointError: this user may not look.
+        """
+        if not directory.startswith("/") or "\0" in directory:
+            raise CorruptionError("is no absolute path")
+        with self.permitted(Path(directory)):
+            try:
+                status = os.lstat(directory)
+            except (FileNotFoundError, NotADirectoryError):
+                raise CorruptionError("is missing") from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise CorruptionError("is a link, or no directory: no link is followed")
+        self._admitted.add(directory)
+
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[File]:
-        """Open a file by its name below the directory.
+        """Open a file by its name below the directory, or in full in one that was admitted.
 
         Raises:
             CorruptionError: it is absent, a link or no file, or its name leads elsewhere.
             CheckpointError: this user may not read it.
             OSError: the disk refuses.
         """
-        wrong = wrong_name(name)
+        above, _, own_name = name.rpartition("/")
+        admitted = above in self._admitted
+        wrong = wrong_name(own_name if admitted else name)
         if wrong is not None:
             raise CorruptionError(f"the path {name!r} {wrong}")
         folder = self.root
-        for part in name.split("/")[:-1]:
+        for part in name.split("/")[:-1] if not admitted else ():
             folder = folder / part
             if folder.is_symlink():
                 raise CorruptionError(f"lies behind {folder}, which is a link: no link is followed")

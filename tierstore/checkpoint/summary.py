@@ -85,6 +85,8 @@ class Summary:
     """What ``.metadata`` names, in a checkpoint."""
     objects: int = 0
     """How many other values it names."""
+    directories: dict[str, float] = field(default_factory=dict)
+    """Those that pages of a run are dealt over, if there are several, and the share of each."""
     files: int = 0
     file_bytes: int = 0
     shared_files: int = 0
@@ -104,7 +106,9 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
     """
     root = Path(path)
     summary = _summarize_run(root) if kind_of(root) == "run" else _summarize_checkpoint(root)
-    _count_files(root, summary)
+    for place in (root, *map(Path, summary.directories)):
+        if place == root or root not in place.parents:
+            _count_files(place, summary)
     return summary
 
 
@@ -123,6 +127,11 @@ def _summarize_run(root: Path) -> Summary:
         if rank.identity is not None:
             summary.run_id, summary.world_size = rank.identity.run_id, rank.identity.world_size
             summary.page_bytes = rank.identity.page_bytes
+        if rank.dealing is not None:
+            weights = rank.dealing.weights
+            directories = (str(root / rank.folder), *rank.dealing.directories[1:])
+            shares = [weight / sum(weights) for weight in weights]
+            summary.directories |= dict(zip(directories, shares, strict=True))
     if newest is not None:
         _add_manifests(summary, [rank.manifests[newest] for rank in ranks])
     elif any(rank.commits for rank in ranks):

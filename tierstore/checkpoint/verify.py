@@ -38,7 +38,7 @@ from tierstore.checkpoint.report import Report
 from tierstore.checkpoint.unpickle import read_metadata
 from tierstore.commit import DIRTY_NAME, read_mark
 from tierstore.errors import CheckpointError, CorruptionError, RunLockedError, TierstoreError
-from tierstore.manifest import Manifest, Revision, page_file
+from tierstore.manifest import Manifest, Revision
 from tierstore.page import PageLayout
 from tierstore.storage.paths import storage_errors
 
@@ -136,8 +136,8 @@ def _verify_run(reader: Reader) -> int | None:
         pages = _Pages(reader)
         for rank in ranks:
             manifest = rank.manifests[newest]
-            files = [page_file(number, entry.copy) for number, entry in enumerate(manifest.pages)]
-            pages.add(manifest, [f"{rank.folder}/{file}" for file in files])
+            entries = enumerate(manifest.pages)
+            pages.add(manifest, [rank.page_place(number, entry.copy) for number, entry in entries])
         pages.check()
     _refuse_in_use(reader)
     for rank in ranks:
@@ -202,12 +202,17 @@ class _Pages:
         self._reader = reader
         self._work: list[tuple[str, Manifest, int, PageLayout]] = []
 
-    def add(self, manifest: Manifest, names: Sequence[str]) -> None:
-        """Count the pages of a commit in, each under the name of its file."""
+    def add(self, manifest: Manifest, names: Sequence[str | None]) -> None:
+        """Count the pages of a commit in, each under the name of its file.
+
+        None is for a file in a directory that was found to be missing already.
+        """
         with self._reader.noting(f"the commit of rank {manifest.rank}"):
             for number, layout in enumerate(_layouts(manifest)):
-                self._work.append((names[number], manifest, number, layout))
-                self._reader.expect(layout.nbytes)
+                name = names[number]
+                if name is not None:
+                    self._work.append((name, manifest, number, layout))
+                    self._reader.expect(layout.nbytes)
 
     def check(self) -> None:
         """Note what is wrong with any of them."""

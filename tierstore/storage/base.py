@@ -96,6 +96,9 @@ class Storage(Protocol):
     def location(self) -> str:
         """Where the files are, for messages."""
 
+    def home(self, name: str) -> Storage:
+        """Return the storage of the one directory that a file of this name lies in."""
+
     def lock(self, timeout_s: float) -> None:
         """Become the directory's only user until close().
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tierstore.storage.base import Folder, Transfer
+from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.storage.checks import (
     LOCK_NAME,
     check_name,
@@ -83,6 +83,10 @@ class FileStorage(ABC):
         """See Storage.write."""
 
     @abstractmethod
+    def drain(self) -> None:
+        """See Storage.drain."""
+
+    @abstractmethod
     def _sync_files(self, paths: Sequence[Path]) -> None:
         """Make the data of these files durable, or raise StorageError."""
 
@@ -93,6 +97,10 @@ class FileStorage(ABC):
     @abstractmethod
     def _abandon_engine(self) -> None:
         """Drop the engine's descriptors in a forked child, taking no lock."""
+
+    def home(self, name: str) -> Storage:
+        """See Storage.home: always this one."""
+        return self
 
     def lock(self, timeout_s: float) -> None:
         """See Storage.lock."""

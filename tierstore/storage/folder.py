@@ -64,7 +64,7 @@ class LocalFolder:
 
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         """See Folder.link."""
-        path = Path(storage.location) / check_name(name)
+        path = Path(storage.home(name).location) / check_name(name)
         with storage_errors("link", path):
             os.link(path, self._path(child, new_name), follow_symlinks=False)
 

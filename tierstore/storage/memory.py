@@ -75,6 +75,10 @@ class MemoryStorage:
         """Always "memory"."""
         return "memory"
 
+    def home(self, name: str) -> Storage:
+        """See Storage.home: always this one."""
+        return self
+
     def lock(self, timeout_s: float) -> None:
         """See Storage.lock."""
         self._check_usable()
@@ -260,12 +264,13 @@ class MemoryFolder:
 
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         """See Folder.link."""
-        if not isinstance(storage, MemoryStorage):
+        home = storage.home(name)
+        if not isinstance(home, MemoryStorage):
             raise self._error("link", child, errno.EXDEV)
         files = self._child("link", child)
         if check_name(new_name) in files:
             raise self._error("link", f"{child}/{new_name}", errno.EEXIST)
-        files[new_name] = storage._content("link", name)
+        files[new_name] = home._content("link", name)
 
     def append(self, child: str, name: str, data: memoryview) -> None:
         """See Folder.append."""

@@ -213,6 +213,10 @@ class FaultyStorage:
         """See Storage.location: that of the storage inside."""
         return self.inner.location
 
+    def home(self, name: str) -> Storage:
+        """See Storage.home: where the storage inside keeps the file."""
+        return self.inner.home(name)
+
     def lock(self, timeout_s: float) -> None:
         """See Storage.lock."""
         with self._around("lock"):

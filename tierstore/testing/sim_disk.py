@@ -16,9 +16,9 @@ from tierstore.testing.sim_log import Entry, Flush, Log, Node, Resize, Sync, Wri
 from tierstore.units import SECTOR_BYTES
 
 
-def rank_node(rank: int) -> Node:
-    """Return the node of the directory of a rank's storage."""
-    return f"rank {rank}"
+def rank_node(rank: int, directory: int = 0) -> Node:
+    """Return the node of a directory of a rank's storage, of which there may be several."""
+    return f"rank {rank}" + (f", directory {directory}" if directory else "")
 
 
 @dataclass
@@ -30,8 +30,8 @@ class Disk:
     folders: tuple[str, ...] = ()
     """Paths, and nodes, of the folders to publish in."""
 
-    def open(self, log: Log) -> list[MemoryFiles]:
-        """Return the files of each rank, for storages that record in ``log``."""
+    def open(self, log: Log, directories: int = 1) -> list[list[MemoryFiles]]:
+        """Return the files of each rank in each directory, for storages that record in ``log``."""
         things: dict[Node, bytearray] = {}
 
         def content(node: Node) -> bytearray:
@@ -51,10 +51,10 @@ class Disk:
                 log.know(names, node)
         ranks = []
         for rank in range(log.world_size):
-            files = MemoryFiles(folders)
-            for name, node in self.directories.get(rank_node(rank), {}).items():
-                files.contents[name] = content(node)
-            ranks.append(files)
+            ranks.append([MemoryFiles(folders) for _ in range(directories)])
+            for directory, files in enumerate(ranks[rank]):
+                for name, node in self.directories.get(rank_node(rank, directory), {}).items():
+                    files.contents[name] = content(node)
         return ranks
 
     def published(self) -> dict[str, dict[str, bytes]]:

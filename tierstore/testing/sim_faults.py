@@ -34,6 +34,10 @@ _REPORTED = ("error", "error", "short")
 _UNREPORTED = ("flipped_bit", "lost", "misdirected", "flipped_write", "rot")
 
 
+Calls = tuple[int, int, str, int]
+"""Rank and directory of a storage, an operation, and how often a run calls it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """What goes wrong in one run."""
@@ -41,17 +45,21 @@ class Trouble:
     kind: str
     """A FaultKind, or "flipped_write", or "rot": a bit or sector that changes at rest."""
     rank: int
+    directory: int = 0
+    """Which of the rank's directories it strikes."""
     operation: str = "write"
     call: int = 1
     errno: int = errno.EIO
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.operation} number {self.call} of rank {self.rank}"
+        place = f"rank {self.rank}" + (f", directory {self.directory}" if self.directory else "")
+        return f"{self.kind} of {self.operation} number {self.call} of {place}"
 
     def wrap(self, storage: RecordedStorage) -> Storage:
         """Return the storage of one rank as the store shall see it."""
-        if storage.rank != self.rank or self.kind == "rot":
+        place = (storage.rank, storage.directory)
+        if place != (self.rank, self.directory) or self.kind == "rot":
             return storage
         if self.kind == "flipped_write":
             return _FlippedWrite(storage, self)
@@ -66,7 +74,7 @@ class _FlippedWrite(RecordedStorage):
     """A RecordedStorage that flips a bit of one write, on its way to the disk."""
 
     def __init__(self, storage: RecordedStorage, trouble: Trouble) -> None:
-        super().__init__(storage.log, storage.rank, storage.files)
+        super().__init__(storage.log, storage.rank, storage.files, storage.directory)
         self._calls_left = trouble.call
         self._generator = random.Random(trouble.seed)
 
@@ -118,14 +126,14 @@ class FaultSimulation(Simulation):
     def _kind(self, depth: int, killed: bool) -> str:
         return f"after a fault, {'processes killed' if killed else 'power lost'}"
 
-    def _calls(self) -> list[tuple[int, str, int]]:
-        """Count the calls of each rank's storage, in a run without a fault."""
-        counts: dict[tuple[int, str], int] = {}
+    def _calls(self) -> list[Calls]:
+        """Count the calls of each rank's storages, in a run without a fault."""
+        counts: dict[tuple[int, int, str], int] = {}
 
         def counted(storage: RecordedStorage) -> Storage:
             def count(operation: str, name: str, when: str) -> None:
                 if when == "before":
-                    key = (storage.rank, operation)
+                    key = (storage.rank, storage.directory, operation)
                     counts[key] = counts.get(key, 0) + 1
 
             return FaultyStorage(storage, on_operation=count)
@@ -134,7 +142,7 @@ class FaultSimulation(Simulation):
         name = str(self.seed)
         self._require_well(name, session, session.open())
         self._perform(name, session, plan)
-        return [(rank, operation, count) for (rank, operation), count in sorted(counts.items())]
+        return [(*key, count) for key, count in sorted(counts.items())]
 
     def _session(self, protocol: Protocol) -> tuple[Session, Plan]:
         log = Log(self.settings.world_size)
@@ -145,7 +153,7 @@ class FaultSimulation(Simulation):
         return session, plan
 
     def _faulty(
-        self, name: str, calls: Sequence[tuple[int, str, int]], only: Sequence[int] | None
+        self, name: str, calls: Sequence[Calls], only: Sequence[int] | None
     ) -> Iterator[str]:
         generator = random.Random(f"{name} fault")
         trouble = _drawn(calls, generator)
@@ -270,7 +278,7 @@ class FaultSimulation(Simulation):
             restarted.end()
 
 
-def _drawn(calls: Sequence[tuple[int, str, int]], generator: random.Random) -> Trouble:
+def _drawn(calls: Sequence[Calls], generator: random.Random) -> Trouble:
     """Draw a fault that strikes one of the calls that the run makes."""
     kind = generator.choice(_REPORTED + _REPORTED + _UNREPORTED)
     operations: tuple[str, ...] | None = {
@@ -278,13 +286,14 @@ def _drawn(calls: Sequence[tuple[int, str, int]], generator: random.Random) -> T
         "short": ("read", "write"),
         "flipped_bit": ("read",),
     }.get(kind, ("write",))
-    possible = [call for call in calls if operations is None or call[1] in operations]
-    rank, operation, count = generator.choice(possible or [(0, "write", 1)])
+    possible = [call for call in calls if operations is None or call[2] in operations]
+    rank, directory, operation, count = generator.choice(possible or [(0, 0, "write", 1)])
     if kind == "flipped_bit" and not possible:
         kind = "lost"
     return Trouble(
         kind=kind,
         rank=rank,
+        directory=directory,
         operation=operation,
         call=generator.randint(1, count),
         errno=generator.choice((errno.EIO, errno.ENOSPC)),
@@ -295,7 +304,7 @@ def _drawn(calls: Sequence[tuple[int, str, int]], generator: random.Random) -> T
 def _rot(disk: Disk, trouble: Trouble) -> str:
     """Change a bit, or lose a sector, of one file of a rank; return which."""
     generator = random.Random(trouble.seed)
-    files = disk.directories.get(rank_node(trouble.rank), {})
+    files = disk.directories.get(rank_node(trouble.rank, trouble.directory), {})
     name = generator.choice(sorted(name for name in files if disk.contents.get(files[name])))
     content = disk.contents[files[name]]
     if generator.random() < 0.7:

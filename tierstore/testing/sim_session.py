@@ -23,7 +23,7 @@ from tierstore.testing.sim_history import (
 from tierstore.testing.sim_log import Log, Weakening
 from tierstore.testing.sim_peers import Ranks, SimulatedPeers
 from tierstore.testing.sim_published import check_published
-from tierstore.testing.sim_storage import RecordedStorage
+from tierstore.testing.sim_storage import RecordedDealtStorage, RecordedStorage
 
 FOLDER = "/checkpoints"
 """Where checkpoints are published."""
@@ -49,6 +49,8 @@ class Settings:
     """About how many in the first run."""
     kinds: tuple[str, ...] = KINDS
     """Of actions besides steps and commits; each is as frequent as it is named."""
+    directories: int = 1
+    """How many the pages of each rank are dealt over, each on a disk of its own."""
 
     @classmethod
     def drawn(cls, generator: random.Random) -> Settings:
@@ -103,7 +105,7 @@ class Session:
         """What each checkpoint that was begun here is of."""
         self._settings = settings
         self._protocol = protocol
-        self._files = disk.open(self.log)
+        self._files = disk.open(self.log, settings.directories)
         self.ranks = Ranks(self.log)
         self.models: list[Model] = [Model(rank) for rank in range(settings.world_size)]
         self.stores: list[TierStore | None] = [None] * settings.world_size
@@ -154,7 +156,7 @@ class Session:
         """Return what is published now, in memory."""
         return {
             child: {name: bytes(content) for name, content in files.items()}
-            for child, files in self._files[0].folders.get(FOLDER, {}).items()
+            for child, files in self._files[0][0].folders.get(FOLDER, {}).items()
             if not child.startswith(".")
         }
 
@@ -165,8 +167,12 @@ class Session:
 
     def _open(self, peers: SimulatedPeers, *, overwrite: bool = False) -> None:
         rank = peers.rank
+        parts = [
+            self._protocol.storage(RecordedStorage(self.log, rank, files, directory))
+            for directory, files in enumerate(self._files[rank])
+        ]
         store = TierStore(
-            self._protocol.storage(RecordedStorage(self.log, rank, self._files[rank])),
+            parts[0] if len(parts) == 1 else RecordedDealtStorage(parts, overwrite=overwrite),
             page_bytes=PAGE_BYTES,
             host_memory=2**20,
             buffers=2 + rank % 2,

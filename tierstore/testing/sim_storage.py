@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.storage.memory import MemoryFiles, MemoryFolder, MemoryStorage
+from tierstore.storage.several import DealtStorage
 from tierstore.testing.sim_disk import rank_node
 from tierstore.testing.sim_log import Entry, Flush, Log, Node, Resize, Sync, Write
 from tierstore.units import Extent
@@ -18,13 +19,15 @@ class RecordedStorage(MemoryStorage):
         log: where to.
         rank: whose files these are.
         files: the files, as Disk.open() gives them.
+        directory: which of the rank's directories they are in.
     """
 
-    def __init__(self, log: Log, rank: int, files: MemoryFiles) -> None:
+    def __init__(self, log: Log, rank: int, files: MemoryFiles, directory: int = 0) -> None:
         super().__init__(files)
         self.log = log
         self.rank = rank
-        self._directory = rank_node(rank)
+        self.directory = directory
+        self._directory = rank_node(rank, directory)
 
     def create(self, name: str, nbytes: int) -> None:
         """See Storage.create."""
@@ -113,6 +116,20 @@ class RecordedStorage(MemoryStorage):
 
     def _node(self, name: str) -> Node:
         return self.log.node_of(self.files.contents[name], self.rank)
+
+
+class RecordedDealtStorage(DealtStorage):
+    """A DealtStorage over RecordedStorages that does one thing after the other.
+
+    So the log of a schedule is the same each time, and says who asked.
+    """
+
+    def __init__(self, parts: Sequence[Storage], *, overwrite: bool) -> None:
+        super().__init__(parts, lambda parts: [2e8] + [1e8] * (len(parts) - 1), overwrite=overwrite)
+
+    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
+        for call in calls:
+            call()
 
 
 class RecordedFolder(MemoryFolder):

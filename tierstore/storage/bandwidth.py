@@ -1,0 +1,82 @@
+"""How fast directories are, found out by moving a few pages in all of them at once."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.storage.base import Storage, Transfer
+from tierstore.units import SECTOR_BYTES, Extent, align_up
+
+_TRANSFERS_MAX = 8
+_TRANSFER_BYTES_MAX = 8 << 20
+_IN_FLIGHT = 4
+_SECONDS_MAX = 0.3  # In each direction, after which nothing more is started.
+
+
+def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[float]:
+    """Return the bytes per second of each directory while all are busy, as they will be.
+
+    A page is read and written in each step, so it is the mean over both directions, weighted
+    by the time that each takes. At most 64 MiB are written to each directory, and removed.
+
+    Raises:
+        RunDirectoryError: one of them is full.
+        StorageError: one of them refused; the message names it.
+    """
+    nbytes = min(align_up(page_bytes, SECTOR_BYTES), _TRANSFER_BYTES_MAX)
+    data = mmap.mmap(-1, nbytes)
+    data[:] = os.urandom(nbytes)  # Some disks write zeros faster.
+    with ThreadPoolExecutor(len(storages)) as executor:
+        return list(executor.map(partial(_measured, data=memoryview(data)), storages))
+
+
+def _measured(storage: Storage, data: memoryview) -> float:
+    # A name that the next probe removes, should this process be killed.
+    name = f"probe-{secrets.token_hex(8)}.tmp"
+    buffer = memoryview(mmap.mmap(-1, data.nbytes))
+    extents = [Extent(i * data.nbytes, data.nbytes) for i in range(_TRANSFERS_MAX)]
+    try:
+        storage.create(name, _TRANSFERS_MAX * data.nbytes)
+        started = time.perf_counter()
+        written = _moved(lambda extent: storage.write(name, extent, data), extents)
+        storage.flush([name])
+        read = _moved(lambda extent: storage.read(name, extent, buffer), extents[:written])
+        seconds = time.perf_counter() - started
+    except StorageError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunDirectoryError(
+            f"{storage.location} has no room for the {_TRANSFERS_MAX * data.nbytes} bytes to "
+            f"measure it with: {error}; free more than that, or name another directory"
+        ) from error
+    finally:
+        with suppress(StorageError):
+            storage.unlink(name)
+    return (written + read) * data.nbytes / seconds
+
+
+def _moved(start: Callable[[Extent], Transfer], extents: Sequence[Extent]) -> int:
+    """Move some extents, several at a time, for a while; return how many it were."""
+    started = time.perf_counter()
+    moving: deque[Transfer] = deque()
+    count = 0
+    for extent in extents:
+        if count and time.perf_counter() - started > _SECONDS_MAX:
+            break
+        if len(moving) == _IN_FLIGHT:
+            moving.popleft().wait()
+        moving.append(start(extent))
+        count += 1
+    for transfer in moving:
+        transfer.wait()
+    return count
