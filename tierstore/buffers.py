@@ -33,6 +33,9 @@ class BufferPool:
     Used by one thread. Direct I/O pins the pages of a buffer, which is why they are huge
     (fewer of them) and are not given to forked children (a fork would have to copy them).
 
+    Attributes:
+        memory: all buffers in one piece, to be registered with a storage.
+
     Raises:
         BudgetError: the machine does not have so much memory.
     """
@@ -49,6 +52,7 @@ class BufferPool:
         with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
             arena.madvise(mmap.MADV_HUGEPAGE)
         _populate(arena, first, arena_bytes)
+        self.memory = memoryview(arena)[first : first + self.nbytes]
         self._all = [
             Buffer(
                 torch.frombuffer(arena, dtype=torch.uint8, offset=offset, count=self.buffer_bytes),

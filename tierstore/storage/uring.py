@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import resource
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tierstore._native import Ticket, UringEngine
-from tierstore.storage.direct import QUEUE_DEPTH, REQUEST_BYTES, DirectStorage
+from tierstore.storage.direct import QUEUE_DEPTH, REQUEST_BYTES, DirectStorage, Held
+from tierstore.units import format_bytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_log = logging.getLogger("tierstore")
 
 
 class UringStorage(DirectStorage[Ticket]):
@@ -20,7 +34,12 @@ class UringStorage(DirectStorage[Ticket]):
     """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, UringEngine(QUEUE_DEPTH, REQUEST_BYTES), Ticket)
+        self._ring = UringEngine(QUEUE_DEPTH, REQUEST_BYTES)
+        # What the kernel may have been given: more than one after an interrupt only.
+        self._registered: list[npt.NDArray[np.uint8]] = []
+        self._register_mutex = threading.Lock()
+        self._told_why_not = False
+        super().__init__(directory, self._ring, Ticket)
 
     def __del__(self) -> None:
         # Transfers of a storage that was dropped unclosed end before their buffers go.
@@ -30,3 +49,43 @@ class UringStorage(DirectStorage[Ticket]):
     def engine(self) -> str:
         """Always "io_uring"."""
         return "io_uring"
+
+    def register(self, memory: memoryview) -> None:
+        """See Storage.register. Where the system forbids it, all goes on; that is logged once."""
+        self._check_usable()
+        array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
+        with self._register_mutex:
+            self._registered.append(array)
+            ticket = Ticket()
+            self._submit(
+                ticket,
+                Held([], array),
+                lambda: self._ring.submit_register(ticket, array.ctypes.data, array.nbytes),
+            )
+            error, _ = self.wait_for(ticket)
+            self._registered = [] if error else [array]
+        if error and not self._told_why_not:
+            self._told_why_not = True
+            _log.warning(
+                "%s: page buffers of %s are not registered with io_uring, so transfers take more "
+                "processor time: %s",
+                self.location,
+                format_bytes(array.nbytes),
+                _reason(error),
+            )
+
+    def _close_engine(self) -> None:
+        super()._close_engine()
+        self._registered = []
+
+
+def _reason(error: int) -> str:
+    what = f"{os.strerror(error)} (errno {error})"
+    if error not in (errno.ENOMEM, errno.EPERM):
+        return what
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "no limit" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+    return (
+        f"{what}; this user may lock {allowed}: raise it with `ulimit -l`, in a container with "
+        "`--ulimit memlock=-1`, in a systemd unit with LimitMEMLOCK="
+    )

@@ -10,6 +10,7 @@ have failed assertions explained.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ _ON_A_FILE: list[Callable[[Storage], object]] = [
 ]
 _WITHOUT_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.lock(0),
+    lambda storage: storage.register(aligned_buffer(SECTOR_BYTES)),
     lambda storage: storage.list(),
     lambda storage: storage.create("page", SECTOR_BYTES),
     lambda storage: storage.put("page", b""),
@@ -132,6 +134,53 @@ class StorageTests(SharingTests):
 
         with ThreadPoolExecutor(4) as executor:
             assert all(executor.map(work, range(8)))
+
+    def test_memory_may_be_registered_or_not(self, storage: Storage) -> None:
+        memory = aligned_buffer(24 * SECTOR_BYTES)
+        content = random_bytes(24 * SECTOR_BYTES)
+        create_with(storage, "page", content)
+        registered = (memory, memory[: 8 * SECTOR_BYTES], memory[8 * SECTOR_BYTES :], memory[:0])
+        for part in registered:
+            storage.register(part)
+            memory[:] = bytes(len(memory))
+            # Inside what is registered, across its edges, and beside it.
+            pieces = [(0, 6), (6, 10), (10, 24)]
+            transfers = []
+            for first, last in pieces:
+                start, end = first * SECTOR_BYTES, last * SECTOR_BYTES
+                extent = Extent(start, end - start)
+                transfers.append(storage.read("page", extent, memory[start:end]))
+            for transfer in transfers:
+                transfer.wait()
+            assert bytes(memory) == content
+            content = content[::-1]
+            memory[:] = content
+            storage.write("page", Extent(0, len(content)), memory).wait()
+            assert self.raw_bytes(storage, "page") == content
+
+    def test_memory_may_be_registered_while_transfers_are_in_flight(self, storage: Storage) -> None:
+        nbytes = 512 * SECTOR_BYTES
+        storage.create("page", 8 * nbytes)
+        memory = aligned_buffer(random_bytes(8 * nbytes))
+        transfers = []
+        for index in range(8):
+            extent = Extent(index * nbytes, nbytes)
+            part = memory[extent.offset : extent.offset + nbytes]
+            transfers.append(storage.write("page", extent, part))
+            storage.register(memory[: index * nbytes])
+        for transfer in transfers:
+            transfer.wait()
+        assert self.raw_bytes(storage, "page") == memory
+
+    def test_registered_memory_is_kept_alive(self, storage: Storage) -> None:
+        content = random_bytes(8 * SECTOR_BYTES)
+        storage.register(aligned_buffer(8 * SECTOR_BYTES))
+        gc.collect()
+        # Would take the addresses just given back, if they were.
+        create_with(storage, "page", content)
+        assert self.raw_bytes(storage, "page") == content
+        storage.register(memoryview(b""))
+        assert read_bytes(storage, "page", 0, len(content)) == content
 
     def test_wait_may_be_called_again_and_by_several_threads(self, storage: Storage) -> None:
         storage.create("page", 512 * SECTOR_BYTES)
