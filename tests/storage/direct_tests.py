@@ -60,21 +60,6 @@ class DirectStorageTests(FileStorageTests):
         assert REQUEST_BYTES + 5 * SECTOR_BYTES <= stopped_at < nbytes
         assert caught.value.errno == errno.EIO
 
-    @pytest.mark.long
-    def test_transfer_of_more_than_two_gib(self, storage: Storage) -> None:
-        nbytes = (2 << 30) + SECTOR_BYTES
-        path = Path(storage.location) / "page"
-        path.touch()
-        os.truncate(path, nbytes)
-        with path.open("r+b") as file:
-            file.seek(nbytes - SECTOR_BYTES)
-            file.write(b"e" * SECTOR_BYTES)
-        buffer = aligned_buffer(nbytes)
-        buffer[:SECTOR_BYTES] = b"x" * SECTOR_BYTES
-        storage.read("page", Extent(0, nbytes), buffer).wait()
-        assert bytes(buffer[:SECTOR_BYTES]) == bytes(SECTOR_BYTES)
-        assert bytes(buffer[-SECTOR_BYTES:]) == b"e" * SECTOR_BYTES
-
     @pytest.mark.parametrize("submitted", [False, True])
     def test_interrupt_around_a_submission_hides_nothing_from_drain(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: bool
