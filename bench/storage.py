@@ -53,18 +53,14 @@ class Plan:
 
     page_bytes: tuple[int, ...]
     bytes_per_run: int
-    """What an engine moves in one measurement, and the files hold; two pages at least."""
-    fio_seconds: float
-    """How long fio runs, after a fifth of that which is not counted."""
+    """What is read or written in one measurement, by mixed both; two pages at least."""
     rounds: int
 
 
 PLANS = {
-    "small": Plan(page_bytes=(16 * MIB,), bytes_per_run=32 * MIB, fio_seconds=0.5, rounds=2),
-    "default": Plan(page_bytes=(16 * MIB, 64 * MIB), bytes_per_run=GIB, fio_seconds=0.5, rounds=5),
-    "full": Plan(
-        page_bytes=(16 * MIB, 64 * MIB, GIB), bytes_per_run=2 * GIB, fio_seconds=1, rounds=15
-    ),
+    "small": Plan(page_bytes=(16 * MIB,), bytes_per_run=32 * MIB, rounds=2),
+    "default": Plan(page_bytes=(16 * MIB, 64 * MIB), bytes_per_run=GIB, rounds=5),
+    "full": Plan(page_bytes=(16 * MIB, 64 * MIB, GIB), bytes_per_run=2 * GIB, rounds=15),
 }
 
 
@@ -204,18 +200,12 @@ def measure_engine(storage: Storage, pages: Pages, operation: str, nbytes: int) 
     return Speed(mib_per_s=nbytes / MIB / wall_s, cpu_s_per_gib=cpu_s / (nbytes / GIB))
 
 
-def measure_fio(pages: Pages, operation: str, seconds: float) -> Speed:
-    """Let fio move the same files with direct I/O on huge pages."""
-    kinds = ("read", "write") if operation == "mixed" else (operation,)
-    jobs = []
-    for kind in kinds:
-        names = pages.names[kind]
-        jobs += [
-            f"--name={kind}",
-            f"--filename={':'.join(names)}",
-            f"--size={len(names) * pages.page_bytes}",
-            f"--rw={kind}",
-        ]
+def measure_fio(pages: Pages, operation: str) -> Speed:
+    """Let fio move the same files once, with direct I/O on huge pages."""
+    # Reads alone as a mix of reads alone: only then fio touches its buffers before it begins.
+    kinds = {"read": ("--rw=rw", "--rwmixread=100"), "write": ("--rw=write",)}
+    if operation != "mixed":
+        kinds = {operation: kinds[operation]}
     command = [
         "fio",
         "--ioengine=io_uring",
@@ -226,40 +216,28 @@ def measure_fio(pages: Pages, operation: str, seconds: float) -> Speed:
         "--scramble_buffers=0",
         "--invalidate=0",
         "--overwrite=1",
-        "--time_based",
-        f"--runtime={round(1000 * seconds)}ms",
-        f"--ramp_time={round(200 * seconds)}ms",
         "--output-format=json",
-        *jobs,
     ]
-    results = run_fio(command, pages.directory)
-    moved = [job[kind] for job, kind in zip(results, kinds, strict=True)]
-    nbytes = sum(part["io_bytes"] for part in moved)
-    cpu_s = sum(
-        (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in results
+    for kind, arguments in kinds.items():
+        names = pages.names[kind]
+        command += [f"--name={kind}", f"--filename={':'.join(names)}", *arguments]
+        command.append(f"--size={len(names) * pages.page_bytes}")
+    done = subprocess.run(
+        command,
+        cwd=pages.directory,
+        env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
+    jobs: list[dict[str, Any]] = json.loads(done.stdout)["jobs"]
+    nbytes = sum(job[kind]["io_bytes"] for job, kind in zip(jobs, kinds, strict=True))
+    wall_ms = max(job["job_runtime"] for job in jobs)
+    cpu_ms = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] for job in jobs)
     return Speed(
-        mib_per_s=nbytes / MIB / (max(part["runtime"] for part in moved) / 1000),
-        cpu_s_per_gib=cpu_s / (nbytes / GIB),
+        mib_per_s=nbytes / MIB / (max(wall_ms, 1) / 1000),
+        cpu_s_per_gib=cpu_ms / 1000 / (nbytes / GIB),
     )
-
-
-def run_fio(command: list[str], directory: Path) -> list[dict[str, Any]]:
-    """Return what fio says of each of its jobs."""
-    for _ in range(5):
-        done = subprocess.run(
-            command,
-            cwd=directory,
-            env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        jobs: list[dict[str, Any]] = json.loads(done.stdout)["jobs"]
-        # Its clock now and then ends a run together with the ramp.
-        if all(job["job_runtime"] > 100 for job in jobs):
-            return jobs
-    raise RuntimeError(f"fio ended early each time: {done.stdout}")
 
 
 def measure_checksums(pages: Pages) -> float:
@@ -276,14 +254,14 @@ def measure_series(
     storages: list[Storage], pages: Pages, operation: str, plan: Plan, *, with_fio: bool
 ) -> Series:
     """Measure one operation and page size with everyone in turn, round after round."""
-    nbytes = len(pages.names["read"]) * pages.page_bytes
+    nbytes = len(pages.names["read"]) * pages.page_bytes * (2 if operation == "mixed" else 1)
     series = Series(operation, pages.page_bytes)
     turns: list[tuple[str, Callable[[], Speed]]] = [
         (storage.engine, partial(measure_engine, storage, pages, operation, nbytes))
         for storage in storages
     ]
     if with_fio:
-        fio = partial(measure_fio, pages, operation, plan.fio_seconds)
+        fio = partial(measure_fio, pages, operation)
         turns = [("fio", fio), *turns, ("fio again", fio)]
     for index in track(
         range(plan.rounds), description=f"{operation} {format_bytes(pages.page_bytes)}"
@@ -299,16 +277,15 @@ def measure_series(
     return series
 
 
-def spread(ratios: list[float]) -> tuple[float, ...] | None:
+def spread(ratios: list[float]) -> tuple[float, ...]:
     """Return the least, the quartiles and the greatest."""
-    if not ratios:
-        return None
     return tuple(float(value) for value in np.quantile(ratios, (0, 0.25, 0.5, 0.75, 1)))
 
 
 def rows_of(series: Series) -> list[Row]:
     """Return one row for each engine."""
     fio_mib_per_s = [statistics.mean(run.mib_per_s for run in both) for both in series.fio]
+    fio_ratios = [second.mib_per_s / first.mib_per_s for first, second in series.fio]
     fio_cpu = [statistics.mean(run.cpu_s_per_gib for run in both) for both in series.fio]
     rows = []
     for engine, speeds in series.engines.items():
@@ -324,8 +301,8 @@ def rows_of(series: Series) -> list[Row]:
                 checksum_s_per_gib=statistics.median(series.checksum_s_per_gib),
                 fio_mib_per_s=statistics.median(fio_mib_per_s) if series.fio else None,
                 fio_cpu_s_per_gib=statistics.median(fio_cpu) if series.fio else None,
-                ratio=spread(ratios),
-                fio_ratio=spread([b.mib_per_s / a.mib_per_s for a, b in series.fio]),
+                ratio=spread(ratios) if ratios else None,
+                fio_ratio=spread(fio_ratios) if fio_ratios else None,
             )
         )
     return rows
