@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # One request is large enough to amortize its cost and small enough that several of them
 # share a page. More of them in flight than a device needs let one call submit and one wake-up
-# look at several: 32 took two thirds of the processor time that 16 took, and half that of 8.
+# look at several: 32 took three quarters of the processor time of 16, and half that of 8.
 REQUEST_BYTES = 8 << 20
 QUEUE_DEPTH = 32
 
