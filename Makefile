@@ -39,8 +39,10 @@ system:
 	    2>/dev/null || echo python3-dev
 	}
 	missing_uring() { pkg-config --exists 'liburing >= 2.2' 2>/dev/null || echo liburing-dev; }
+	# Its name differs between distributions; libaio-dev brings whichever it is.
+	missing_libaio() { PATH="$$PATH:/sbin" ldconfig -p 2>/dev/null | grep -q 'libaio\.so\.1' || echo libaio-dev; }
 	names() { tr '\n' ' ' | sed 's/ $$//'; }
-	wanted=$$({ missing; missing_uring; } | names)
+	wanted=$$({ missing; missing_uring; missing_libaio; } | names)
 	if [ -n "$$wanted" ] && command -v apt-get >/dev/null; then
 	  as_root=none
 	  if [ "$$(id -u)" = 0 ]; then as_root=; elif sudo -n true 2>/dev/null; then as_root='sudo -n'; fi
@@ -60,6 +62,9 @@ system:
 	fi
 	if [ -n "$$(missing_uring)" ]; then
 	  echo 'Notice: without the package liburing-dev the io_uring engine is not built.' >&2
+	fi
+	if [ -n "$$(missing_libaio)" ]; then
+	  echo 'Notice: without the package libaio-dev the libaio engine does not work.' >&2
 	fi
 
 venv: $(STAMP)

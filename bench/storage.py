@@ -1,7 +1,9 @@
-"""How fast each storage engine moves pages, beside fio with the same geometry.
+"""How fast each storage engine moves pages, beside fio with requests of the same size.
 
-Engine and fio take turns on the same file, so that a drift of the device meets both, and
-each pair gives one ratio. Buffers are 2 MiB-aligned and on huge pages for both.
+fio and the engines take turns on the same files, so that a drift of the device meets all of
+them, and fio runs twice in each round: how much it differs from itself is how much of any
+other difference is noise. Buffers are on huge pages for all. The engines keep several pages in
+flight, as a sweep does.
 """
 
 from __future__ import annotations
@@ -15,27 +17,34 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
+from tierstore.checksums import block_checksum
 from tierstore.errors import RunDirectoryError
-from tierstore.storage import Extent, Storage, open_storage
+from tierstore.storage import Extent, Storage, Transfer, open_storage
 from tierstore.units import align_up, format_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
 HUGE_PAGE_BYTES = 2 * MIB
-ENGINES = ("io_uring", "aiofiles")
+ENGINES = ("io_uring", "libaio", "aiofiles")
+OPERATIONS = ("read", "write", "mixed")
+# Of fio, and of the blocks that a checksum is of.
 REQUEST_BYTES = 8 * MIB
 REQUESTS_IN_FLIGHT = 8
+# Of pages in flight, but two pages at least.
+IN_FLIGHT_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +52,15 @@ class Plan:
     """What one run of the benchmark measures."""
 
     page_bytes: tuple[int, ...]
-    """Page sizes."""
     bytes_per_run: int
-    """A page smaller than this is moved several times in one measurement."""
-    pairs: int
-    """Measurements of each kind; medians are taken over them."""
+    """What is read or written in one measurement, by mixed both; two pages at least."""
+    rounds: int
 
 
 PLANS = {
-    "small": Plan(page_bytes=(16 * MIB,), bytes_per_run=32 * MIB, pairs=2),
-    "default": Plan(page_bytes=(16 * MIB, 64 * MIB), bytes_per_run=256 * MIB, pairs=7),
-    "full": Plan(page_bytes=(16 * MIB, 64 * MIB, GIB), bytes_per_run=GIB, pairs=7),
+    "small": Plan(page_bytes=(16 * MIB,), bytes_per_run=32 * MIB, rounds=2),
+    "default": Plan(page_bytes=(16 * MIB, 64 * MIB), bytes_per_run=GIB, rounds=5),
+    "full": Plan(page_bytes=(16 * MIB, 64 * MIB, GIB), bytes_per_run=2 * GIB, rounds=15),
 }
 
 
@@ -65,24 +72,88 @@ class Speed:
     cpu_s_per_gib: float
 
 
+@dataclass(slots=True)
+class Series:
+    """All rounds of one operation and page size."""
+
+    operation: str
+    page_bytes: int
+    engines: dict[str, list[Speed]] = field(default_factory=dict)
+    fio: list[tuple[Speed, Speed]] = field(default_factory=list)
+    """Both runs of each round; empty where fio is not installed."""
+    checksum_s_per_gib: list[float] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the result: medians over all pairs. None where fio is not installed."""
+    """One line of the result: medians over all rounds. None where fio is not installed."""
 
     engine: str
     operation: str
     page_bytes: int
-    pairs: int
+    rounds: int
     mib_per_s: float
     cpu_s_per_gib: float
+    checksum_s_per_gib: float
+    """Processor time of checking what was moved, which is not part of the other figures."""
     fio_mib_per_s: float | None
     fio_cpu_s_per_gib: float | None
-    ratio_median: float | None
-    ratio_min: float | None
-    ratio_max: float | None
+    ratio: tuple[float, ...] | None
+    """Speed over that of fio in the same round: quartiles, with the extremes around them."""
+    fio_ratio: tuple[float, ...] | None
+    """The same of fio's second run over its first."""
 
 
-def huge_buffer(nbytes: int) -> memoryview:
+class Pages:
+    """Files of pages to read and others to write, and buffers that share one arena.
+
+    Args:
+        directory: where the files are made.
+        page_bytes: size of each file, and of each buffer.
+        count: how many there are of each kind.
+    """
+
+    def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
+        self.directory = directory
+        self.page_bytes = page_bytes
+        self.names = {
+            operation: [f"{operation}-{index}" for index in range(count)]
+            for operation in ("read", "write")
+        }
+        buffers = max(2, IN_FLIGHT_BYTES // page_bytes)
+        self.memory = huge_memory(buffers * page_bytes)
+        self.buffers = [
+            self.memory[start : start + page_bytes]
+            for start in range(0, len(self.memory), page_bytes)
+        ]
+
+    def create(self, storage: Storage) -> None:
+        """Make all files, and write each once: the first write of a place costs more."""
+        names = [name for names in self.names.values() for name in names]
+        for name in names:
+            storage.create(name, self.page_bytes)
+            storage.write(name, Extent(0, self.page_bytes), self.buffers[0]).wait()
+        storage.flush(names)
+
+    def drop_from_cache(self) -> None:
+        """Have the system forget what it cached of the files."""
+        for names in self.names.values():
+            for name in names:
+                fd = os.open(self.directory / name, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+    def sequence(self, operation: str) -> Iterator[tuple[str, str]]:
+        """Yield (read or write, file name) without end."""
+        while True:
+            for read, write in zip(self.names["read"], self.names["write"], strict=True):
+                if operation in ("read", "mixed"):
+                    yield "read", read
+                if operation in ("write", "mixed"):
+                    yield "write", write
+
+
+def huge_memory(nbytes: int) -> memoryview:
     """Return populated memory of ``nbytes`` that starts at a multiple of 2 MiB."""
     # Private: huge pages of shared memory are off on most machines.
     mapping = mmap.mmap(
@@ -93,143 +164,206 @@ def huge_buffer(nbytes: int) -> memoryview:
     mapping.madvise(mmap.MADV_HUGEPAGE)
     address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
     start = -address % HUGE_PAGE_BYTES
-    buffer = memoryview(mapping)[start : start + nbytes]
+    memory = memoryview(mapping)[start : start + nbytes]
     pattern = np.random.default_rng(0).integers(0, 256, MIB, dtype=np.uint8)
     for offset in range(0, nbytes, MIB):
-        buffer[offset : offset + MIB] = pattern.data
-    return buffer
+        memory[offset : offset + MIB] = pattern.data
+    return memory
 
 
-@contextmanager
-def opened(directory: Path, engine: str) -> Iterator[Storage]:
-    """Open a storage for the length of a block."""
-    with closing(open_storage(directory, engine)) as storage:
-        yield storage
+def cpu_seconds() -> float:
+    """Return the processor time that all threads of this process have taken."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
-def measure_engine(storage: Storage, operation: str, buffer: memoryview, repeats: int) -> Speed:
-    """Move the page ``repeats`` times, one after the other."""
-    start = storage.read if operation == "read" else storage.write
-    extent = Extent(0, buffer.nbytes)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        start("page", extent, buffer).wait()
-    wall_s = time.perf_counter() - began
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    nbytes = repeats * buffer.nbytes
+def measure_engine(storage: Storage, pages: Pages, operation: str, nbytes: int) -> Speed:
+    """Move ``nbytes`` by pages; a buffer begins with its next one as soon as it is free."""
+    buffered = storage.engine == "aiofiles"
+    if buffered:
+        pages.drop_from_cache()
+    extent = Extent(0, pages.page_bytes)
+    moves = {"read": storage.read, "write": storage.write}
+    transfers: list[Transfer] = []
+    began_cpu_s, began_s = cpu_seconds(), time.perf_counter()
+    for index, (kind, name) in zip(
+        range(nbytes // pages.page_bytes), pages.sequence(operation), strict=False
+    ):
+        if index >= len(pages.buffers):
+            transfers[index - len(pages.buffers)].wait()
+        transfers.append(moves[kind](name, extent, pages.buffers[index % len(pages.buffers)]))
+    for transfer in transfers:
+        transfer.wait()
+    wall_s, cpu_s = time.perf_counter() - began_s, cpu_seconds() - began_cpu_s
+    if buffered:
+        pages.drop_from_cache()  # Else direct I/O of the others would have to.
     return Speed(mib_per_s=nbytes / MIB / wall_s, cpu_s_per_gib=cpu_s / (nbytes / GIB))
 
 
-def measure_fio(path: Path, operation: str, page_bytes: int, repeats: int) -> Speed:
-    """Let fio move the same file as often, with direct I/O on huge pages."""
+def measure_fio(pages: Pages, operation: str) -> Speed:
+    """Let fio move the same files once, with direct I/O on huge pages."""
+    # Reads alone as a mix of reads alone: only then fio touches its buffers before it begins.
+    kinds = {"read": ("--rw=rw", "--rwmixread=100"), "write": ("--rw=write",)}
+    if operation != "mixed":
+        kinds = {operation: kinds[operation]}
+    command = [
+        "fio",
+        "--ioengine=io_uring",
+        "--direct=1",
+        f"--bs={min(REQUEST_BYTES, pages.page_bytes)}",
+        f"--iodepth={REQUESTS_IN_FLIGHT}",
+        "--file_service_type=sequential",
+        "--scramble_buffers=0",
+        "--invalidate=0",
+        "--overwrite=1",
+        "--output-format=json",
+    ]
+    for kind, arguments in kinds.items():
+        names = pages.names[kind]
+        command += [f"--name={kind}", f"--filename={':'.join(names)}", *arguments]
+        command.append(f"--size={len(names) * pages.page_bytes}")
     done = subprocess.run(
-        [
-            "fio",
-            "--name=page",
-            f"--filename={path}",
-            f"--rw={operation}",
-            f"--size={page_bytes}",
-            f"--loops={repeats}",
-            f"--bs={min(REQUEST_BYTES, page_bytes)}",
-            f"--iodepth={REQUESTS_IN_FLIGHT}",
-            "--ioengine=libaio",
-            "--direct=1",
-            "--overwrite=1",
-            "--thread=1",
-            "--output-format=json",
-        ],
+        command,
+        cwd=pages.directory,
         env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    job: dict[str, Any] = json.loads(done.stdout)["jobs"][0]
-    measured = job[operation]
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * measured["runtime"] / 1000
+    jobs: list[dict[str, Any]] = json.loads(done.stdout)["jobs"]
+    nbytes = sum(job[kind]["io_bytes"] for job, kind in zip(jobs, kinds, strict=True))
+    wall_ms = max(job["job_runtime"] for job in jobs)
+    cpu_ms = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] for job in jobs)
     return Speed(
-        mib_per_s=measured["bw_bytes"] / MIB,
-        cpu_s_per_gib=cpu_s / (measured["io_bytes"] / GIB),
+        mib_per_s=nbytes / MIB / (max(wall_ms, 1) / 1000),
+        cpu_s_per_gib=cpu_ms / 1000 / (nbytes / GIB),
     )
 
 
-def measure_row(
-    storage: Storage, operation: str, buffer: memoryview, plan: Plan, *, with_fio: bool
-) -> Row:
-    """Measure one engine, operation and page size in interleaved pairs with fio."""
-    repeats = max(1, plan.bytes_per_run // buffer.nbytes)
-    path = Path(storage.location) / "page"
-    ours: list[Speed] = []
-    fios: list[Speed] = []
-    for pair in range(plan.pairs):
-        # Who goes first alternates: the first after a pause may find the device faster.
-        if with_fio and pair % 2:
-            fios.append(measure_fio(path, operation, buffer.nbytes, repeats))
-        ours.append(measure_engine(storage, operation, buffer, repeats))
-        if with_fio and not pair % 2:
-            fios.append(measure_fio(path, operation, buffer.nbytes, repeats))
-    ratios = [our.mib_per_s / fio.mib_per_s for our, fio in zip(ours, fios, strict=with_fio)]
-    return Row(
-        engine=storage.engine,
-        operation=operation,
-        page_bytes=buffer.nbytes,
-        pairs=plan.pairs,
-        mib_per_s=statistics.median(speed.mib_per_s for speed in ours),
-        cpu_s_per_gib=statistics.median(speed.cpu_s_per_gib for speed in ours),
-        fio_mib_per_s=statistics.median(fio.mib_per_s for fio in fios) if fios else None,
-        fio_cpu_s_per_gib=statistics.median(fio.cpu_s_per_gib for fio in fios) if fios else None,
-        ratio_median=statistics.median(ratios) if ratios else None,
-        ratio_min=min(ratios, default=None),
-        ratio_max=max(ratios, default=None),
-    )
+def measure_checksums(pages: Pages) -> float:
+    """Return the processor seconds per GiB that checking one buffer's blocks takes."""
+    buffer = pages.buffers[0]
+    began_cpu_s = cpu_seconds()
+    for offset in range(0, len(buffer), REQUEST_BYTES):
+        block = buffer[offset : offset + REQUEST_BYTES]
+        block_checksum(block, run_id="bench", page=0, offset=offset, step=1)
+    return (cpu_seconds() - began_cpu_s) / (len(buffer) / GIB)
 
 
-def measure_all(directory: Path, plan: Plan, *, with_fio: bool) -> tuple[list[Row], list[str]]:
-    """Return the rows of all engines that work, and why the others do not."""
-    rows: list[Row] = []
+def measure_series(
+    storages: list[Storage], pages: Pages, operation: str, plan: Plan, *, with_fio: bool
+) -> Series:
+    """Measure one operation and page size with everyone in turn, round after round."""
+    nbytes = len(pages.names["read"]) * pages.page_bytes * (2 if operation == "mixed" else 1)
+    series = Series(operation, pages.page_bytes)
+    turns: list[tuple[str, Callable[[], Speed]]] = [
+        (storage.engine, partial(measure_engine, storage, pages, operation, nbytes))
+        for storage in storages
+    ]
+    if with_fio:
+        fio = partial(measure_fio, pages, operation)
+        turns = [("fio", fio), *turns, ("fio again", fio)]
+    for index in track(
+        range(plan.rounds), description=f"{operation} {format_bytes(pages.page_bytes)}"
+    ):
+        # Who goes first changes: the first after a pause may find the device faster.
+        first = index % len(turns)
+        speeds = {name: measure() for name, measure in turns[first:] + turns[:first]}
+        for storage in storages:
+            series.engines.setdefault(storage.engine, []).append(speeds[storage.engine])
+        if with_fio:
+            series.fio.append((speeds["fio"], speeds["fio again"]))
+        series.checksum_s_per_gib.append(measure_checksums(pages))
+    return series
+
+
+def spread(ratios: list[float]) -> tuple[float, ...]:
+    """Return the least, the quartiles and the greatest."""
+    return tuple(float(value) for value in np.quantile(ratios, (0, 0.25, 0.5, 0.75, 1)))
+
+
+def rows_of(series: Series) -> list[Row]:
+    """Return one row for each engine."""
+    fio_mib_per_s = [statistics.mean(run.mib_per_s for run in both) for both in series.fio]
+    fio_ratios = [second.mib_per_s / first.mib_per_s for first, second in series.fio]
+    fio_cpu = [statistics.mean(run.cpu_s_per_gib for run in both) for both in series.fio]
+    rows = []
+    for engine, speeds in series.engines.items():
+        ratios = [speed.mib_per_s / fio for speed, fio in zip(speeds, fio_mib_per_s, strict=False)]
+        rows.append(
+            Row(
+                engine=engine,
+                operation=series.operation,
+                page_bytes=series.page_bytes,
+                rounds=len(speeds),
+                mib_per_s=statistics.median(speed.mib_per_s for speed in speeds),
+                cpu_s_per_gib=statistics.median(speed.cpu_s_per_gib for speed in speeds),
+                checksum_s_per_gib=statistics.median(series.checksum_s_per_gib),
+                fio_mib_per_s=statistics.median(fio_mib_per_s) if series.fio else None,
+                fio_cpu_s_per_gib=statistics.median(fio_cpu) if series.fio else None,
+                ratio=spread(ratios) if ratios else None,
+                fio_ratio=spread(fio_ratios) if fio_ratios else None,
+            )
+        )
+    return rows
+
+
+def measure_all(directory: Path, plan: Plan, *, with_fio: bool) -> tuple[list[Series], list[str]]:
+    """Return all series with the engines that work, and why the others do not."""
+    all_series: list[Series] = []
     absent: list[str] = []
-    for engine in ENGINES:
-        try:
-            open_storage(directory, engine).close()
-        except RunDirectoryError as error:
-            absent.append(str(error))
-            continue
+    with ExitStack() as stack:
+        storages: list[Storage] = []
+        for engine in ENGINES:
+            try:
+                storages.append(stack.enter_context(closing(open_storage(directory, engine))))
+            except RunDirectoryError as error:
+                absent.append(str(error))
         for page_bytes in plan.page_bytes:
-            buffer = huge_buffer(page_bytes)
-            with opened(directory, engine) as storage:
-                storage.create("page", page_bytes)
-                # Written once before: the first write of allocated space costs more.
-                storage.write("page", Extent(0, page_bytes), buffer).wait()
-                storage.flush(["page"])
-                for operation in ("write", "read"):
-                    rows.append(measure_row(storage, operation, buffer, plan, with_fio=with_fio))
-                storage.unlink("page")
-    return rows, absent
+            pages = Pages(directory, page_bytes, max(2, plan.bytes_per_run // page_bytes))
+            pages.create(storages[0])
+            for storage in storages:
+                storage.register(pages.memory)
+            all_series += [
+                measure_series(storages, pages, operation, plan, with_fio=with_fio)
+                for operation in OPERATIONS
+            ]
+            for storage in storages:
+                storage.register(memoryview(b""))
+            for name in storages[0].list():
+                storages[0].unlink(name)
+    return all_series, absent
 
 
 def print_table(rows: list[Row]) -> None:
     """Print what was measured, one line for each row."""
-    table = Table(title="Page transfers, medians")
+
+    def ratio(values: tuple[float, ...] | None) -> str:
+        if values is None:
+            return "-"
+        return f"{values[2]:.2f} ({values[1]:.2f}..{values[3]:.2f})"
+
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    table = Table(title="Page transfers, medians (quartiles)")
     for heading in ("engine", "operation", "page"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("MiB/s", "CPU s/GiB", "fio MiB/s", "fio CPU s/GiB", "of fio (min..max)"):
+    for heading in ("MiB/s", "of fio", "fio of itself", "CPU s/GiB", "fio's", "checksums'"):
         table.add_column(heading, justify="right")
     for row in rows:
-        ratio = "-"
-        if row.ratio_median is not None:
-            ratio = f"{row.ratio_median:.2f} ({row.ratio_min:.2f}..{row.ratio_max:.2f})"
         table.add_row(
             row.engine,
             row.operation,
             format_bytes(row.page_bytes),
-            f"{row.mib_per_s:.0f}",
-            f"{row.cpu_s_per_gib:.4f}",
-            "-" if row.fio_mib_per_s is None else f"{row.fio_mib_per_s:.0f}",
-            "-" if row.fio_cpu_s_per_gib is None else f"{row.fio_cpu_s_per_gib:.4f}",
-            ratio,
+            number(row.mib_per_s, 0),
+            ratio(row.ratio),
+            ratio(row.fio_ratio),
+            number(row.cpu_s_per_gib, 4),
+            number(row.fio_cpu_s_per_gib, 4),
+            number(row.checksum_s_per_gib, 4),
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main(
@@ -237,9 +371,11 @@ def main(
         Path, typer.Option(help="A directory on the device; a temporary one is made inside.")
     ] = Path("."),
     small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it run.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Pages of 1 GiB too.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Pages of 1 GiB too, and 15 rounds: half an hour.")
+    ] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows to this file.")
+        Path | None, typer.Option("--json", help="Write the rows and every measurement here.")
     ] = None,
 ) -> None:
     """Measure reads and writes of pages through each storage engine, beside fio."""
@@ -248,14 +384,19 @@ def main(
     plan = PLANS["small" if small else "full" if full else "default"]
     with_fio = shutil.which("fio") is not None
     with tempfile.TemporaryDirectory(prefix="bench-storage-", dir=directory) as scratch:
-        rows, absent = measure_all(Path(scratch), plan, with_fio=with_fio)
+        all_series, absent = measure_all(Path(scratch), plan, with_fio=with_fio)
+    rows = [row for series in all_series for row in rows_of(series)]
     print_table(rows)
     for reason in absent:
         typer.echo(f"not measured: {reason}")
     if not with_fio:
         typer.echo("fio is not installed: no comparison")
     if json_path is not None:
-        report = {"rows": [asdict(row) for row in rows], "not_measured": absent}
+        report = {
+            "rows": [asdict(row) for row in rows],
+            "series": [asdict(series) for series in all_series],
+            "not_measured": absent,
+        }
         json_path.write_text(json.dumps(report, indent=2) + "\n")
 
 

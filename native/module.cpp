@@ -38,6 +38,11 @@ void submit_sync(UringEngine& engine, const Ticket& ticket, std::vector<int> fds
   engine.submit_sync(ticket.transfer, std::move(fds));
 }
 
+void submit_register(UringEngine& engine, const Ticket& ticket, uint64_t address,
+                     uint64_t nbytes) {
+  engine.submit_register(ticket.transfer, address, nbytes);
+}
+
 // A signal sent to the process is seen between two slices: Ctrl-C ends the wait, not the
 // transfer.
 constexpr std::chrono::milliseconds kSlice{100};
@@ -106,6 +111,7 @@ NB_MODULE(_native, m) {
       .def("submit", &submit, "ticket"_a, "is_write"_a, "fd"_a, "address"_a, "nbytes"_a,
            "offset"_a)
       .def("submit_sync", &submit_sync, "ticket"_a, "fds"_a)
+      .def("submit_register", &submit_register, "ticket"_a, "address"_a, "nbytes"_a)
       .def("wait", &wait_for_ticket, "ticket"_a)
       .def("close", &close_engine)
       .def("abandon", &UringEngine::abandon);

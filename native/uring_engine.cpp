@@ -27,6 +27,11 @@ namespace {
 
 constexpr uint64_t kRequestBytesMax = uint64_t{1} << 30;
 constexpr unsigned kQueueDepthMax = 1024;
+// The most that one registered buffer may hold.
+constexpr uint64_t kPieceBytes = uint64_t{1} << 30;
+// How often, and at what interval, a kernel without memory for requests is asked again.
+constexpr int kRefusalsMax = 1000;
+constexpr std::chrono::milliseconds kRefusedPause{10};
 constexpr uint64_t kWakeTag = UINT64_MAX;
 
 std::system_error os_error(int error, const char* what) {
@@ -61,6 +66,8 @@ class UringEngine::Core {
   bool take_new_work();
   void arm_wake();
   void fill_slots();
+  bool register_memory(Transfer& transfer);
+  std::optional<int> piece_of(uint64_t address, uint64_t nbytes) const;
   void prepare(unsigned slot_index);
   void submit_and_wait();
   void reap();
@@ -81,6 +88,9 @@ class UringEngine::Core {
   io_uring ring_{};
   int wake_fd_ = -1;
   bool wake_armed_ = false;
+  int refusals_ = 0;
+  uint64_t registered_address_ = 0;
+  uint64_t registered_bytes_ = 0;
   std::vector<Slot> slots_;
   std::vector<unsigned> free_slots_;
   std::deque<std::shared_ptr<Transfer>> active_;  // Some part has no request yet.
@@ -189,14 +199,16 @@ void UringEngine::Core::wake() {
 
 void UringEngine::Core::run() {
   for (;;) {
-    if (!wake_armed_) arm_wake();
     const bool stopping = take_new_work();
     fill_slots();
     publish_ended();
     if (stopping && active_.empty() && free_slots_.size() == slots_.size()) break;
+    if (!wake_armed_) arm_wake();
     submit_and_wait();
     reap();
   }
+  // Before the memory can go; the ring itself is taken down some time after it was left.
+  if (registered_bytes_ > 0) io_uring_unregister_buffers(&ring_);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     thread_ended_ = true;
@@ -223,6 +235,7 @@ void UringEngine::Core::arm_wake() {
 void UringEngine::Core::fill_slots() {
   while (!free_slots_.empty() && !active_.empty()) {
     const std::shared_ptr<Transfer> transfer = active_.front();
+    if (transfer->kind == Kind::kRegister && !register_memory(*transfer)) return;
     const bool sync = transfer->kind == Kind::kSync;
     const uint64_t size = sync ? transfer->fds.size() : transfer->nbytes;
     if (transfer->outcome.error != 0 || transfer->position == size) {
@@ -245,22 +258,72 @@ void UringEngine::Core::fill_slots() {
   }
 }
 
+// Returns false where it must wait: before Linux 5.13 the kernel would itself wait until
+// nothing is in flight, for ever if that is our wake-up.
+bool UringEngine::Core::register_memory(Transfer& transfer) {
+  if (free_slots_.size() != slots_.size()) return false;
+  if (wake_armed_) {
+    wake();
+    return false;
+  }
+  if (registered_bytes_ > 0) io_uring_unregister_buffers(&ring_);
+  registered_bytes_ = 0;
+  std::vector<iovec> pieces;
+  for (uint64_t start = 0; start < transfer.nbytes; start += kPieceBytes) {
+    pieces.push_back({reinterpret_cast<void*>(transfer.address + start),
+                      std::min(kPieceBytes, transfer.nbytes - start)});
+  }
+  transfer.position = transfer.nbytes;
+  if (pieces.empty()) return true;
+  const int result =
+      io_uring_register_buffers(&ring_, pieces.data(), static_cast<unsigned>(pieces.size()));
+  if (result < 0) {
+    transfer.outcome = Outcome{-result, 0};
+    return true;
+  }
+  registered_address_ = transfer.address;
+  registered_bytes_ = transfer.nbytes;
+  return true;
+}
+
+// The registered buffer that holds this memory, if one does.
+std::optional<int> UringEngine::Core::piece_of(uint64_t address, uint64_t nbytes) const {
+  if (address < registered_address_) return {};
+  const uint64_t first = address - registered_address_;
+  if (first >= registered_bytes_ || nbytes > registered_bytes_ - first) return {};
+  const uint64_t piece = first / kPieceBytes;
+  if ((first + nbytes - 1) / kPieceBytes != piece) return {};
+  return static_cast<int>(piece);
+}
+
 void UringEngine::Core::prepare(unsigned slot_index) {
   const Slot& slot = slots_[slot_index];
   const Transfer& transfer = *slot.transfer;
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
   const uint64_t offset = slot.request.offset();
   const auto nbytes = static_cast<unsigned>(slot.request.bytes_remaining());
-  auto* memory = reinterpret_cast<void*>(transfer.address + (offset - transfer.offset));
+  const uint64_t address = transfer.address + (offset - transfer.offset);
+  const std::optional<int> piece = piece_of(address, nbytes);
+  auto* memory = reinterpret_cast<void*>(address);
   switch (transfer.kind) {
     case Kind::kRead:
-      io_uring_prep_read(sqe, slot.fd, memory, nbytes, offset);
+      if (piece) {
+        io_uring_prep_read_fixed(sqe, slot.fd, memory, nbytes, offset, *piece);
+      } else {
+        io_uring_prep_read(sqe, slot.fd, memory, nbytes, offset);
+      }
       break;
     case Kind::kWrite:
-      io_uring_prep_write(sqe, slot.fd, memory, nbytes, offset);
+      if (piece) {
+        io_uring_prep_write_fixed(sqe, slot.fd, memory, nbytes, offset, *piece);
+      } else {
+        io_uring_prep_write(sqe, slot.fd, memory, nbytes, offset);
+      }
       break;
     case Kind::kSync:
       io_uring_prep_fsync(sqe, slot.fd, IORING_FSYNC_DATASYNC);
+      break;
+    case Kind::kRegister:  // Makes no requests.
       break;
   }
   io_uring_sqe_set_data64(sqe, slot_index);
@@ -269,10 +332,11 @@ void UringEngine::Core::prepare(unsigned slot_index) {
 // Gives all prepared entries to the kernel in one call and sleeps until one completes.
 void UringEngine::Core::submit_and_wait() {
   const int result = io_uring_submit_and_wait(&ring_, 1);
+  if (result >= 0) refusals_ = 0;
   if (result >= 0 || result == -EINTR) return;
-  if (result == -EAGAIN || result == -EBUSY) {
+  if ((result == -EAGAIN || result == -EBUSY) && ++refusals_ < kRefusalsMax) {
     // The kernel is short of memory for requests. Entries stay prepared for the next call.
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(kRefusedPause);
     return;
   }
   // The kernel may still use the callers' memory, so that no error could be given back
@@ -375,6 +439,16 @@ void UringEngine::submit_sync(const std::shared_ptr<Transfer>& transfer, std::ve
   check_new(transfer);
   transfer->kind = Kind::kSync;
   transfer->fds = std::move(fds);
+  enqueue(transfer);
+}
+
+void UringEngine::submit_register(const std::shared_ptr<Transfer>& transfer, uint64_t address,
+                                  uint64_t nbytes) {
+  check_usable();
+  check_new(transfer);
+  transfer->kind = Kind::kRegister;
+  transfer->address = address;
+  transfer->nbytes = nbytes;
   enqueue(transfer);
 }
 

@@ -19,9 +19,9 @@ struct Outcome {
   uint64_t failed_at = 0;
 };
 
-enum class Kind { kRead, kWrite, kSync };
+enum class Kind { kRead, kWrite, kSync, kRegister };
 
-// One read, write or sync of any size. Plain data: destroying one in a forked child
+// One read, write, sync or registration of any size. Plain data: destroying one in a forked child
 // touches no lock that another thread of the parent may have held.
 struct Transfer {
   // Set by submit().
@@ -55,6 +55,11 @@ class UringEngine {
               uint64_t address, uint64_t nbytes, uint64_t offset);
   // Covers what was written before the call and has ended.
   void submit_sync(const std::shared_ptr<Transfer>& transfer, std::vector<int> fds);
+  // Has the kernel keep this memory ready, in place of what was registered before; nothing
+  // for zero bytes. Where it fails nothing is registered. The memory must stay valid until
+  // a later registration has ended or the engine is closed. Transfers may be in flight.
+  void submit_register(const std::shared_ptr<Transfer>& transfer, uint64_t address,
+                       uint64_t nbytes);
   // Blocks until the transfer has ended (the kernel no longer uses its memory); gives
   // nothing if that takes longer than the limit. A caller with signals to look after
   // calls it again.

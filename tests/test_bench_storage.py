@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "storage.py"
+BENCH = Path(__file__).parents[1] / "bench"
 
 
-def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_benchmark(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(BENCH / program), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -19,28 +20,51 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_small_run_measures_every_engine_that_works(tmp_path: Path) -> None:
+def report_of(program: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """Return what a small run wrote, and what it printed; it leaves nothing behind."""
     scratch = tmp_path / "device"
     scratch.mkdir()
     report_path = tmp_path / "report.json"
-    done = run_benchmark("--small", "--directory", str(scratch), "--json", str(report_path))
+    done = run_benchmark(
+        program, "--small", "--directory", str(scratch), "--json", str(report_path)
+    )
     assert done.returncode == 0, done.stderr
-    report = json.loads(report_path.read_text())
+    assert list(scratch.iterdir()) == []
+    return json.loads(report_path.read_text()), done.stdout
+
+
+def test_small_run_measures_every_engine_that_works(tmp_path: Path) -> None:
+    report, printed = report_of("storage.py", tmp_path)
     measured = {(row["engine"], row["operation"]) for row in report["rows"]}
-    assert {("aiofiles", "read"), ("aiofiles", "write")} <= measured
-    assert ("io_uring", "read") in measured or "io_uring" in report["not_measured"][0]
+    reasons = " ".join(report["not_measured"])
+    for engine in ("io_uring", "libaio", "aiofiles"):
+        for operation in ("read", "write", "mixed"):
+            assert (engine, operation) in measured or f"engine '{engine}'" in reasons
+    assert ("aiofiles", "read") in measured
     with_fio = shutil.which("fio") is not None
     for row in report["rows"]:
         assert row["mib_per_s"] > 0
         assert row["cpu_s_per_gib"] >= 0
-        assert (row["ratio_median"] is not None) == with_fio
-        if with_fio:
-            assert row["ratio_min"] <= row["ratio_median"] <= row["ratio_max"]
-    assert "Page transfers" in done.stdout
-    assert list(scratch.iterdir()) == []
+        assert row["checksum_s_per_gib"] > 0
+        for ratio in (row["ratio"], row["fio_ratio"]):
+            assert (ratio is not None) == with_fio
+            assert ratio is None or (len(ratio) == 5 and ratio == sorted(ratio) and ratio[0] > 0)
+    assert "Page transfers" in printed
+    assert len(report["series"]) == 3
+
+
+def test_small_run_of_plain_transfers(tmp_path: Path) -> None:
+    report, printed = report_of("transfers.py", tmp_path)
+    measured = {(row["way"], row["operation"]) for row in report["rows"]}
+    for way in ("torch", "aiofiles", "numpy.memmap"):
+        assert {(way, "read"), (way, "write")} <= measured
+    for row in report["rows"]:
+        assert row["mib_per_s"] > 0
+        assert row["ratio"] == sorted(row["ratio"])
+    assert "Plain transfers" in printed
 
 
 def test_contradictory_options_are_a_wrong_call(tmp_path: Path) -> None:
-    done = run_benchmark("--small", "--full", "--directory", str(tmp_path))
+    done = run_benchmark("storage.py", "--small", "--full", "--directory", str(tmp_path))
     assert done.returncode == 2
     assert "exclude each other" in done.stderr

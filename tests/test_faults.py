@@ -83,7 +83,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind}-{f.operation}-{f.call}")
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_fault_in_a_step(fault: Fault, engine: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", engine)
     run.train(BEFORE)
@@ -315,7 +315,7 @@ def _limited(sender: Connection, directory: Path, engine: str) -> None:
     run.store.close()
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_a_real_file_size_limit(engine: str, tmp_path: Path) -> None:
     """Pages are larger than the limit that the shell sets: the kernel writes a part."""
     processes = multiprocessing.get_context("forkserver")

@@ -63,7 +63,7 @@ def plain_lion(steps: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_on_disk_equals_in_memory(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path, engine=engine, page_bytes=4096, buffers=2) as store:
         run = begin(store, dtype)

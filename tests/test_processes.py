@@ -333,7 +333,7 @@ def held() -> tuple[list[str], int, int]:
     return sorted(os.listdir("/proc/self/fd")), threading.active_count(), threads
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_nothing_is_left_of_a_closed_store(engine: str, tmp_path: Path) -> None:
     def cycle(number: int) -> None:
         toy = Toy(tmp_path, resume=True, engine=engine)

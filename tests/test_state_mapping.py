@@ -44,7 +44,7 @@ def deleted_mappings(directory: Path) -> int:
     return sum(int(end, 16) - int(begin, 16) for begin, end in found)
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 @pytest.mark.parametrize("commit_every", [1, 2, None])
 def test_stays_right_while_training_goes_on(
     commit_every: int | None, engine: str, tmp_path: Path

@@ -25,7 +25,7 @@ def run(store: tierstore.TierStore, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
-@pytest.mark.parametrize("engine", ["io_uring", "aiofiles", "memory", "resident"])
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles", "memory", "resident"])
 def test_engines_agree(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:
     if engine == "memory":
         store = tierstore.TierStore(MemoryStorage(), page_bytes=16384)

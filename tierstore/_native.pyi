@@ -55,6 +55,13 @@ class UringEngine:
         """
     def submit_sync(self, ticket: Ticket, fds: list[int]) -> None:
         """Start an fdatasync of every descriptor, all in one submission."""
+    def submit_register(self, ticket: Ticket, address: int, nbytes: int) -> None:
+        """Have the kernel keep this memory ready for transfers, in place of what it kept.
+
+        It must stay valid until a later registration has ended or the engine is closed.
+        Nothing is kept for zero bytes, and where it ends in an errno (ENOMEM: over the
+        limit of locked memory).
+        """
     def wait(self, ticket: Ticket) -> tuple[int, int]:
         """Block until it has ended; return (errno or 0, where it failed).
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,8 @@ from tierstore.errors import BudgetError
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
 
 HUGE_PAGE_BYTES = 2 * 2**20
+
+logger = logging.getLogger("tierstore")
 
 # From <linux/mman.h>; the mmap module does not name it.
 _MADV_POPULATE_WRITE = 23
@@ -33,11 +37,19 @@ class BufferPool:
     Used by one thread. Direct I/O pins the pages of a buffer, which is why they are huge
     (fewer of them) and are not given to forked children (a fork would have to copy them).
 
+    Args:
+        count: number of buffers.
+        nbytes: bytes of each, rounded up to sectors.
+        page_locked: lock the memory for copies to and from CUDA devices.
+
+    Attributes:
+        memory: all buffers in one piece, to be registered with a storage.
+
     Raises:
         BudgetError: the machine does not have so much memory.
     """
 
-    def __init__(self, count: int, nbytes: int) -> None:
+    def __init__(self, count: int, nbytes: int, *, page_locked: bool = False) -> None:
         self.buffer_bytes = align_up(nbytes, SECTOR_BYTES)
         self.count = count
         arena_bytes = max(count * self.buffer_bytes, SECTOR_BYTES)
@@ -49,6 +61,9 @@ class BufferPool:
         with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
             arena.madvise(mmap.MADV_HUGEPAGE)
         _populate(arena, first, arena_bytes)
+        if page_locked:
+            _lock_pages(arena, address + first, arena_bytes)
+        self.memory = memoryview(arena)[first : first + self.nbytes]
         self._all = [
             Buffer(
                 torch.frombuffer(arena, dtype=torch.uint8, offset=offset, count=self.buffer_bytes),
@@ -98,6 +113,22 @@ def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
         # Linux before 5.14 does not know this advice: touch each page ourselves.
         for position in range(offset, offset + nbytes, mmap.PAGESIZE):
             arena[position] = 0
+
+
+def _lock_pages(arena: mmap.mmap, address: int, nbytes: int) -> None:
+    """Register memory with CUDA for as long as it lives."""
+    runtime = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if error:
+        logger.warning(
+            "%s of page buffers are not page-locked (CUDA error %d): copies to the device are "
+            "slower. The limit of locked memory (ulimit -l) may be too low",
+            format_bytes(nbytes),
+            error,
+        )
+        return
+    # At the end of the process CUDA may be gone already, and takes care itself.
+    weakref.finalize(arena, runtime.cudaHostUnregister, address).atexit = False
 
 
 def _no_memory(nbytes: int) -> BudgetError:

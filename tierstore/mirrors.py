@@ -90,7 +90,7 @@ class Mirrors:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
-        self._pool = BufferPool(MIRRORS, nbytes)
+        self._pool = BufferPool(MIRRORS, nbytes, page_locked=not device.is_host)
         self._free = deque(self._pool.acquire().tensor for _ in range(MIRRORS))
         self._behind: deque[Mirror] = deque()  # Their parameters may be on their way back.
 

@@ -79,12 +79,7 @@ class Pager:
             page.buffer = page.device_buffer = None
             page.tier, page.in_memory = Tier.NVME, False
             self._rest(page)
-        if (placement.buffers, placement.buffer_bytes) != (
-            self._pool.count,
-            self._pool.buffer_bytes,
-        ):
-            self._pool = BufferPool(0, 0)  # Free the old one first.
-            self._pool = BufferPool(placement.buffers, placement.buffer_bytes)
+        self._provide_pool(placement.buffers, placement.buffer_bytes, device)
         for page, tier in tiers:
             if tier is not page.tier:
                 self._move_to_memory(page, tier, device)
@@ -95,10 +90,20 @@ class Pager:
         self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
         self.device_bytes_peak = max(self.device_bytes_peak, staging + sum(sizes[Tier.DEVICE]))
 
+    def _provide_pool(self, count: int, nbytes: int, device: Device) -> None:
+        if (count, nbytes) == (self._pool.count, self._pool.buffer_bytes):
+            return
+        if self._storage is not None:
+            self._storage.register(memoryview(b""))
+        self._pool = BufferPool(0, 0)  # Free the old one first.
+        self._pool = BufferPool(count, nbytes, page_locked=not device.is_host)
+        if self._storage is not None:
+            self._storage.register(self._pool.memory)
+
     def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
         nbytes = page.layout.nbytes
         if tier is Tier.HOST:
-            buffer = BufferPool(1, nbytes).acquire()
+            buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
             if page.in_memory and page.device_buffer is not None:
                 device.copy_out(page.device_buffer, buffer.tensor[:nbytes]).wait()
             page.buffer, page.device_buffer = buffer, None

@@ -11,7 +11,7 @@ class Stats:
     """What a store has done since it was opened."""
 
     engine: str
-    """How pages move: "io_uring", "aiofiles", "memory", or "none" where all are resident."""
+    """How pages move: "io_uring", "libaio", "aiofiles", "memory"; "none" where all are resident."""
     pages: int
     state_bytes: int
     """Bytes of all pages, framing and padding included."""

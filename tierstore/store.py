@@ -45,7 +45,7 @@ class TierStore(PagedStates):
         commit_every: steps from one commit to the next, at the price of losing up to that
             many in a crash. None keeps one copy of each page instead of two and commits on
             synchronize() and close() only; a crash in between loses the run.
-        engine: "io_uring", "aiofiles", or "auto": the first of them that works here.
+        engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
         checksums: whether pages are checked when they are read.
         resume: go on with the run in the directory, through restore(); a directory without
             a commit begins a new run.

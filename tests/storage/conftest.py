@@ -1,4 +1,8 @@
 import pytest
 
-for module in ("storage_tests", "storage_sharing", "storage_machine", "folder_tests"):
+for module in (
+    *("storage_tests", "storage_transfers", "storage_sharing", "storage_machine"),
+    "folder_tests",
+):
     pytest.register_assert_rewrite(f"tierstore.testing.{module}")
+pytest.register_assert_rewrite("tests.storage.direct_tests")

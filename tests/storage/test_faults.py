@@ -114,7 +114,7 @@ FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
 def test_every_operation_of_a_fault_is_tried() -> None:
     assert {*OPERATIONS, *FOLDER_OPERATIONS} == set(get_args(Operation))
     named = {name for protocol in (Storage, Folder) for name in vars(protocol) if name[0] != "_"}
-    others = {"engine", "location", "home", "drain", "abandon"}
+    others = {"engine", "location", "home", "register", "drain", "abandon"}
     assert named - others == {name.removeprefix("folder_") for name in get_args(Operation)}
 
 

@@ -1,23 +1,22 @@
-"""What happens at the limits of a real system, for both engines on a filesystem."""
+"""What happens at the limits of a real system, for all engines on a filesystem."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.storage.holding import HeldBackWrite
 from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
 from tierstore.storage import Extent, Storage, open_storage
 from tierstore.testing.transfers import (
@@ -29,7 +28,7 @@ from tierstore.testing.transfers import (
 )
 from tierstore.units import SECTOR_BYTES
 
-ENGINES = ["io_uring", "aiofiles"]
+ENGINES = ["io_uring", "libaio", "aiofiles"]
 
 WRITE_UNDER_A_LIMIT = """
 import json, mmap, resource, sys
@@ -227,52 +226,6 @@ def test_forked_child_abandons_transfers_in_flight(storage: Storage) -> None:
     transfer.wait()
     assert status == 0
     assert (Path(storage.location) / "page").read_bytes() == content
-
-
-class HeldBackWrite:
-    """A write of one sector to "page" that cannot end before release()."""
-
-    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-        storage.create("page", SECTOR_BYTES)
-        buffer = aligned_buffer(b"n" * SECTOR_BYTES)
-        self._go_on = threading.Event()
-        self._pipe = os.pipe()
-        with monkeypatch.context() as patch:
-            if storage.engine == "io_uring":
-                # Its file is a pipe with room for one sector, which is taken.
-                writer = self._pipe[1]
-                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SECTOR_BYTES)
-                os.write(writer, bytes(SECTOR_BYTES))
-                patch.setattr(os, "open", lambda *_: os.dup(writer))
-            else:
-                monkeypatch.setattr(os, "fdatasync", lambda _: self._go_on.wait())
-            self.transfer = storage.write("page", Extent(0, SECTOR_BYTES), buffer)
-
-    def release(self) -> None:
-        """Let the write end, and give the pipe back."""
-        if not self._go_on.is_set():
-            self._go_on.set()
-            for end in self._pipe:  # Without its reader the write to the pipe fails.
-                os.close(end)
-
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Expect that the block, which would wait for the write, ends by a Ctrl-C."""
-        thread = threading.main_thread().ident
-        assert thread is not None
-        timers = [
-            threading.Timer(0.2, signal.pthread_kill, (thread, signal.SIGINT)),
-            threading.Timer(30, self.release),  # Else a failure would never end.
-        ]
-        for timer in timers:
-            timer.start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                yield
-        finally:
-            for timer in timers:
-                timer.cancel()
-                timer.join()
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import importlib
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 
 from tierstore.units import SECTOR_BYTES
 
-native = pytest.importorskip("tierstore._native", reason="installed without liburing")
+
+@pytest.fixture(scope="module", params=["tierstore._native", "tierstore.storage.request"])
+def decision(request: pytest.FixtureRequest) -> ModuleType:
+    """Give a module that has Request: the engine in C++, which may be absent, or in Python."""
+    if request.param == "tierstore._native":
+        return pytest.importorskip(request.param, reason="installed without liburing")
+    return importlib.import_module(request.param)
+
 
 TRANSIENT = (-errno.EINTR, -errno.EAGAIN)
 
@@ -23,10 +32,12 @@ TRANSIENT = (-errno.EINTR, -errno.EAGAIN)
         max_size=200,
     ),
 )
-def test_any_sequence_of_results(first: int, sectors: int, moves: list[float]) -> None:
+def test_any_sequence_of_results(
+    decision: ModuleType, first: int, sectors: int, moves: list[float]
+) -> None:
     nbytes = sectors * SECTOR_BYTES
     start = first * SECTOR_BYTES
-    request = native.Request(start, nbytes)
+    request = decision.Request(start, nbytes)
     moved = bytearray(nbytes)  # 1 where a byte has moved: what a buffer would show.
     retries = 0
     for move in moves:
@@ -38,39 +49,39 @@ def test_any_sequence_of_results(first: int, sectors: int, moves: list[float]) -
         result = int(move) if move < 0 else int(move * asked)
         moved[where : where + max(result, 0)] = b"\1" * max(result, 0)
         verdict = request.complete(result)
-        if result in TRANSIENT and retries < native.RETRIES_MAX:
+        if result in TRANSIENT and retries < decision.RETRIES_MAX:
             retries += 1
-            assert verdict is native.Verdict.RESUBMIT
+            assert verdict is decision.Verdict.RESUBMIT
             assert request.offset - start == where
         elif result == asked:
-            assert verdict is native.Verdict.DONE
+            assert verdict is decision.Verdict.DONE
             assert all(moved)
             return
         elif result >= SECTOR_BYTES:
-            assert verdict is native.Verdict.RESUBMIT
+            assert verdict is decision.Verdict.RESUBMIT
             assert all(moved[: request.offset - start])
             assert request.bytes_remaining < asked
         else:
-            assert verdict is native.Verdict.FAILED
+            assert verdict is decision.Verdict.FAILED
             assert request.error == (-result if result < 0 else errno.EIO)
             return
         assert request.error == 0
 
 
 @pytest.mark.parametrize("result", [SECTOR_BYTES + 1, 2**40, -4096, -(2**31), -(2**40), -(2**63)])
-def test_impossible_results_fail(result: int) -> None:
-    request = native.Request(0, SECTOR_BYTES)
-    assert request.complete(result) is native.Verdict.FAILED
+def test_impossible_results_fail(decision: ModuleType, result: int) -> None:
+    request = decision.Request(0, SECTOR_BYTES)
+    assert request.complete(result) is decision.Verdict.FAILED
     assert request.error == errno.EIO
 
 
-def test_sync_is_done_by_zero() -> None:
-    assert native.Request(7, 0).complete(0) is native.Verdict.DONE
+def test_sync_is_done_by_zero(decision: ModuleType) -> None:
+    assert decision.Request(7, 0).complete(0) is decision.Verdict.DONE
 
 
-def test_retries_end() -> None:
-    request = native.Request(0, SECTOR_BYTES)
-    for _ in range(native.RETRIES_MAX):
-        assert request.complete(-errno.EAGAIN) is native.Verdict.RESUBMIT
-    assert request.complete(-errno.EAGAIN) is native.Verdict.FAILED
+def test_retries_end(decision: ModuleType) -> None:
+    request = decision.Request(0, SECTOR_BYTES)
+    for _ in range(decision.RETRIES_MAX):
+        assert request.complete(-errno.EAGAIN) is decision.Verdict.RESUBMIT
+    assert request.complete(-errno.EAGAIN) is decision.Verdict.FAILED
     assert request.error == errno.EAGAIN

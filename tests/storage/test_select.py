@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +18,11 @@ import pytest
 from tierstore.errors import RunDirectoryError
 from tierstore.storage import open_storage
 
-WITHOUT_EXTENSION = """
+WITHOUT_MODULES = """
 import logging, sys
 from pathlib import Path
-sys.modules["tierstore._native"] = None
+for name in sys.argv[3:]:
+    sys.modules[name] = None
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
 from tierstore.storage import open_storage
 storage = open_storage(Path(sys.argv[1]), sys.argv[2])
@@ -39,9 +42,18 @@ def native() -> Any:
     return extension
 
 
-def open_without_extension(directory: Path, engine: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def libaio(tmp_path: Path) -> None:
+    """Skip where libaio does not work."""
+    try:
+        open_storage(tmp_path / "try", "libaio").close()
+    except RunDirectoryError as error:
+        pytest.skip(str(error))
+
+
+def open_without(directory: Path, engine: str, *modules: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTENSION, str(directory), engine],
+        [sys.executable, "-c", WITHOUT_MODULES, str(directory), engine, *modules],
         capture_output=True,
         text=True,
         timeout=120,
@@ -67,24 +79,55 @@ def test_auto_takes_io_uring_where_it_works(
     assert str(tmp_path) in caplog.text
 
 
-def test_auto_falls_back_without_the_extension(tmp_path: Path) -> None:
-    done = open_without_extension(tmp_path, "auto")
+def test_auto_takes_libaio_without_the_extension(libaio: None, tmp_path: Path) -> None:
+    done = open_without(tmp_path, "auto", "tierstore._native")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "aiofiles\n"
+    assert done.stdout == "libaio\n"
     assert "WARNING" in done.stderr
     assert "tierstore._native is not built" in done.stderr
 
 
-def test_io_uring_by_name_without_the_extension_is_an_error(tmp_path: Path) -> None:
-    done = open_without_extension(tmp_path, "io_uring")
-    assert done.returncode != 0
-    assert "RunDirectoryError: engine 'io_uring' does not work" in done.stderr
+def test_auto_falls_back_without_both(tmp_path: Path) -> None:
+    done = open_without(tmp_path, "auto", "tierstore._native", "libaio")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "aiofiles\n"
     assert "tierstore._native is not built" in done.stderr
+    assert "libaio cannot be loaded" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "reason"),
+    [
+        ("io_uring", "tierstore._native", "tierstore._native is not built"),
+        ("libaio", "libaio", "libaio cannot be loaded"),
+    ],
+)
+def test_engine_by_name_without_its_module_is_an_error(
+    tmp_path: Path, engine: str, module: str, reason: str
+) -> None:
+    done = open_without(tmp_path, engine, module)
+    assert done.returncode != 0
+    assert f"RunDirectoryError: engine '{engine}' does not work" in done.stderr
+    assert reason in done.stderr
+
+
+def test_system_library_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, *_: Any, **__: Any) -> NoReturn:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    for module in ("tierstore.storage.libaio", "tierstore.storage.libaio_engine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    for module in [name for name in sys.modules if name.split(".")[0] == "libaio"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(RunDirectoryError, match=r"libaio\.so\.1: cannot open.*install"):
+        open_storage(tmp_path, "libaio")
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS, errno.ENOMEM])
 def test_auto_falls_back_where_the_kernel_forbids_io_uring(
     native: Any,
+    libaio: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -94,15 +137,40 @@ def test_auto_falls_back_where_the_kernel_forbids_io_uring(
 
     monkeypatch.setattr(uring, "UringEngine", raising(error))
     with closing(open_storage(tmp_path)) as storage:
-        assert storage.engine == "aiofiles"
+        assert storage.engine == "libaio"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"the kernel refuses io_uring: {os.strerror(error)}" in caplog.text
     with pytest.raises(RunDirectoryError, match=f"errno {error}"):
         open_storage(tmp_path, "io_uring")
 
 
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EPERM, errno.ENOSYS])
+def test_auto_falls_back_where_the_kernel_forbids_both(
+    native: Any,
+    libaio: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+) -> None:
+    from libaio import AIOContext
+
+    from tierstore.storage import uring
+
+    monkeypatch.setattr(uring, "UringEngine", raising(errno.EPERM))
+    monkeypatch.setattr(AIOContext, "__init__", raising(error))
+    threads = threading.active_count()
+    with closing(open_storage(tmp_path, "auto")) as storage:
+        assert storage.engine == "aiofiles"
+    assert threading.active_count() == threads
+    assert f"the kernel refuses libaio: {os.strerror(error)}" in caplog.text
+    # All contexts that the system allows are in use: something can be done about that.
+    assert ("aio-max-nr" in caplog.text) == (error == errno.EAGAIN)
+
+
 def test_auto_falls_back_where_direct_io_is_refused(
     native: Any,
+    libaio: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -119,8 +187,9 @@ def test_auto_falls_back_where_direct_io_is_refused(
         assert storage.engine == "aiofiles"
         assert storage.list() == []  # The probe that failed left nothing.
     assert "O_DIRECT is refused" in caplog.text
-    with pytest.raises(RunDirectoryError, match="O_DIRECT is refused"):
-        open_storage(tmp_path, "io_uring")
+    for engine in ("io_uring", "libaio"):
+        with pytest.raises(RunDirectoryError, match="O_DIRECT is refused"):
+            open_storage(tmp_path, engine)
 
 
 @pytest.mark.parametrize("engine", ["auto", "aiofiles"])
@@ -182,6 +251,6 @@ def test_probe_that_is_under_way_survives_another(
 
 
 def test_unknown_engine_lists_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'auto', 'io_uring', 'aiofiles', got 'floppy'"):
+    with pytest.raises(ValueError, match="'auto', 'io_uring', 'libaio', 'aiofiles', got 'floppy'"):
         open_storage(tmp_path / "run", "floppy")
     assert not (tmp_path / "run").exists()

@@ -1,26 +1,26 @@
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
 import mmap
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tierstore.errors import StorageError
+from tests.storage.direct_tests import DirectStorageTests
+from tests.storage.holding import HeldBackWrite
 from tierstore.storage.base import Storage
-from tierstore.testing.storage_tests import FileStorageTests
-from tierstore.testing.transfers import (
-    aligned_buffer,
-    create_with,
-    random_bytes,
-    read_bytes,
-)
+from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent
 
 native = pytest.importorskip("tierstore._native", reason="installed without liburing")
@@ -29,9 +29,8 @@ try:
 except OSError as refused:
     pytest.skip(f"the kernel refuses io_uring: {refused}", allow_module_level=True)
 
-from tierstore._native import UringEngine  # noqa: E402
 from tierstore.storage import uring  # noqa: E402
-from tierstore.storage.uring import QUEUE_DEPTH, REQUEST_BYTES, UringStorage  # noqa: E402
+from tierstore.storage.uring import UringStorage  # noqa: E402
 
 # Holds the GIL in C while it waits for a transfer to reach a pipe. Tickets are dropped at
 # once, so that the ring's thread holds the last reference to each of them.
@@ -52,78 +51,168 @@ for _ in range(5):
 """
 
 
-class TestUringStorage(FileStorageTests):
+class TestUringStorage(DirectStorageTests):
     def open_storage(self, directory: Path) -> Storage:
         return UringStorage(directory)
 
-    @pytest.mark.parametrize("extra", [-SECTOR_BYTES, 0, SECTOR_BYTES])
-    def test_round_trip_of_more_requests_than_fit_the_ring(
-        self, storage: Storage, extra: int
+    def engine_type(self) -> tuple[Any, str]:
+        return uring, "UringEngine"
+
+
+MOVE_UNDER_A_MEMLOCK_LIMIT = """
+import logging, mmap, os, resource, sys
+from pathlib import Path
+from tierstore.storage import Extent, open_storage, uring
+
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (8192, 8192))
+if os.geteuid() == 0:  # To whom the limit does not apply.
+    os.setresuid(65534, 65534, 65534)
+logging.basicConfig(format="%(levelname)s %(message)s")
+# Its parents need not be open to this user.
+storage = open_storage(Path("/proc/self/cwd"), "io_uring")
+memory = memoryview(mmap.mmap(-1, 16 << 20))
+for _ in range(2):
+    storage.register(memory)
+memory[:] = os.urandom(1 << 20) * 16
+content = bytes(memory)
+storage.create("page", len(memory))
+storage.write("page", Extent(0, len(memory)), memory).wait()
+with open("page", "rb") as file:
+    assert file.read() == content
+memory[:] = bytes(len(memory))
+storage.read("page", Extent(0, len(memory)), memory).wait()
+assert memory == content
+storage.close()
+print(os.geteuid())
+"""
+
+
+def locked_bytes() -> int:
+    """Return what the kernel keeps in place for this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPin"))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[Storage]:
+    with closing(UringStorage(tmp_path)) as storage:
+        yield storage
+
+
+class TestRegister:
+    def test_kernel_keeps_the_memory_until_it_is_replaced(self, storage: Storage) -> None:
+        before = locked_bytes()
+        for sectors in (64, 16, 0, 32):
+            storage.register(aligned_buffer(sectors * SECTOR_BYTES) if sectors else memoryview(b""))
+            assert locked_bytes() - before == sectors * SECTOR_BYTES
+        storage.close()
+        assert locked_bytes() == before
+
+    def test_memory_is_held_until_it_is_replaced(self, storage: Storage) -> None:
+        memory = mmap.mmap(-1, SECTOR_BYTES)
+        storage.register(memoryview(memory))
+        with pytest.raises(BufferError):
+            memory.close()
+        storage.register(memoryview(b""))
+        memory.close()
+
+    def test_memory_is_held_until_close(self, storage: Storage) -> None:
+        memory = mmap.mmap(-1, SECTOR_BYTES)
+        storage.register(memoryview(memory))
+        storage.close()
+        memory.close()
+
+    @pytest.mark.parametrize("memory", ["gone", "read-only"])
+    def test_what_the_kernel_refuses_is_logged_once(
+        self, storage: Storage, caplog: pytest.LogCaptureFixture, memory: str
     ) -> None:
-        nbytes = (QUEUE_DEPTH + 1) * REQUEST_BYTES + extra
-        content = random_bytes(1 << 20) * (nbytes >> 20) + random_bytes(nbytes % (1 << 20), seed=1)
+        mapping = mmap.mmap(-1, 4 * SECTOR_BYTES, prot=mmap.PROT_READ)
+        mapped = memoryview(mapping)
+        array = np.frombuffer(mapped, np.uint8)
+        if memory == "gone":
+            # Nothing is there, as after munmap(): the memory of another process, say.
+            libc = ctypes.CDLL(None)
+            libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            assert libc.mprotect(array.ctypes.data, mapped.nbytes, 0) == 0
+        content = random_bytes(4 * SECTOR_BYTES)
+        with caplog.at_level(logging.WARNING, "tierstore"):
+            for _ in range(2):
+                storage.register(mapped)
+        (record,) = caplog.records
+        assert f"errno {errno.EFAULT}" in record.message
         create_with(storage, "page", content)
-        assert self.raw_bytes(storage, "page") == content
-        assert read_bytes(storage, "page", 0, nbytes) == content
+        assert read_bytes(storage, "page", 0, len(content)) == content
 
-    def test_data_is_on_the_medium_past_the_page_cache(self, storage: Storage) -> None:
-        content = random_bytes(33 * SECTOR_BYTES)
-        create_with(storage, "page", content)
-        memory = mmap.mmap(-1, len(content))
-        fd = os.open(Path(storage.location) / "page", os.O_RDONLY | os.O_DIRECT)
-        try:
-            assert os.preadv(fd, [memory], 0) == len(content)
-        finally:
-            os.close(fd)
-        assert memory[:] == content
+    def test_limit_of_locked_memory_is_logged_and_pages_move(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o777)
+        done = subprocess.run(
+            [sys.executable, "-c", MOVE_UNDER_A_MEMLOCK_LIMIT],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) != 0
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("WARNING")
+        assert f"errno {errno.ENOMEM}" in line
+        assert "8.0 KiB" in line
+        assert "ulimit -l" in line
 
-    def test_error_names_where_a_read_stopped(self, storage: Storage) -> None:
-        nbytes = 3 * REQUEST_BYTES
-        storage.create("page", nbytes)
-        os.truncate(Path(storage.location) / "page", REQUEST_BYTES + 5 * SECTOR_BYTES)
-        extent = Extent(SECTOR_BYTES, nbytes - SECTOR_BYTES)
-        with pytest.raises(StorageError, match="stopped at byte") as caught:
-            storage.read("page", extent, aligned_buffer(extent.nbytes)).wait()
-        stopped_at = int(str(caught.value).split("stopped at byte ")[1].split(")")[0])
-        assert REQUEST_BYTES + 5 * SECTOR_BYTES <= stopped_at < nbytes
-        assert caught.value.errno == errno.EIO
+    def test_registration_waits_for_requests_in_flight_and_may_be_interrupted(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held_back = HeldBackWrite(storage, monkeypatch)
+        before = locked_bytes()
+        memory = mmap.mmap(-1, 8 * SECTOR_BYTES)
+        with held_back.interrupted():
+            storage.register(memoryview(memory))
+        with pytest.raises(BufferError):
+            memory.close()  # The kernel may still be given it.
+        held_back.release()
+        storage.drain()
+        assert locked_bytes() - before == 8 * SECTOR_BYTES
+        storage.register(memoryview(b""))
+        memory.close()
+
+    def test_threads_register_and_move(self, storage: Storage) -> None:
+        content = random_bytes(256 * SECTOR_BYTES)
+        memory = [aligned_buffer(len(content)) for _ in range(4)]
+
+        def work(index: int) -> bool:
+            name = f"page-{index}"
+            create_with(storage, name, content)
+            for _ in range(20):
+                storage.register(memory[index])
+                memory[index][:] = bytes(len(content))
+                storage.read(name, Extent(0, len(content)), memory[index]).wait()
+                if memory[index] != content:
+                    return False
+            return True
+
+        with ThreadPoolExecutor(4) as executor:
+            assert all(executor.map(work, range(4)))
 
     @pytest.mark.long
-    def test_transfer_of_more_than_two_gib(self, storage: Storage) -> None:
-        nbytes = (2 << 30) + SECTOR_BYTES
-        path = Path(storage.location) / "page"
-        path.touch()
-        os.truncate(path, nbytes)
-        with path.open("r+b") as file:
-            file.seek(nbytes - SECTOR_BYTES)
-            file.write(b"e" * SECTOR_BYTES)
-        buffer = aligned_buffer(nbytes)
-        buffer[:SECTOR_BYTES] = b"x" * SECTOR_BYTES
-        storage.read("page", Extent(0, nbytes), buffer).wait()
-        assert bytes(buffer[:SECTOR_BYTES]) == bytes(SECTOR_BYTES)
-        assert bytes(buffer[-SECTOR_BYTES:]) == b"e" * SECTOR_BYTES
-
-
-@pytest.mark.parametrize("submitted", [False, True])
-def test_interrupt_around_a_submission_hides_nothing_from_drain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: bool
-) -> None:
-    class InterruptedEngine(UringEngine):
-        def submit(self, *arguments: Any) -> None:
-            if submitted:
-                super().submit(*arguments)
-            raise KeyboardInterrupt
-
-    content = random_bytes(2 * REQUEST_BYTES)
-    monkeypatch.setattr(uring, "UringEngine", InterruptedEngine)
-    with closing(UringStorage(tmp_path)) as storage:
-        storage.create("page", len(content))
-        opened = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(KeyboardInterrupt):
-            storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-        storage.drain()
-        assert (tmp_path / "page").read_bytes() == (content if submitted else bytes(len(content)))
-        assert len(os.listdir("/proc/self/fd")) == opened
+    def test_more_than_one_registered_piece(self, storage: Storage) -> None:
+        piece_bytes = 1 << 30
+        memory = aligned_buffer(piece_bytes + (64 << 20))
+        before = locked_bytes()
+        storage.register(memory)
+        assert locked_bytes() - before == len(memory)
+        content = random_bytes(1 << 20) * 48
+        # In the first, across both, and in the second.
+        for start in (0, piece_bytes - 20 * (1 << 20) - SECTOR_BYTES, piece_bytes + SECTOR_BYTES):
+            part = memory[start : start + len(content)]
+            part[:] = content
+            storage.create("page", len(content))
+            storage.write("page", Extent(0, len(content)), part).wait()
+            part[:] = bytes(len(content))
+            storage.read("page", Extent(0, len(content)), part).wait()
+            assert part == content
+            assert (Path(storage.location) / "page").read_bytes() == content
 
 
 class TestEngine:

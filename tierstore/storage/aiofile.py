@@ -6,10 +6,9 @@ import asyncio
 import errno
 import os
 import selectors
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ import aiofiles
 
 from tierstore.storage.base import Transfer
 from tierstore.storage.checks import checked_bytes
-from tierstore.storage.files import FileStorage
+from tierstore.storage.files import OPEN_FILES_MAX, THREAD_NAME, FileStorage
 from tierstore.storage.paths import OPEN_FLAGS, storage_error, storage_errors
 from tierstore.units import Extent
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _THREADS = 8
-_THREAD_NAME = "tierstore-aiofiles"
 
 
 class AiofilesTransfer:
@@ -63,14 +61,14 @@ class _LoopThread:
         # Our own selector, so that a forked child can close its copy of the descriptor.
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=_THREAD_NAME)
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=THREAD_NAME)
         self._loop.set_default_executor(self._executor)
         # Tasks not yet ended, and the descriptors they use. Only single operations are
         # used, so that no lock is held when another thread forks.
         self._tasks: dict[Future[None], asyncio.Task[None] | None] = {}
         self._descriptors: set[int] = set()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name=_THREAD_NAME, daemon=True
+            target=self._loop.run_forever, name=THREAD_NAME, daemon=True
         )
         self._thread.start()
 
@@ -154,15 +152,7 @@ class AiofilesStorage(FileStorage):
             raise
 
     def __del__(self) -> None:
-        # When the interpreter ends, its threads stand still already, and the system takes
-        # everything back.
-        if sys.is_finalizing():
-            return
-        if threading.current_thread().name.startswith(_THREAD_NAME):
-            # The collector ran in a thread that close() would wait for.
-            threading.Thread(target=self.close).start()
-        else:
-            self.close()
+        self._close_dropped()
 
     @property
     def engine(self) -> str:
@@ -215,6 +205,8 @@ class AiofilesStorage(FileStorage):
         work: Callable[[int], Coroutine[None, None, None]],
     ) -> Future[None]:
         """Open ``path`` and start ``work`` on the descriptor, which is closed when it ends."""
+        while len(unfinished := self._threads.unfinished()) >= OPEN_FILES_MAX:
+            wait(unfinished, return_when=FIRST_COMPLETED)
         with self._start_mutex:
             self._check_usable()
             with storage_errors(what, path, extent):

@@ -90,7 +90,7 @@ class Storage(Protocol):
 
     @property
     def engine(self) -> str:
-        """How bytes move: "io_uring", "aiofiles" or "memory"."""
+        """How bytes move: "io_uring", "libaio", "aiofiles" or "memory"."""
 
     @property
     def location(self) -> str:
@@ -104,6 +104,13 @@ class Storage(Protocol):
 
         Raises:
             RunLockedError: another process still holds it after ``timeout_s`` seconds.
+        """
+
+    def register(self, memory: memoryview) -> None:
+        """Say that most transfers will use this memory, until the next call; empty: none.
+
+        It only makes them cheaper, where the engine can. ``memory`` is writable and
+        contiguous, and is kept alive until it is replaced or the storage is closed.
         """
 
     def list(self) -> list[str]:

@@ -89,6 +89,10 @@ class MemoryStorage:
             files.holder = self
             files.holder_text = lock_text()
 
+    def register(self, memory: memoryview) -> None:
+        """See Storage.register: no help here."""
+        self._check_usable()
+
     def list(self) -> list[str]:
         """See Storage.list."""
         self._check_usable()

@@ -16,6 +16,7 @@ from pathlib import Path
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Storage
+from tierstore.storage.direct import DirectStorage
 from tierstore.storage.paths import storage_errors
 from tierstore.units import SECTOR_BYTES, Extent
 
@@ -39,9 +40,10 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
 
     Args:
         directory: made with mode 0700 where absent.
-        engine: "io_uring" (direct I/O, needs the native extension), "aiofiles"
-            (buffered), or "auto": the first of these that works. The choice and its
-            reason are logged to "tierstore", as a warning where it is not io_uring.
+        engine: "io_uring" (direct I/O, needs the native extension), "libaio" (direct I/O,
+            needs the system's libaio), "aiofiles" (buffered), or "auto": the first of these
+            that works. The choice and its reason are logged to "tierstore", as a warning
+            where it is not io_uring.
 
     Raises:
         RunDirectoryError: the directory cannot be written, or the engine named does not
@@ -50,6 +52,7 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
     """
     openers: dict[str, Callable[[Path], Storage]] = {
         "io_uring": _open_uring,
+        "libaio": _open_libaio,
         "aiofiles": AiofilesStorage,
     }
     if engine == "auto":
@@ -96,7 +99,7 @@ def _open_probed(directory: Path, opener: Callable[[Path], Storage]) -> Storage:
                 f"{directory} cannot be used: {error}; free or grant what is missing there, "
                 "or name another directory"
             ) from error
-        refused_direct = storage.engine == "io_uring" and error.errno in (
+        refused_direct = isinstance(storage, DirectStorage) and error.errno in (
             errno.EINVAL,
             errno.EOPNOTSUPP,
         )
@@ -121,6 +124,26 @@ def _open_uring(directory: Path) -> Storage:
     except OSError as error:
         raise _EngineError(
             f"the kernel refuses io_uring: {os.strerror(error.errno or 0)} (errno {error.errno})"
+        ) from error
+
+
+def _open_libaio(directory: Path) -> Storage:
+    try:
+        from tierstore.storage.libaio import LibaioStorage
+    except (ImportError, OSError) as error:  # The package, or the library that it loads.
+        raise _EngineError(
+            f"libaio cannot be loaded ({error}); install the Python package libaio and the "
+            "system's library (libaio1, libaio1t64 or libaio)"
+        ) from error
+    try:
+        return LibaioStorage(directory)
+    except OSError as error:
+        advice = ""
+        if error.errno == errno.EAGAIN:
+            advice = "; other programs use all that /proc/sys/fs/aio-max-nr allows: raise it"
+        raise _EngineError(
+            f"the kernel refuses libaio: {os.strerror(error.errno or 0)} (errno {error.errno})"
+            f"{advice}"
         ) from error
 
 

@@ -68,6 +68,11 @@ class DealtStorage:
         """See Storage.home: that of one of the parts."""
         return self._part(name).home(name)
 
+    def register(self, memory: memoryview) -> None:
+        """See Storage.register: in all directories."""
+        for part in self._parts:
+            part.register(memory)
+
     def lock(self, timeout_s: float) -> None:
         """See Storage.lock: of all directories, within the one timeout.
 

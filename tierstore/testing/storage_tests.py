@@ -15,7 +15,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tierstore.errors import RunLockedError, StorageError, StoreClosedError
 from tierstore.storage.base import Storage
 from tierstore.testing.storage_machine import StorageMachine
 from tierstore.testing.storage_sharing import FileSharingTests, SharingTests, folder_path
+from tierstore.testing.storage_transfers import FileTransferTests, TransferTests
 from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
@@ -34,7 +34,7 @@ from tierstore.testing.transfers import (
     read_bytes,
     write_bytes,
 )
-from tierstore.units import SECTOR_BYTES, Extent
+from tierstore.units import SECTOR_BYTES
 
 # Everything that needs the file "page" to be there.
 _ON_A_FILE: list[Callable[[Storage], object]] = [
@@ -51,6 +51,7 @@ _ON_A_FILE: list[Callable[[Storage], object]] = [
 ]
 _WITHOUT_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.lock(0),
+    lambda storage: storage.register(aligned_buffer(SECTOR_BYTES)),
     lambda storage: storage.list(),
     lambda storage: storage.create("page", SECTOR_BYTES),
     lambda storage: storage.put("page", b""),
@@ -60,7 +61,7 @@ _WITHOUT_A_FILE: list[Callable[[Storage], object]] = [
 ]
 
 
-class StorageTests(SharingTests):
+class StorageTests(TransferTests, SharingTests):
     """Subclass once per storage, with a fixture ``storage`` that gives an empty, open one."""
 
     @abstractmethod
@@ -70,110 +71,6 @@ class StorageTests(SharingTests):
     @abstractmethod
     def allocated_bytes(self, storage: Storage, name: str) -> int:
         """Return the space that a file holds on the medium."""
-
-    @pytest.mark.parametrize("sectors", [1, 2, 3, 7, 255, 256, 257, 2047, 2048, 2049, 4099])
-    def test_round_trip(self, storage: Storage, sectors: int) -> None:
-        content = random_bytes(sectors * SECTOR_BYTES, seed=sectors)
-        create_with(storage, "page", content)
-        assert self.raw_bytes(storage, "page") == content
-        assert read_bytes(storage, "page", 0, len(content)) == content
-
-    def test_read_sees_bytes_of_the_medium(self, storage: Storage) -> None:
-        content = random_bytes(5 * SECTOR_BYTES)
-        storage.put("page", content)
-        assert (
-            read_bytes(storage, "page", SECTOR_BYTES, 3 * SECTOR_BYTES)
-            == (content[SECTOR_BYTES : 4 * SECTOR_BYTES])
-        )
-
-    def test_write_in_the_middle_leaves_the_rest(self, storage: Storage) -> None:
-        expected = bytearray(random_bytes(9 * SECTOR_BYTES))
-        create_with(storage, "page", bytes(expected))
-        patch = random_bytes(3 * SECTOR_BYTES, seed=1)
-        write_bytes(storage, "page", 4 * SECTOR_BYTES, patch)
-        expected[4 * SECTOR_BYTES : 7 * SECTOR_BYTES] = patch
-        assert self.raw_bytes(storage, "page") == expected
-
-    def test_read_fills_its_buffer_only(self, storage: Storage) -> None:
-        create_with(storage, "page", b"\xff" * (3 * SECTOR_BYTES))
-        whole = aligned_buffer(3 * SECTOR_BYTES)
-        middle = whole[SECTOR_BYTES : 2 * SECTOR_BYTES]
-        storage.read("page", Extent(0, SECTOR_BYTES), middle).wait()
-        assert bytes(whole) == bytes(SECTOR_BYTES) + b"\xff" * SECTOR_BYTES + bytes(SECTOR_BYTES)
-
-    def test_write_from_read_only_memory(self, storage: Storage) -> None:
-        content = random_bytes(SECTOR_BYTES)
-        storage.create("page", SECTOR_BYTES)
-        storage.write("page", Extent(0, SECTOR_BYTES), aligned_buffer(content).toreadonly()).wait()
-        assert self.raw_bytes(storage, "page") == content
-
-    def test_transfers_overlap(self, storage: Storage) -> None:
-        contents = [random_bytes(65 * SECTOR_BYTES, seed) for seed in range(6)]
-        nbytes = len(contents[0])
-        storage.create("page", nbytes * len(contents))
-        writes = [
-            storage.write("page", Extent(i * nbytes, nbytes), aligned_buffer(content))
-            for i, content in enumerate(contents)
-        ]
-        for transfer in reversed(writes):
-            transfer.wait()
-        assert self.raw_bytes(storage, "page") == b"".join(contents)
-
-    def test_transfers_from_several_threads(self, storage: Storage) -> None:
-        def work(seed: int) -> bool:
-            name = f"page-{seed}"
-            content = random_bytes((40 + seed) * SECTOR_BYTES, seed)
-            storage.create(name, len(content))
-            for _ in range(5):
-                write_bytes(storage, name, 0, content)
-                if read_bytes(storage, name, 0, len(content)) != content:
-                    return False
-            return self.raw_bytes(storage, name) == content
-
-        with ThreadPoolExecutor(4) as executor:
-            assert all(executor.map(work, range(8)))
-
-    def test_wait_may_be_called_again_and_by_several_threads(self, storage: Storage) -> None:
-        storage.create("page", 512 * SECTOR_BYTES)
-        content = random_bytes(512 * SECTOR_BYTES)
-        transfer = storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-        with ThreadPoolExecutor(4) as executor:
-            for waited in [executor.submit(transfer.wait) for _ in range(4)]:
-                waited.result()
-        transfer.wait()
-        assert transfer.done()
-        assert self.raw_bytes(storage, "page") == content
-
-    def test_transfer_nobody_waits_for_ends_before_close(self, storage: Storage) -> None:
-        content = random_bytes(2048 * SECTOR_BYTES)
-        storage.create("page", len(content))
-        storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-        storage.close()
-        assert self.raw_bytes(storage, "page") == content
-
-    def test_transfers_nobody_kept_end_before_drain_returns(self, storage: Storage) -> None:
-        content = random_bytes(2048 * SECTOR_BYTES)
-        storage.create("page", len(content))
-        for start in range(0, len(content), len(content) // 4):
-            part = content[start : start + len(content) // 4]
-            storage.write("page", Extent(start, len(part)), aligned_buffer(part))
-        storage.drain()
-        assert self.raw_bytes(storage, "page") == content
-        storage.drain()
-        assert read_bytes(storage, "page", 0, len(content)) == content
-
-    def test_drain_leaves_a_failure_to_wait(self, storage: Storage) -> None:
-        storage.create("page", SECTOR_BYTES)
-        transfer = storage.read("page", Extent(0, 2 * SECTOR_BYTES), aligned_buffer(8192))
-        storage.drain()
-        assert transfer.done()
-        with pytest.raises(StorageError):
-            transfer.wait()
-
-    def test_drain_of_a_closed_storage_returns(self, storage: Storage) -> None:
-        create_with(storage, "page", bytes(SECTOR_BYTES))
-        storage.close()
-        storage.drain()
 
     def test_create_gives_zeros_on_allocated_space(self, storage: Storage) -> None:
         storage.create("page", 300 * SECTOR_BYTES)
@@ -201,75 +98,6 @@ class StorageTests(SharingTests):
     def test_create_refuses_a_negative_length(self, storage: Storage) -> None:
         with pytest.raises(ValueError, match="negative"):
             storage.create("page", -SECTOR_BYTES)
-
-    @pytest.mark.parametrize("operation", ["read", "write"])
-    def test_unsuitable_buffers_are_refused(self, storage: Storage, operation: str) -> None:
-        storage.create("page", 4 * SECTOR_BYTES)
-        whole = aligned_buffer(4 * SECTOR_BYTES)
-        start = storage.read if operation == "read" else storage.write
-        for buffer, reason in [
-            (whole[64 : 64 + SECTOR_BYTES], "multiple of 4096"),
-            (whole[: SECTOR_BYTES - 1], "long"),
-            (whole[: 2 * SECTOR_BYTES], "long"),
-            (whole[: 2 * SECTOR_BYTES : 2], "contiguous"),
-        ]:
-            with pytest.raises(ValueError, match=reason):
-                start("page", Extent(0, SECTOR_BYTES), buffer)
-        assert self.raw_bytes(storage, "page") == bytes(4 * SECTOR_BYTES)
-
-    def test_read_into_read_only_memory_is_refused(self, storage: Storage) -> None:
-        storage.create("page", SECTOR_BYTES)
-        with pytest.raises(ValueError, match="writable"):
-            storage.read("page", Extent(0, SECTOR_BYTES), aligned_buffer(SECTOR_BYTES).toreadonly())
-
-    @pytest.mark.parametrize(("offset", "nbytes"), [(512, 4096), (-4096, 4096), (0, 100), (0, 0)])
-    def test_misaligned_extents_are_refused(
-        self, storage: Storage, offset: int, nbytes: int
-    ) -> None:
-        storage.create("page", 4 * SECTOR_BYTES)
-        with pytest.raises(ValueError, match="multiple of 4096"):
-            storage.read("page", Extent(offset, nbytes), aligned_buffer(SECTOR_BYTES))
-
-    @pytest.mark.parametrize("offset_sectors", [1, 3, 900])
-    def test_read_past_the_end_is_an_error(self, storage: Storage, offset_sectors: int) -> None:
-        storage.create("page", 3 * SECTOR_BYTES)
-        extent = Extent(offset_sectors * SECTOR_BYTES, 4 * SECTOR_BYTES)
-        transfer = storage.read("page", extent, aligned_buffer(extent.nbytes))
-        for _ in range(2):
-            with pytest.raises(StorageError) as caught:
-                transfer.wait()
-            assert caught.value.errno == errno.EIO
-            assert (caught.value.offset, caught.value.nbytes) == (extent.offset, extent.nbytes)
-            assert caught.value.path.endswith("page")
-            assert transfer.done()
-
-    def test_done_comes_without_wait(self, storage: Storage) -> None:
-        storage.create("page", 512 * SECTOR_BYTES)
-        content = random_bytes(512 * SECTOR_BYTES)
-        transfer = storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-        deadline_s = time.monotonic() + 60
-        while not transfer.done():
-            assert time.monotonic() < deadline_s
-        assert self.raw_bytes(storage, "page") == content
-
-    def test_read_of_a_file_that_ends_in_a_sector_is_an_error(self, storage: Storage) -> None:
-        storage.put("page", b"x" * (SECTOR_BYTES + 100))
-        with pytest.raises(StorageError) as caught:
-            read_bytes(storage, "page", 0, 2 * SECTOR_BYTES)
-        assert caught.value.errno == errno.EIO
-
-    def test_failed_transfer_leaves_others_alone(self, storage: Storage) -> None:
-        content = random_bytes(600 * SECTOR_BYTES)
-        create_with(storage, "good", content)
-        storage.create("short", SECTOR_BYTES)
-        extent = Extent(0, len(content))
-        buffer = aligned_buffer(len(content))
-        bad = storage.read("short", extent, aligned_buffer(len(content)))
-        good = storage.read("good", extent, buffer)
-        good.wait()
-        assert bytes(buffer) == content
-        with pytest.raises(StorageError):
-            bad.wait()
 
     @pytest.mark.parametrize("operate", _ON_A_FILE)
     def test_missing_file_is_an_error(
@@ -434,7 +262,7 @@ def _count_of_allowed(storage: Storage) -> int:
     return allowed
 
 
-class FileStorageTests(FileSharingTests, StorageTests):
+class FileStorageTests(FileTransferTests, FileSharingTests, StorageTests):
     """For storages with one file per name in a directory; override ``open_storage``."""
 
     @abstractmethod

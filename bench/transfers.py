@@ -1,0 +1,297 @@
+"""How fast plain memory is written and read back, beside what else Python programs use for it.
+
+Each rewrites a file of its own in place until it is durable, and reads it from the device.
+They take turns, and the first engine has two turns in each round, so that its difference to
+itself shows the noise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import statistics
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import aiofiles
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from storage import GIB, MIB, cpu_seconds, huge_memory, spread
+
+from tierstore.errors import RunDirectoryError
+from tierstore.storage import Extent, open_storage
+from tierstore.units import format_bytes
+
+
+class Way(ABC):
+    """One way to move the bytes of a buffer.
+
+    Args:
+        directory: where its file is.
+        nbytes: size of the file and of the buffer.
+    """
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self.path = directory / "file"
+        self.buffer: Any = torch.frombuffer(huge_memory(nbytes), dtype=torch.uint8)
+
+    @abstractmethod
+    def write(self) -> None:
+        """Rewrite the file from the buffer; it need not be durable yet."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read the file into the buffer, or have the buffer be what was read."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what was opened; nothing by default."""
+
+
+class StorageWay(Way):
+    """An engine of ours, told about its buffer as a store tells it about its pool."""
+
+    def __init__(self, directory: Path, nbytes: int, engine: str) -> None:
+        super().__init__(directory, nbytes)
+        self._memory = memoryview(self.buffer.numpy())
+        self._extent = Extent(0, nbytes)
+        self._storage = open_storage(directory, engine)
+        self._storage.register(self._memory)
+        self._storage.create("file", nbytes)
+
+    def write(self) -> None:
+        """See Way.write."""
+        self._storage.write("file", self._extent, self._memory).wait()
+
+    def read(self) -> None:
+        """See Way.read."""
+        self._storage.read("file", self._extent, self._memory).wait()
+
+    def close(self) -> None:
+        """See Way.close."""
+        self._storage.close()
+
+
+class TorchWay(Way):
+    """torch.save and torch.load of one tensor."""
+
+    def write(self) -> None:
+        """See Way.write."""
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+            torch.save(self.buffer, file)
+
+    def read(self) -> None:
+        """See Way.read. It reads into memory of its own."""
+        self.buffer = torch.load(self.path, weights_only=True)
+
+
+class AiofilesWay(Way):
+    """The package aiofiles, used directly."""
+
+    def write(self) -> None:
+        """See Way.write."""
+        asyncio.run(self._move("r+b" if self.path.exists() else "wb"))
+
+    def read(self) -> None:
+        """See Way.read."""
+        asyncio.run(self._move("rb"))
+
+    async def _move(self, mode: Literal["r+b", "wb", "rb"]) -> None:
+        memory = memoryview(self.buffer.numpy())
+        async with aiofiles.open(self.path, mode, buffering=0) as file:
+            moved = 0
+            while moved < len(memory):
+                move = file.readinto if mode == "rb" else file.write
+                moved += await move(memory[moved:])
+
+
+class MemmapWay(Way):
+    """numpy.memmap, copied to and from."""
+
+    def write(self) -> None:
+        """See Way.write."""
+        array = self.buffer.numpy()
+        mode: Literal["r+", "w+"] = "r+" if self.path.exists() else "w+"
+        mapped = np.memmap(self.path, np.uint8, mode, shape=array.shape)
+        mapped[:] = array
+        mapped.flush()
+
+    def read(self) -> None:
+        """See Way.read."""
+        self.buffer.numpy()[:] = np.memmap(self.path, np.uint8, "r")
+
+
+class DeepSpeedWay(Way):
+    """DeepSpeed's aio_handle with page-locked memory of its own; built at the first use."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        super().__init__(directory, nbytes)
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        # Blocks, requests in flight, one submission for many, overlapped with waiting, threads.
+        self._handle = AsyncIOBuilder().load().aio_handle(8 * MIB, 32, False, True, 1)
+        locked = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        self.buffer = locked.copy_(self.buffer)
+
+    def write(self) -> None:
+        """See Way.write."""
+        self._handle.sync_pwrite(self.buffer, str(self.path), 0)
+
+    def read(self) -> None:
+        """See Way.read."""
+        self._handle.sync_pread(self.buffer, str(self.path), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the result: medians over all rounds."""
+
+    way: str
+    operation: str
+    mib_per_s: float
+    cpu_s_per_gib: float
+    ratio: tuple[float, ...]
+    """Time taken over that of the first way in the same round: extremes and quartiles."""
+
+
+def open_ways(directory: Path, nbytes: int) -> tuple[dict[str, Way], list[str]]:
+    """Return all ways that work here, ours first, and why the others do not."""
+    ways: dict[str, Way] = {}
+    absent = []
+
+    def folder(name: str) -> Path:
+        path = directory / name.replace(" ", "-")
+        path.mkdir()
+        return path
+
+    for engine in ("io_uring", "libaio"):
+        try:
+            ways[engine] = StorageWay(folder(engine), nbytes, engine)
+        except RunDirectoryError as error:
+            absent.append(str(error))
+    others: dict[str, Callable[[Path, int], Way]] = {
+        "torch": TorchWay,
+        "aiofiles": AiofilesWay,
+        "numpy.memmap": MemmapWay,
+        "DeepSpeed aio": DeepSpeedWay,
+    }
+    for name, way in others.items():
+        if way is DeepSpeedWay and importlib.util.find_spec("deepspeed") is None:
+            absent.append("DeepSpeed is not installed")
+        else:
+            ways[name] = way(folder(name), nbytes)
+    return ways, absent
+
+
+def drop_from_cache(path: Path) -> None:
+    """Have the system forget what it cached of a file whose content is durable."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(way: Way, operation: str, expected: torch.Tensor) -> tuple[float, float]:
+    """Return wall and processor seconds; nothing is left in the page cache."""
+    if operation == "read":
+        way.buffer[:: 64 * MIB] += 1  # What is not read would show.
+    began_cpu_s, began_s = cpu_seconds(), time.perf_counter()
+    if operation == "write":
+        way.write()
+        with way.path.open("rb") as file:
+            os.fdatasync(file.fileno())
+    else:
+        way.read()
+    wall_s, cpu_s = time.perf_counter() - began_s, cpu_seconds() - began_cpu_s
+    drop_from_cache(way.path)
+    if not torch.equal(way.buffer, expected):
+        raise RuntimeError(f"{type(way).__name__} read something else than it wrote")
+    return wall_s, cpu_s
+
+
+def measure_all(ways: dict[str, Way], nbytes: int, rounds: int) -> list[Row]:
+    """Measure all ways in turn, round after round; the first of them twice."""
+    first = next(iter(ways))
+    expected = ways[first].buffer.clone()
+    turns = [*ways, f"{first} again"]
+    measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for name in ways:
+        measure(ways[name], "write", expected)  # The first write of a place costs more.
+    for index in track(range(rounds), description=format_bytes(nbytes)):
+        start = index % len(turns)
+        for operation in ("write", "read"):
+            for turn in turns[start:] + turns[:start]:
+                taken = measure(ways[turn.removesuffix(" again")], operation, expected)
+                measured.setdefault((turn, operation), []).append(taken)
+    return [
+        Row(
+            way=turn,
+            operation=operation,
+            mib_per_s=nbytes / MIB / statistics.median(wall_s for wall_s, _ in taken),
+            cpu_s_per_gib=statistics.median(cpu_s for _, cpu_s in taken) / (nbytes / GIB),
+            ratio=spread(
+                [
+                    mine[0] / its[0]
+                    for mine, its in zip(taken, measured[first, operation], strict=True)
+                ]
+            ),
+        )
+        for (turn, operation), taken in measured.items()
+    ]
+
+
+def print_table(rows: list[Row], nbytes: int) -> None:
+    """Print what was measured, one line for each row."""
+    table = Table(title=f"Plain transfers of {format_bytes(nbytes)}, medians (quartiles)")
+    for heading in ("way", "operation"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("MiB/s", "times as long as the first", "CPU s/GiB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.way,
+            row.operation,
+            f"{row.mib_per_s:.0f}",
+            f"{row.ratio[2]:.2f} ({row.ratio[1]:.2f}..{row.ratio[3]:.2f})",
+            f"{row.cpu_s_per_gib:.4f}",
+        )
+    Console(width=100).print(table)
+
+
+def main(
+    directory: Annotated[
+        Path, typer.Option(help="A directory on the device; a temporary one is made inside.")
+    ] = Path("."),
+    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it run.")] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows to this file.")
+    ] = None,
+) -> None:
+    """Measure writing and reading of one buffer in each way."""
+    torch.set_num_threads(1)  # Others would spin for a while after each comparison.
+    nbytes, rounds = (16 * MIB, 2) if small else (GIB, 15)
+    with tempfile.TemporaryDirectory(prefix="bench-transfers-", dir=directory) as scratch:
+        ways, absent = open_ways(Path(scratch), nbytes)
+        try:
+            rows = measure_all(ways, nbytes, rounds)
+        finally:
+            for way in ways.values():
+                way.close()
+    print_table(rows, nbytes)
+    for reason in absent:
+        typer.echo(f"not measured: {reason}")
+    if json_path is not None:
+        report = {"rows": [asdict(row) for row in rows], "not_measured": absent}
+        json_path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,339 @@
+"""Moves bytes between memory and files through one context of the kernel's AIO.
+
+The interface is that of the native UringEngine. A thread of Python owns the context: it
+sleeps on an eventfd that the kernel counts up with every completion and callers with every
+submission. Its work per request of several MiB is small beside the device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Literal
+
+from libaio import AIOBLOCK_MODE_READ, AIOBLOCK_MODE_WRITE, AIOBlock, AIOContext
+
+from tierstore.storage.files import THREAD_NAME
+from tierstore.storage.request import RETRIES_MAX, Request, Verdict
+
+_REFUSED_PAUSE_S = 0.01
+# Data of several files reaches the device together, as with one submission of syncs.
+_SYNC_THREADS = 8
+
+
+class _Context(AIOContext):  # type: ignore[misc]
+    """A context that a forked child, which does not inherit it, leaves alone."""
+
+    def __init__(self, requests: int) -> None:
+        self._owner_pid = os.getpid()
+        super().__init__(requests)
+
+    def close(self) -> None:
+        """Destroy the context; waits for what is in flight. Called when it is dropped, too."""
+        if os.getpid() == self._owner_pid:
+            super().close()
+
+
+class LibaioTicket:
+    """One read, write or sync. Serves once; all but ``ended`` is the engine's own."""
+
+    def __init__(self) -> None:
+        self.kind: Literal["read", "write", "sync"] = "sync"
+        self.fds: list[int] = []
+        self.address = 0
+        self.offset = 0
+        self.nbytes = 0
+        self.position = 0  # Bytes that requests have been made for.
+        self.parts_in_flight = 0
+        self.started = False  # The engine's thread has taken it.
+        self.queued = False  # Some part may still need a request.
+        self.workers: list[threading.Thread] = []
+        self.outcome = (0, 0)
+        self.end = threading.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the kernel has stopped using the memory and the descriptors."""
+        return self.end.is_set()
+
+
+class _Part:
+    """One request of a transfer."""
+
+    def __init__(self, ticket: LibaioTicket, offset: int, nbytes: int) -> None:
+        self.ticket = ticket
+        self.request = Request(offset, nbytes)
+
+    def block(self, eventfd: int) -> AIOBlock:
+        """Return what is still to be moved, for the kernel."""
+        ticket, request = self.ticket, self.request
+        memory = ctypes.c_char * request.bytes_remaining
+        address = ticket.address + request.offset - ticket.offset
+        return AIOBlock(
+            AIOBLOCK_MODE_WRITE if ticket.kind == "write" else AIOBLOCK_MODE_READ,
+            ticket.fds[0],
+            [memory.from_address(address)],
+            request.offset,
+            eventfd,
+        )
+
+
+class LibaioEngine:
+    """One AIO context and the thread that owns it.
+
+    Args:
+        queue_depth: requests in flight.
+        request_bytes: the most that one request moves, a multiple of SECTOR_BYTES.
+
+    Raises:
+        OSError: the kernel refused the context (EAGAIN where all of fs.aio-max-nr is in
+            use, ENOSYS, EPERM, ...).
+    """
+
+    def __init__(self, queue_depth: int, request_bytes: int) -> None:
+        self._queue_depth = queue_depth
+        self._request_bytes = request_bytes
+        self._context = _Context(queue_depth)
+        # Shared with callers. Every ticket that was submitted and has not ended, oldest first.
+        self._unfinished: dict[LibaioTicket, None] = {}
+        self._mutex = threading.Lock()
+        self._stopping = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        # The thread's own.
+        self._started_count = 0  # Of the unfinished; they come first.
+        self._active: deque[LibaioTicket] = deque()  # Some part has no request yet.
+        self._ready: deque[_Part] = deque()  # To be submitted.
+        self._in_flight: dict[AIOBlock, _Part] = {}
+        self._refusals = 0
+        self._synced: deque[tuple[LibaioTicket, int, int]] = deque()  # (ticket, index, errno)
+        self._thread_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
+
+    def submit(
+        self, ticket: LibaioTicket, is_write: bool, fd: int, address: int, nbytes: int, offset: int
+    ) -> None:
+        """Start a transfer; memory and descriptor must stay valid until it has ended.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        ticket.kind = "write" if is_write else "read"
+        ticket.fds = [fd]
+        ticket.address, ticket.nbytes, ticket.offset = address, nbytes, offset
+        self._enqueue(ticket)
+
+    def submit_sync(self, ticket: LibaioTicket, fds: list[int]) -> None:
+        """Start an fdatasync of every descriptor, several at a time; as submit()."""
+        ticket.fds = fds
+        self._enqueue(ticket)
+
+    def wait(self, ticket: LibaioTicket) -> tuple[int, int]:
+        """Block until it has ended; return (errno or 0, where it failed).
+
+        Where: the file offset, or for a sync the index of the descriptor. A KeyboardInterrupt
+        passes to the caller, and the transfer goes on.
+
+        Raises:
+            ValueError: the ticket was never submitted.
+        """
+        # In this order: a ticket is taken out after it has ended.
+        if ticket not in self._unfinished and not ticket.ended:
+            raise ValueError("the ticket was never submitted")
+        if not ticket.started:
+            self._wake()  # Its submitter may have been interrupted before that.
+        ticket.end.wait()
+        return ticket.outcome
+
+    def close(self) -> None:
+        """Wait for all transfers, then end the thread and release the context.
+
+        Interrupted, it takes no more transfers, and is to be called again.
+        """
+        with self._mutex:
+            self._stopping = True
+        self._wake()
+        # An interrupted join() would take the thread for ended.
+        self._thread_ended.wait()
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Close this forked child's descriptor of the engine, and nothing else."""
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+
+    def _enqueue(self, ticket: LibaioTicket) -> None:
+        with self._mutex:
+            if self._stopping:
+                ticket.outcome = (errno.ECANCELED, ticket.offset)
+                ticket.end.set()
+                raise RuntimeError("the engine is closed")
+            self._unfinished[ticket] = None
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._mutex:  # So that the descriptor is not closed meanwhile.
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take_new_work()
+                self._fill()
+                while self._ready and self._submit():
+                    self._fill()
+                with self._mutex:
+                    if self._stopping and not self._unfinished:
+                        return
+                os.eventfd_read(self._wake_fd)
+                self._reap()
+        finally:
+            try:
+                self._context.close()
+            finally:
+                self._end_thread()
+
+    def _end_thread(self) -> None:
+        with self._mutex:
+            self._stopping = True
+            wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
+        # None, unless an error ended the thread; the kernel then uses their memory no more.
+        for ticket in list(self._unfinished):
+            self._fail(ticket, errno.EIO, ticket.offset)
+            self._end(ticket)
+        self._thread_ended.set()
+
+    def _take_new_work(self) -> None:
+        with self._mutex:
+            new = list(self._unfinished)[self._started_count :]
+        for ticket in new:
+            ticket.started = True
+            self._started_count += 1
+            if ticket.kind == "sync":
+                self._start_sync(ticket)
+            else:
+                ticket.queued = True
+                self._active.append(ticket)
+
+    def _fill(self) -> None:
+        """Cut the oldest transfers into requests until as many as allowed are there."""
+        while self._active and len(self._in_flight) + len(self._ready) < self._queue_depth:
+            ticket = self._active[0]
+            bytes_left = ticket.nbytes - ticket.position
+            if ticket.outcome[0] or not bytes_left:
+                self._active.popleft()
+                ticket.queued = False
+                self._end_if_done(ticket)
+                continue
+            nbytes = min(self._request_bytes, bytes_left)
+            self._ready.append(_Part(ticket, ticket.offset + ticket.position, nbytes))
+            ticket.position += nbytes
+            ticket.parts_in_flight += 1
+
+    def _submit(self) -> bool:
+        """Give all requests to the kernel in one call; return whether to go on with more."""
+        blocks = [part.block(self._wake_fd) for part in self._ready]
+        try:
+            count = self._context.submit(blocks)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EINTR):
+                # It is about the first of them.
+                self._complete(self._ready.popleft(), -(error.errno or errno.EIO))
+            elif self._in_flight:
+                return False  # To be tried again when one of these has completed.
+            else:
+                self._pause_or_fail(error.errno)
+            return True
+        self._refusals = 0
+        for block in blocks[:count]:
+            self._in_flight[block] = self._ready.popleft()
+        return True
+
+    def _pause_or_fail(self, error: int) -> None:
+        """Pause, as nothing in flight would wake us; after too many pauses fail a request."""
+        self._refusals += 1
+        if self._refusals <= RETRIES_MAX:
+            time.sleep(_REFUSED_PAUSE_S)
+            return
+        part = self._ready.popleft()
+        self._fail(part.ticket, error, part.request.offset)
+        self._forget_part(part.ticket)
+
+    def _reap(self) -> None:
+        for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
+            self._complete(self._in_flight.pop(block), result)
+        while self._synced:
+            ticket, index, error = self._synced.popleft()
+            if error:
+                self._fail(ticket, error, index)
+            self._forget_part(ticket)
+
+    def _complete(self, part: _Part, result: int) -> None:
+        verdict = part.request.complete(result)
+        if verdict is Verdict.RESUBMIT and not part.ticket.outcome[0]:
+            self._ready.append(part)
+            return
+        if verdict is Verdict.FAILED:
+            self._fail(part.ticket, part.request.error, part.request.offset)
+        self._forget_part(part.ticket)
+
+    def _start_sync(self, ticket: LibaioTicket) -> None:
+        """Sync with threads of its own: most filesystems know no asynchronous fdatasync."""
+        todo = deque(enumerate(ticket.fds))
+        ticket.parts_in_flight = len(todo)
+
+        def work() -> None:
+            with suppress(IndexError):
+                while True:
+                    index, fd = todo.popleft()
+                    self._synced.append((ticket, index, _fdatasync(fd)))
+                    self._wake()
+
+        for _ in range(min(_SYNC_THREADS, len(todo))):
+            worker = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
+            with suppress(RuntimeError):  # The system gives no more threads.
+                worker.start()
+                ticket.workers.append(worker)
+        if not ticket.workers:
+            work()
+        self._end_if_done(ticket)
+
+    def _fail(self, ticket: LibaioTicket, error: int, where: int) -> None:
+        """Note how a ticket failed; the first error is the one that counts."""
+        if not ticket.outcome[0]:
+            ticket.outcome = (error, where)
+
+    def _forget_part(self, ticket: LibaioTicket) -> None:
+        ticket.parts_in_flight -= 1
+        self._end_if_done(ticket)
+
+    def _end_if_done(self, ticket: LibaioTicket) -> None:
+        if ticket.parts_in_flight == 0 and not ticket.queued:
+            for worker in ticket.workers:
+                worker.join()  # There is nothing left for them to do.
+            self._started_count -= 1
+            self._end(ticket)
+
+    def _end(self, ticket: LibaioTicket) -> None:
+        ticket.end.set()
+        del self._unfinished[ticket]
+
+
+def _fdatasync(fd: int) -> int:
+    """Return 0 or an errno."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

@@ -1,0 +1,68 @@
+"""What to do with the result of one I/O request. The native engine has the same in C++.
+
+That extension may be absent just where this engine is needed, so the few lines are here
+twice, under one test.
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import Enum, auto
+
+from tierstore.units import SECTOR_BYTES
+
+# A request that the kernel asks for again this often is given up.
+RETRIES_MAX = 16
+
+_ERRNO_MAX = 4095
+
+
+class Verdict(Enum):
+    """What to do with a request after a completion."""
+
+    DONE = auto()
+    RESUBMIT = auto()
+    FAILED = auto()
+
+
+class Request:
+    """One contiguous range of a file that is still to be moved.
+
+    Attributes:
+        offset: where in the file it goes on.
+        bytes_remaining: how much is still to be moved.
+        error: the errno of a failed request, otherwise 0.
+    """
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset = offset
+        self.bytes_remaining = nbytes
+        self.error = 0
+        self._retries = 0
+
+    def complete(self, result: int) -> Verdict:
+        """Take the result of a completion: the bytes moved, or a negative errno."""
+        if result in (-errno.EINTR, -errno.EAGAIN) and self._retries < RETRIES_MAX:
+            self._retries += 1
+            return Verdict.RESUBMIT
+        if result < 0:
+            return self._fail(-result if -result <= _ERRNO_MAX else errno.EIO)
+        if result > self.bytes_remaining:
+            return self._fail(errno.EIO)
+        if result == self.bytes_remaining:
+            self._advance(result)
+            return Verdict.DONE
+        # Keep whole sectors only, so that the resubmitted tail stays aligned.
+        bytes_kept = result // SECTOR_BYTES * SECTOR_BYTES
+        if bytes_kept == 0:
+            return self._fail(errno.EIO)  # No progress: fail, never loop.
+        self._advance(bytes_kept)
+        return Verdict.RESUBMIT
+
+    def _fail(self, error: int) -> Verdict:
+        self.error = error
+        return Verdict.FAILED
+
+    def _advance(self, nbytes: int) -> None:
+        self.offset += nbytes
+        self.bytes_remaining -= nbytes
