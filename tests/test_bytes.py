@@ -35,7 +35,7 @@ def test_traffic_is_ideal(
         parameter.grad = torch.randn(128, 32768).to(dtype)
     groups: list[dict[str, Any]] = [{"params": parameters, "algorithm": algorithm}]
     with tierstore.TierStore(
-        tmp_path, engine="io_uring", host_memory="256MiB", page_bytes="32MiB"
+        tmp_path, engine="io_uring", host_memory="256MiB", page_bytes="32MiB", buffers=4
     ) as store:
         optimizer = muon.Muon(groups, store=store)
         optimizer.step()

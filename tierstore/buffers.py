@@ -117,7 +117,7 @@ def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
 
 def _lock_pages(arena: mmap.mmap, address: int, nbytes: int) -> None:
     """Register memory with CUDA for as long as it lives."""
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(address, nbytes, 0))
     if error:
         logger.warning(

@@ -274,6 +274,7 @@ class TransferTests(ABC):
         assert self.raw_bytes(storage, "page") == expected
 
     def test_several_storages_move_at_once(self, storage: Storage) -> None:
+        assert moves_right(storage, "page", seed=9)  # What is done once, one of them does.
         storages = [self.open_again(storage) for _ in range(6)]
 
         def work(index: int) -> bool:
