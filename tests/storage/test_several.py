@@ -427,16 +427,22 @@ def test_measuring_moves_a_little_in_all_at_once_and_leaves_nothing() -> None:
 
 
 def test_a_slower_directory_is_measured_as_slower() -> None:
-    """One that is not done before the other is."""
-    done = threading.Event()
+    """One that begins before the other does, and is not done before the other is."""
+    begun, done = threading.Event(), threading.Event()
 
-    def hold(operation: str) -> None:
+    def slow(operation: str) -> None:
+        if operation == "write":
+            begun.set()
         if operation == "flush":
             assert done.wait(60)
 
-    fast = Watched(lambda operation: done.set() if operation == "unlink" else None)
-    slow = Watched(hold)
-    of_slow, of_fast = measured_bandwidths([slow, fast], page_bytes=SECTOR_BYTES)
+    def fast(operation: str) -> None:
+        if operation == "create":
+            assert begun.wait(60)
+        if operation == "unlink":
+            done.set()
+
+    of_slow, of_fast = measured_bandwidths([Watched(slow), Watched(fast)], page_bytes=SECTOR_BYTES)
     assert of_slow < of_fast
 
 
