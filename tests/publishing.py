@@ -16,7 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 import muon
 import tierstore
@@ -83,8 +87,10 @@ def make_groups(model: nn.Module, *, named: bool = True) -> list[dict[str, Any]]
 class Reference:
     """The same training with stock optimizers: what must be found again."""
 
-    def __init__(self, kind: str, *, named: bool = False) -> None:
-        self.model = stock_reader.make_model(kind, seed=0)
+    def __init__(
+        self, kind: str = "layers", *, named: bool = False, model: nn.Module | None = None
+    ) -> None:
+        self.model = stock_reader.make_model(kind, seed=0) if model is None else model
         self.optimizers = stock_reader.make_optimizers(self.model, named=named)
 
     def train(self, *steps: int) -> Reference:
@@ -102,6 +108,15 @@ class Reference:
             get_optimizer_state_dict(self.model, self.optimizers, options=options)
         )
         return state
+
+
+def save_with_dcp(reference: Reference, path: Path, *, flat: bool, prefix: bool) -> None:
+    """What a stock program saves."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    optimizer = get_optimizer_state_dict(reference.model, reference.optimizers, options=options)
+    model = get_model_state_dict(reference.model)
+    state = {"model": model} if prefix else model
+    dcp.save({**state, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
 
 
 Job = tuple[str, str, dict[str, Any]]

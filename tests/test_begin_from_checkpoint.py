@@ -12,8 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
 )
 
@@ -28,6 +26,7 @@ from tests.publishing import (
     pages_of,
     published_toy,
     read_with_stock,
+    save_with_dcp,
 )
 from tests.stock_reader import Layers
 from tests.toy import RANK, Toy, resumed, train_and_die
@@ -86,25 +85,6 @@ def test_goes_on_as_the_run_that_was_published(
         )
 
 
-@pytest.mark.parametrize("prefix", ["model.", "", "net."])
-def test_names_of_the_model(prefix: str, tmp_path: Path) -> None:
-    """Under "model." or at the top, as DCP and torchtitan have them; others are not found."""
-    ours = Ours(tmp_path / "run").train(1, 2)
-    ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model, model_prefix=prefix)
-    ours.store.close()
-    other = Ours(tmp_path / "other", seed=3)
-    if prefix == "net.":
-        with pytest.raises(tierstore.CheckpointError, match=r"'model\.hidden\.weight'"):
-            other.optimizer.restore(checkpoint=tmp_path / "checkpoint")
-    else:
-        assert other.optimizer.restore(checkpoint=tmp_path / "checkpoint") == 2
-        expected = Reference("layers").train(1, 2).model_state()
-        found = dict(other.model.named_parameters())
-        for name, parameter in found.items():
-            assert torch.equal(parameter, expected[name]), name
-    other.store.close()
-
-
 def test_buffers_and_frozen_parameters_come_with_dcp(tmp_path: Path) -> None:
     """restore() is about what is paged; the rest of the model is one stock load away."""
     ours = Ours(tmp_path / "run", "everything").train(1, 2)
@@ -120,15 +100,6 @@ def test_buffers_and_frozen_parameters_come_with_dcp(tmp_path: Path) -> None:
     other.train(3)
     other.store.close()
     assert_equal(other.model.state_dict(), Reference("everything").train(1, 2, 3).model_state())
-
-
-def save_with_dcp(reference: Reference, path: Path, *, flat: bool, prefix: bool) -> None:
-    """What a stock program saves."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    optimizer = get_optimizer_state_dict(reference.model, reference.optimizers, options=options)
-    model = get_model_state_dict(reference.model)
-    state = {"model": model} if prefix else model
-    dcp.save({**state, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -326,31 +297,3 @@ def test_published_files_are_read_only_from(tmp_path: Path) -> None:
     toy.assert_at(7)
     toy.store.close()
     assert digests(checkpoint) == before
-
-
-def test_parameters_called_like_numbers(tmp_path: Path) -> None:
-    """Their hyperparameters have the keys of groups, and are found by group."""
-    rates = [0.25, 0.5]
-
-    def make(directory: str) -> muon.Muon:
-        model = torch.nn.ParameterList([torch.ones(3, 3), torch.ones(3)])
-        named = list(model.named_parameters())
-        groups = [
-            {"params": named[:1], "lr": rates[0]},
-            {"params": named[1:], "lr": rates[1], "algorithm": "adamw"},
-        ]
-        return muon.Muon(groups, store=tierstore.TierStore(tmp_path / directory))
-
-    first = make("one")
-    for group in first.param_groups:
-        group["params"][0].grad = torch.ones_like(group["params"][0])
-    first.step()
-    first.store.checkpoint(tmp_path / "checkpoint")
-    rates = [0.0, 0.0]
-    second = make("two")
-    assert second.restore(checkpoint=tmp_path / "checkpoint") == 1
-    for mine, theirs in zip(second.param_groups, first.param_groups, strict=True):
-        assert {**mine, "params": 0} == {**theirs, "params": 0}
-        assert torch.equal(mine["params"][0], theirs["params"][0])
-    first.store.close()
-    second.store.close()

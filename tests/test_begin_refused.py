@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muon
 import tierstore
 from tests import training
-from tests.publishing import Ours, Reference, assert_equal, names_in, pages_of, published_toy
+from tests.publishing import (
+    Ours,
+    Reference,
+    assert_equal,
+    names_in,
+    pages_of,
+    published_toy,
+    save_with_dcp,
+)
 from tests.toy import FIRST, FOURTH, MODEL, RANK, SECOND, THIRD, Spec, Toy, unchanged
+from tests.verifying import edit
 
 
 def cut_page(checkpoint: Path) -> None:
@@ -151,6 +163,100 @@ def test_options_that_are_not_supported(
         for parameter in other.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
+
+
+LR = "optimizer.param_groups.0.lr"
+
+
+def moved(metadata: Metadata, key: str, place: Any) -> None:
+    """Have ``.metadata`` say that LR was elsewhere in the state dict, under another key."""
+    metadata.state_dict_metadata[key] = metadata.state_dict_metadata.pop(LR)
+    metadata.storage_data[MetadataIndex(key)] = metadata.storage_data.pop(MetadataIndex(LR))
+    del metadata.planner_data[LR]
+    metadata.planner_data[key] = place
+
+
+PLACES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
+    "far": (
+        lambda m: moved(m, f"{LR}.{10**11}", ("optimizer", "param_groups", 0, "lr", 10**11)),
+        "dicts and lists",
+    ),
+    "negative": (
+        lambda m: moved(m, f"{LR}.-1", ("optimizer", "param_groups", 0, "lr", -1)),
+        "dicts and lists",
+    ),
+    "inside another value": (
+        lambda m: moved(m, f"{LR}.0", ("optimizer", "param_groups", 0, "eps", 0)),
+        "place of another key",
+    ),
+    "of another key": (lambda m: moved(m, LR, ("optimizer", "lr")), "place of another key"),
+    "deep": (
+        lambda m: moved(
+            m, f"{LR}{'.0' * 9999}", ("optimizer", "param_groups", 0, "lr", *[0] * 9999)
+        ),
+        "place of another key",
+    ),
+    "no place": (lambda m: moved(m, LR, 7), "place of another key"),
+    "a place of something": (
+        lambda m: moved(m, f"{LR}.None", ("optimizer", "param_groups", 0, "lr", None)),
+        "place of another key",
+    ),
+    "a group": (
+        lambda m: moved(m, "optimizer.param_groups.0.7", ("optimizer", "param_groups", 0, 7)),
+        "dicts and lists",
+    ),
+    "a list": (
+        lambda m: moved(m, f"{LR}.0", ("optimizer", "param_groups", 0, "lr", 0)),
+        "cannot be used",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), PLACES.values(), ids=PLACES)
+def test_hyperparameters_in_strange_places(
+    change: Callable[[Metadata], Any], message: str, tmp_path: Path
+) -> None:
+    """Refused at once, without a list as long as an index is high."""
+    save_with_dcp(Reference().train(1), tmp_path / "stock", flat=False, prefix=True)
+    edit(tmp_path / "stock", change)
+    assert_refused(tmp_path, message)
+
+
+def assert_refused(tmp_path: Path, message: str) -> None:
+    """Check that no run begins from ``stock``, and that the model can be trained nevertheless."""
+    ours = Ours(tmp_path / "run")
+    before = copy.deepcopy((ours.model.state_dict(), ours.optimizer.param_groups))
+    with pytest.raises(tierstore.CheckpointError, match=message):
+        ours.optimizer.restore(checkpoint=tmp_path / "stock")
+    assert_equal((ours.model.state_dict(), ours.optimizer.param_groups), before)
+    ours.train(1).store.close()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_hyperparameters_of_classes_that_are_not_made(flat: bool, tmp_path: Path) -> None:
+    reference = Reference().train(1)
+    reference.optimizers[0].param_groups[0]["lr"] = np.float64(0.5)
+    save_with_dcp(reference, tmp_path / "stock", flat=flat, prefix=True)
+    name = "hidden.weight" if flat else "0"
+    message = rf"'optimizer\.param_groups\.{name}\.lr' is of a class that .* its item\(\)"
+    assert_refused(tmp_path, message)
+
+
+def test_hyperparameters_of_any_size(tmp_path: Path) -> None:
+    """A commit could not carry them."""
+    reference = Reference().train(1)
+    reference.optimizers[0].param_groups[0]["table"] = torch.zeros(2**24 + 1)
+    save_with_dcp(reference, tmp_path / "stock", flat=False, prefix=True)
+    assert_refused(tmp_path, r"'optimizer\.param_groups\.0\.table' has 64\.0 MiB, where a small")
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])
+def test_counts_that_are_none(count: float, tmp_path: Path) -> None:
+    reference = Reference().train(1)
+    for state in reference.optimizers[1].state.values():
+        state["step"].fill_(count)
+    save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
+    assert_refused(tmp_path, f"has the step {count}")
 
 
 def test_unnamed_parameters(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_terminal_gets_a_bar(run: Path) -> None:
         ["verify"],
         ["verify", "a", "b"],
         ["verify", "a", "--all"],
+        ["verify", "a", "--json", "--all"],
         ["inspect"],
         ["inspect", "--foo"],
         ["checkpoint", "a"],
@@ -158,8 +159,9 @@ def test_a_terminal_gets_a_bar(run: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_2(arguments: list[str]) -> None:
-    code, _, _ = call(*arguments)
+    code, out, _ = call(*arguments)
     assert code == 2
+    assert "--json" not in arguments or out == ""
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
@@ -191,6 +193,34 @@ def test_checkpoints_that_cannot_be_published_are_2(run: Path, tmp_path: Path) -
         assert err.startswith("tierstore: ")
     assert not (tmp_path / "out").exists()
     resumed(run, STEPS, groups=[*MODEL, [TWIN]]).store.close()
+
+
+def test_a_run_directory_may_hold_what_else_there_is(run: Path, tmp_path: Path) -> None:
+    """As it may for all that the run itself does: a log, its checkpoints, an empty folder."""
+    (run / "train.log").write_text("step 3\n")
+    (run / "checkpoints").mkdir()
+    code, out, err = call("checkpoint", run, run / "checkpoints" / "3")
+    assert (code, err) == (0, "")
+    assert f"{run}/checkpoints/3: step 3" in out
+    assert call("checkpoint", run, tmp_path / "out")[0] == 0
+    assert verify.verify(tmp_path / "out").good
+
+
+def test_what_is_no_run_of_one_rank_is_not_published(
+    run: Path, originals: Path, tmp_path: Path
+) -> None:
+    several = Path(shutil.copytree(run, tmp_path / "several"))
+    (several / "rank-00001").mkdir()
+    (several / "train.log").write_text("step 3\n")
+    for source, why in (
+        (originals / "published", "is a checkpoint already: name a run directory"),
+        (several, "holds a run of several ranks: publish it from the job"),
+        (run / RANK, "is what one rank has of a run: name the directory above it"),
+    ):
+        code, _, err = call("checkpoint", source, tmp_path / "out")
+        assert code == 2
+        assert err.startswith(f"tierstore: {source} {why}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_in_use_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

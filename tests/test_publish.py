@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -186,20 +187,45 @@ def test_commits_what_is_not_committed(tmp_path: Path) -> None:
 
 
 def test_a_removed_checkpoint_costs_nothing_any_more(tmp_path: Path) -> None:
-    """Its page files are the run's own again: written in place, with no file beside them."""
+    """What was allocated for it is used up; then pages are written in place, as ever."""
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoint")
-    before = inodes(run_pages(tmp_path / "run"))
     for path in (tmp_path / "checkpoint").iterdir():
         path.unlink()
     for _ in range(3):
         toy.step()
     toy.store.synchronize()
-    assert inodes(run_pages(tmp_path / "run")) == before
+    pages = inodes(run_pages(tmp_path / "run"))
     assert not list((tmp_path / "run" / RANK).glob("*.next"))
+    for _ in range(3):
+        toy.step()
+    toy.store.synchronize()
+    assert inodes(run_pages(tmp_path / "run")) == pages
     toy.store.close()
-    resumed(tmp_path / "run", 4).store.close()
+    resumed(tmp_path / "run", 7).store.close()
+
+
+def test_who_reads_a_removed_checkpoint_reads_on(tmp_path: Path) -> None:
+    """A copy that is under way while keep_last removes what it copies, say."""
+    toy = Toy(tmp_path / "run")
+    toy.step()
+    toy.store.checkpoint(tmp_path / "checkpoints/1")
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(path.open("rb", buffering=0))
+            for path in pages_of(tmp_path / "checkpoints/1")
+        ]
+        before = [file.read() for file in files]
+        toy.step()
+        toy.store.checkpoint(tmp_path / "checkpoints/2", keep_last=1)
+        for _ in range(4):
+            toy.step()
+            toy.store.synchronize()
+        for file in files:
+            file.seek(0)
+        assert [file.read() for file in files] == before
+    toy.store.close()
 
 
 def test_published_twice_needs_one_replacement(tmp_path: Path) -> None:
@@ -306,7 +332,7 @@ def test_a_place_that_cannot_be_written(above: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with (
         unchanged(tmp_path / "run"),
-        pytest.raises(tierstore.TierstoreError, match=f"{above}.*writable for this user"),
+        pytest.raises(tierstore.CheckpointError, match=f"{above}.*writable for this user"),
     ):
         toy.store.checkpoint(tmp_path / above / "folder/checkpoint")
     toy.step()

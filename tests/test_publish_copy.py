@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ class Elsewhere:
         self.folder = directory / "checkpoints"
         self.gate = threading.Semaphore(1000 if open_gate else 0)
         self.waits = threading.Semaphore(0)
+        self.watch: Callable[[str], object] = lambda operation: None
         self.storage = FaultyStorage(open_storage(self.run / RANK), on_operation=self._hold)
         self.toy = Toy(self.storage)
         self.store = self.toy.store
@@ -61,6 +63,8 @@ class Elsewhere:
         self.waits.acquire()
 
     def _hold(self, operation: str, name: str, when: str) -> None:
+        if when == "before":
+            self.watch(operation)
         if operation == "read" and ".copying-" in name and when == "before":
             self.waits.release()
             self.gate.acquire()
@@ -130,6 +134,42 @@ def test_to_shared_memory(tmp_path: Path) -> None:
         assert fresh.store.restore(checkpoint=Path(other) / "3") == 3
         fresh.assert_at(3)
         fresh.store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_no_file_can_have_a_second_name(number: int, tmp_path: Path) -> None:
+    """Nothing could hold the pages while training goes on, so it is there on return."""
+    here = Elsewhere(tmp_path)
+    here.storage.disarm()
+    for operation in ("link", "folder_link"):
+        here.storage.arm(Fault("error", operation, probability=1.0, errno=number))  # type: ignore[arg-type]
+    for step in (2, 3, 4):
+        publication = here.store.checkpoint(here.folder / str(step), keep_last=2)
+        assert publication.done()
+        assert publication.bytes_copied == publication.bytes_total
+        here.toy.step()
+    here.toy.assert_at(5)
+    here.store.close()
+    for step in (3, 4):
+        assert_holds_toy(here.folder / str(step), step)
+    assert_nothing_left(here.run, here.folder, ["3", "4"])
+    resumed(here.run, 5).store.close()
+
+
+@pytest.mark.parametrize("operation", ["link", "folder_link"])
+def test_a_file_that_can_have_no_more_names(operation: str, tmp_path: Path) -> None:
+    """Found out at the second page: nothing stays of the first one's names."""
+    watched = Elsewhere(tmp_path, open_gate=True)
+    if operation == "folder_link":
+        watched.storage.disarm()
+    watched.store.synchronize()
+    watched.storage.arm(Fault("error", operation, call=2, errno=errno.EMLINK))  # type: ignore[arg-type]
+    publication = watched.store.checkpoint(watched.folder / "2")
+    publication.wait()
+    assert publication.bytes_copied == publication.bytes_total
+    assert_holds_toy(watched.folder / "2", 2)
+    assert_nothing_left(watched.run, watched.folder, ["2"])
+    watched.store.close()
 
 
 @pytest.mark.parametrize("ending", ["close", "with", "next"])
@@ -218,6 +258,116 @@ def test_a_failure_is_told(operation: str, number: int, ending: str, tmp_path: P
         resumed(here.run, 3).store.close()
     else:
         resumed(here.run, 2).store.close()
+
+
+def test_a_failure_does_not_hide_what_ended_the_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = Elsewhere(tmp_path)
+    here.storage.arm(Fault("error", "folder_flush", call=2, errno=errno.ENOSPC))
+
+    def train() -> None:
+        with here.store:
+            here.store.checkpoint(here.folder / "2")
+            here.let(1000)
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train()
+    assert "checkpoints/2 was not published: folder_flush failed" in caplog.text
+    assert_nothing_left(here.run, here.folder)
+    resumed(here.run, 2).store.close()
+
+
+def started(monkeypatch: pytest.MonkeyPatch, start: Callable[[Callable[[], None]], None]) -> None:
+    """Have the thread that copies started by ``start``, which gets what would start it."""
+    real = threading.Thread.start
+
+    def replaced(thread: threading.Thread) -> None:
+        if thread.name.startswith("tierstore-publish"):
+            start(lambda: real(thread))
+        else:
+            real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", replaced)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")])
+def test_a_copy_that_cannot_begin(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Elsewhere(tmp_path, open_gate=True)
+
+    def start(really: Callable[[], None]) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        started(patch, start)
+        with pytest.raises(type(error)):
+            here.store.checkpoint(here.folder / "2")
+    assert_nothing_left(here.run, here.folder)
+    here.toy.step()
+    here.store.checkpoint(here.folder / "3").wait()
+    here.store.close()
+    assert_holds_toy(here.folder / "3", 3)
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_interrupted_as_the_copying_begins(
+    given_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either it never begins, or it goes on, and close() waits for it."""
+    here = Elsewhere(tmp_path)
+    threads: list[Callable[[], None]] = []
+
+    def start(really: Callable[[], None]) -> None:
+        if given_up:  # The system takes its time to start it.
+            threads.append(really)
+        else:
+            really()
+            here.until_it_waits()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        started(patch, start)
+        with pytest.raises(KeyboardInterrupt):
+            here.store.checkpoint(here.folder / "2")
+    for really in threads:
+        really()
+    here.toy.step()
+    here.let(1000)
+    here.store.close()
+    assert_nothing_left(here.run, here.folder, [] if given_up else ["2"])
+    if not given_up:
+        assert_holds_toy(here.folder / "2", 2)
+    resumed(here.run, 3).store.close()
+
+
+def test_interrupted_before_any_operation(tmp_path: Path) -> None:
+    """Nothing is left of it, in its folder or in the run, until the copying begins."""
+    done: list[str] = []
+    here = Elsewhere(tmp_path / "all", open_gate=True)
+    here.store.synchronize()
+    here.watch = done.append
+    here.store.checkpoint(here.folder / "2").wait()
+    here.store.close()
+    begun = done.index("read")
+    assert "link" in done[:begun]
+    for number in range(begun):
+        here = Elsewhere(tmp_path / str(number), open_gate=True)
+        here.store.synchronize()
+        left = [number]
+
+        def interrupt(operation: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
+
+        here.watch = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            here.store.checkpoint(here.folder / "2")
+        assert_nothing_left(here.run, here.folder)
+        here.store.close()
 
 
 def test_a_failure_leaves_training_alone(tmp_path: Path) -> None:

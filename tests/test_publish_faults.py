@@ -129,19 +129,10 @@ def test_what_a_failing_removal_leaves_is_removed_later(operation: str, tmp_path
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("operation", "number"),
-    [
-        ("folder_link", errno.EMLINK),
-        ("folder_link", errno.EPERM),
-        ("folder_link", errno.EOPNOTSUPP),
-        ("folder_make", errno.EROFS),
-        ("folder_make", errno.EDQUOT),
-    ],
-)
-def test_other_refusals_of_the_filesystem(operation: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EDQUOT])
+def test_other_refusals_of_the_filesystem(number: int, tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    watched.storage.arm(Fault("error", operation, call=1, errno=number))
+    watched.storage.arm(Fault("error", "folder_make", call=1, errno=number))
     with pytest.raises(tierstore.StorageError) as caught:
         watched.toy.store.checkpoint(watched.folder / "2")
     assert caught.value.errno == number
@@ -149,6 +140,53 @@ def test_other_refusals_of_the_filesystem(operation: str, number: int, tmp_path:
     watched.toy.step()
     watched.toy.assert_at(3)
     watched.toy.store.close()
+
+
+def raise_before(watched: Watched, number: int, error: BaseException) -> None:
+    """Have the n-th operation from now on raise something that no storage does."""
+    left = [number]
+
+    def count(operation: str, name: str) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+
+    watched.watch = count
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("step")])
+def test_whatever_fails_in_the_removal_is_logged(
+    error: Exception,
+    operations: list[Operation],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watched = Watched(tmp_path)
+    raise_before(watched, operations.index(("folder_remove", 1)) + 1, error)
+    watched.toy.store.checkpoint(watched.folder / "2", keep_last=1)
+    assert f"older checkpoints beside 2 stay: {error!r}" in caplog.text
+    assert_holds_toy(watched.folder / "2", 2)
+    watched.toy.store.close()
+
+
+def test_interrupted_at_any_operation(operations: list[Operation], tmp_path: Path) -> None:
+    """Ctrl-C leaves one checkpoint or the other: the new one, once that has its name for good."""
+    published = operations.index(("folder_sync_children", 1))
+    for index in range(len(operations)):
+        watched = Watched(tmp_path / str(index))
+        store = watched.toy.store
+        raise_before(watched, index + 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            store.checkpoint(watched.folder / "2", keep_last=1)
+        found = [name for name in names_in(watched.folder) if not name.startswith(".")]
+        assert found in ([["1"]] if index <= published else [["1", "2"], ["2"]])
+        for name in found:
+            assert_holds_toy(watched.folder / name, int(name))
+        watched.toy.step()
+        store.checkpoint(watched.folder / "3", keep_last=1)
+        watched.toy.assert_at(3)
+        store.close()
+        assert_nothing_left(watched.run, watched.folder, ["3"])
 
 
 @pytest.mark.parametrize("operation", ["flush", "put", "rename", "sync_directory"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from tests.publishing import assert_holds_toy, names_in
 from tests.toy import RANK, Toy, contents
@@ -151,6 +153,81 @@ def test_what_this_run_did_not_publish_stays(make: Callable[[Path], Path], tmp_p
     publish_steps(toy, folder, "2", "3", keep_last=1)
     assert contents(foreign) == before
     assert "2" not in names_in(folder)
+    assert_holds_toy(folder / "3", 3)
+    toy.store.close()
+
+
+def a_pipe(marker: Path, run_id: str) -> None:
+    os.mkfifo(marker)
+
+
+def a_directory(marker: Path, run_id: str) -> None:
+    marker.mkdir()
+
+
+def a_link_to_itself(marker: Path, run_id: str) -> None:
+    marker.symlink_to(marker)
+
+
+def larger_than_memory(marker: Path, run_id: str) -> None:
+    marker.touch()
+    os.truncate(marker, 2**40)
+
+
+def sealed(marker: Path, text: str) -> None:
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    marker.write_text(f"tierstore checkpoint 1 {digest}\n{text}")
+
+
+def sealed_no_json(marker: Path, run_id: str) -> None:
+    sealed(marker, "no JSON")
+
+
+def sealed_nesting(marker: Path, run_id: str) -> None:
+    sealed(marker, "[" * 100_000)
+
+
+def sealed_list(marker: Path, run_id: str) -> None:
+    sealed(marker, json.dumps([run_id]))
+
+
+def sealed_nothing(marker: Path, run_id: str) -> None:
+    sealed(marker, "{}")
+
+
+def sealed_without_files(marker: Path, run_id: str) -> None:
+    sealed(marker, json.dumps({"run_id": run_id, "name": "0", "step": 0}))
+
+
+def sealed_other_types(marker: Path, run_id: str) -> None:
+    sealed(marker, json.dumps({"run_id": run_id, "name": "0", "step": "0", "files": {}}))
+
+
+def sealed_files_in_a_list(marker: Path, run_id: str) -> None:
+    files = ["rank-00000.commit"]
+    sealed(marker, json.dumps({"run_id": run_id, "name": "0", "step": 0, "files": files}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(a_pipe, a_directory, a_link_to_itself, larger_than_memory),
+        *(sealed_no_json, sealed_nesting, sealed_list, sealed_nothing),
+        *(sealed_without_files, sealed_other_types, sealed_files_in_a_list),
+    ],
+)
+def test_a_neighbour_of_any_kind_does_no_harm(
+    make: Callable[[Path, str], None], tmp_path: Path
+) -> None:
+    """Nothing is waited for, nothing fails, and the neighbour stays."""
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, folder, "1")
+    (folder / "0").mkdir()
+    make(folder / "0/tierstore.json", run_id_of(tmp_path / "run"))
+    publish_steps(toy, folder, "2", "3", keep_last=1)
+    assert names_in(folder) == ["0", "3"]
+    assert names_in(folder / "0") == ["tierstore.json"]
     assert_holds_toy(folder / "3", 3)
     toy.store.close()
 

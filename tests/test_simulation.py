@@ -12,7 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from tests.simulating import DOCUMENT, Mutant, killer, mutants, replayed
+from tests.mutants import Mutant, mutants
+from tests.simulating import DOCUMENT, killer, replayed
 from tierstore.testing.sim_faults import FaultSimulation
 from tierstore.testing.sim_log import Weakening
 from tierstore.testing.sim_session import Protocol, Settings
@@ -71,11 +72,6 @@ def test_many_schedules(capsys: pytest.CaptureFixture[str]) -> None:
             counts += of_some
     report(counts, capsys)
     assert counts["schedules"] >= 100_000
-
-
-@pytest.mark.parametrize("schedule", ["1245/7/3"])
-def test_schedules_that_found_a_fault_once(schedule: str) -> None:
-    Simulation(int(schedule.partition("/")[0])).replay(schedule)
 
 
 def small(commit_every: int | None) -> Settings:

@@ -209,6 +209,24 @@ def test_mapped_across_restore(tmp_path: Path) -> None:
     resumed(tmp_path, at + 3).store.close()
 
 
+def test_mapped_across_another_opening_of_the_run(tmp_path: Path) -> None:
+    """By the same process, as a notebook does."""
+    toy = Toy(tmp_path)
+    toy.step()
+    states = toy.store.read_states()
+    toy.store.close()
+    for step in (2, 3, 4, 5):
+        toy = resumed(tmp_path, step - 1)
+        toy.step()
+        toy.store.close()
+        assert torch.equal(states["second"]["average"], torch.full((9,), 1.0))
+    toy = Toy(tmp_path, overwrite=True)
+    toy.step()
+    toy.step()
+    toy.store.close()
+    assert torch.equal(states["second"]["average"], torch.full((9,), 1.0))
+
+
 def test_a_damaged_page_is_not_handed_out(tmp_path: Path) -> None:
     """Nobody checks a mapping as it is read, so it is checked before."""
     toy = Toy(tmp_path)

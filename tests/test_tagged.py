@@ -340,6 +340,7 @@ REFUSED = [
     {"$dict": {"a": 1}}, {"$dict": [[1]]}, {"$dict": [[1, 2, 3]]}, {"$dict": ["ab"]},
     {"$dict": [[1, 2], [1, 3]]}, {"$dict": [[[], 1]]}, {"$ordered_dict": [[1, 2], [True, 3]]},
     {"$counter": 1},
+    {"$dict": [[{"$tensor": {"dtype": "uint8", "shape": [], "data": "AA=="}}, 1]]},
     {"$int": 5}, {"$int": "0x5"}, {"$int": "0x0" + "1" * 200}, {"$int": "9" * 200},
     {"$int": "0x" + "f" * 200 + "\n"},
     {"$float": "1.0"}, {"$float": "Infinity"}, {"$float": "+inf"}, {"$float": 1.0},

@@ -18,18 +18,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import tierstore
+from tests.publishing import published_toy
 from tests.toy import FIRST, MODEL, RANK, Toy, make_run, unchanged
 from tests.verifying import (
     STEPS,
     TWIN,
     check,
     committed_pages,
+    edit,
+    entry_of,
     flip,
     places,
     save_plain,
     text,
 )
 from tierstore.checkpoint import reading
+from tierstore.checkpoint.summary import summarize
 from tierstore.checkpoint.verify import verify
 
 # ----------------------------------------------------------------------------- all is well
@@ -72,6 +76,36 @@ def test_progress(name: str, originals: Path) -> None:
 def test_what_a_link_leads_to(published: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(published)
     assert check(tmp_path / "latest").good
+
+
+@pytest.fixture
+def no_crc32() -> Iterator[None]:
+    """As a program may have it that finds them slow: torch.save leaves 0 in their place."""
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.usefixtures("no_crc32")
+def test_saved_without_checksums(tmp_path: Path) -> None:
+    save_plain(tmp_path / "plain")
+    assert check(tmp_path / "plain").good
+    checkpoint = published_toy(tmp_path)
+    assert check(checkpoint).good
+    toy = Toy(tmp_path / "begun")
+    assert toy.store.restore(checkpoint=checkpoint) == 3
+    toy.store.close()
+
+
+@pytest.mark.usefixtures("no_crc32")
+def test_damage_without_checksums(tmp_path: Path) -> None:
+    """What shows without them: that torch cannot read it, or not as the tensor it should be."""
+    save_plain(tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    whole = path.read_bytes()
+    for needle in (b"PK\3\4", b"PK\1\2", b"PK\5\6", b"FloatStorage", b"torch._utils"):
+        path.write_bytes(whole.replace(needle, bytes(len(needle))))
+        assert not check(tmp_path).good, needle
 
 
 # ------------------------------------------------------------------------- damaged bytes
@@ -160,6 +194,72 @@ def test_each_file_of_a_checkpoint_removed(published: Path) -> None:
         assert path.name in places(report)
         assert "is missing" in text(report)
         path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("published", ".metadata"),
+        ("published", "tierstore.json"),
+        ("published", f"{RANK}.commit"),
+        ("plain", ".metadata"),
+        ("run", f"{RANK}/run.json"),
+        ("run", f"{RANK}/commit-{STEPS:010d}"),
+        ("run", f"{RANK}/dirty"),
+    ],
+)
+def test_files_of_any_size(kind: str, name: str, originals: Path, tmp_path: Path) -> None:
+    """Files with holes, which take no space. Memory is not asked for as much as they say."""
+    directory = Path(shutil.copytree(originals / kind, tmp_path / kind))
+    with (directory / name).open("ab") as file:
+        file.truncate(2**40)
+    assert f"{name}: has 1.0 TiB: no file of its kind has more than 1.0 GiB" in text(
+        verify(directory)
+    )
+    if not name.endswith("dirty"):
+        assert f"{name} has 1.0 TiB: no file of its kind" in said_of(directory)
+    if kind != "run":
+        toy = Toy(tmp_path / "new")
+        with pytest.raises(tierstore.CorruptionError, match="nothing of it was loaded"):
+            toy.store.restore(checkpoint=directory)
+        toy.store.close()
+
+
+def said_of(directory: Path) -> str:
+    """What a summary says besides, or in place of what is there."""
+    try:
+        return "\n".join(summarize(directory).notes)
+    except tierstore.CorruptionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("entry_bytes", "list_bytes", "expected"),
+    [
+        (2**31, None, "has 2.0 GiB besides the data of tensors"),
+        (0, 2**31, "its list of entries is too long"),
+    ],
+)
+def test_pickles_of_any_size(
+    entry_bytes: int, list_bytes: int | None, expected: str, plain: Path
+) -> None:
+    """A zip of one file in a hole, or one that gives a hole as its list of files."""
+    name = b"archive/data.pkl"
+    sizes = (0, entry_bytes, entry_bytes)
+    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *[20] * 2, *[0] * 4, *sizes, 16, *[0] * 6) + name
+    with (plain / "hollow").open("wb") as file:
+        file.write(struct.pack("<4s5H3L2H", b"PK\3\4", 20, *[0] * 4, *sizes, 16, 0) + name)
+        file.seek(max(entry_bytes, list_bytes or 0), os.SEEK_CUR)
+        start = file.tell()
+        file.write(entry)
+        listed = (len(entry), start) if list_bytes is None else (list_bytes + len(entry), 46)
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, *listed, 0))
+        length = file.tell()
+    place = {"relative_path": "hollow", "offset": 0, "length": length}
+    edit(plain, lambda metadata: vars(entry_of(metadata, "object.lr")).update(place))
+    (fault,) = verify(plain).faults
+    assert fault.place == "object.lr"
+    assert expected in fault.what
 
 
 @pytest.mark.parametrize("nbytes", [-1, 1, -4096, 4096, None])

@@ -24,23 +24,13 @@ from torch.distributed.fsdp import fully_shard
 from tests import crashing
 from tests.verifying import (
     check,
+    edit,
+    entry_of,
     places,
     text,
 )
 from tierstore.checkpoint.unpickle import read_metadata
 from tierstore.checkpoint.verify import verify
-
-
-def edit(path: Path, change: Callable[[Metadata], None]) -> None:
-    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def entry_of(metadata: Metadata, key: str) -> _StorageInfo:
-    (entry,) = (info for index, info in metadata.storage_data.items() if index.fqn == key)
-    assert isinstance(entry, _StorageInfo)
-    return entry
 
 
 def cut(metadata: Metadata, *rows: tuple[int, int]) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.toy import FIRST, RANK, SECOND, Toy
+import tierstore
+from tests.toy import FIRST, MODEL, RANK, SECOND, Toy, resumed
 from tests.verifying import (
     STEPS,
+    TWIN,
     check,
     committed_pages,
     flip,
@@ -22,6 +24,9 @@ from tests.verifying import (
     reseal,
     text,
 )
+from tierstore.checkpoint.summary import summarize
+
+TENSOR = {"$tensor": {"dtype": "uint8", "shape": [], "data": "AA=="}}
 
 # -------------------------------------------------------------------- a published checkpoint
 
@@ -65,12 +70,23 @@ def test_a_manifest_of_another_step(published: Path) -> None:
         lambda body: body["groups"][0][0].update(shape=[-1]),
         lambda body: body["groups"][0][0].update(dtype="load"),
         lambda body: body.update(groups=[[None]]),
+        lambda body: body["groups"][0][0].update(shape=[1] * 17),
+        lambda body: body["groups"][0][0].update(elementwise="no"),
+        lambda body: body.update(first=1),
+        lambda body: body.update(hyperparameters=5),
+        lambda body: body.update(hyperparameters=[1, 2, 3]),
+        lambda body: body["hyperparameters"].pop(),
+        lambda body: body["hyperparameters"][0].update(lr={"$unknown": 1}),
+        lambda body: body.update(scalars=[1]),
+        lambda body: body.update(scalars={"second": 1}),
+        lambda body: body.update(extra={"$unknown": 1}),
+        lambda body: body.update(extra={"$dict": [[TENSOR, 1]]}),
     ],
 )
 def test_manifests_sealed_by_somebody_else(
-    change: Callable[[dict[str, Any]], None], published: Path, run: Path
+    change: Callable[[dict[str, Any]], None], published: Path, run: Path, tmp_path: Path
 ) -> None:
-    """Whatever they say, verify() reports it soon and raises nothing."""
+    """Whatever they say, everybody reports it soon and raises nothing else."""
     name = f"{RANK}.commit"
     reseal(published / name, "commit", change)
     relist(published, name)
@@ -78,6 +94,28 @@ def test_manifests_sealed_by_somebody_else(
     newest = f"{RANK}/commit-{STEPS:010d}"
     reseal(run / newest, "commit", change)
     assert not check(run).good
+    for directory in (published, run):
+        assert summarize(directory).step in (None, STEPS - 1, STEPS)
+    toy = Toy(tmp_path / "new")
+    with pytest.raises(tierstore.CorruptionError):
+        toy.store.restore(checkpoint=published)
+    toy.store.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(hyperparameters=5),
+        lambda body: body.update(extra={"$unknown": 1}),
+        lambda body: body.pop("first"),
+    ],
+)
+def test_a_restart_does_without_such_a_manifest(
+    change: Callable[[dict[str, Any]], None], run: Path
+) -> None:
+    """As without a damaged one: the commit before it is there."""
+    reseal(run / RANK / f"commit-{STEPS:010d}", "commit", change)
+    resumed(run, STEPS - 1, groups=[*MODEL, [TWIN]]).store.close()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +127,9 @@ def test_manifests_sealed_by_somebody_else(
         lambda body: body.update(world_size=-1),
         lambda body: body.update(step="3"),
         lambda body: body.update(run_id="another"),
+        lambda body: body.pop("name"),
+        lambda body: body.update(name=7),
+        lambda body: body.update(world_size=0),
         lambda body: body["files"].update({"../x": {"nbytes": 1, "xxh3_128": None}}),
         lambda body: body["files"].update({"x": {"nbytes": 1, "xxh3_128": None}}),
         lambda body: body["files"]["unpaged"].update(xxh3_128=None),
@@ -102,6 +143,15 @@ def test_markers_sealed_by_somebody_else(
 ) -> None:
     reseal(published / "tierstore.json", "checkpoint", change)
     assert not check(published).good
+
+
+def test_a_marker_that_lists_a_file_in_a_folder(published: Path) -> None:
+    """As large and with the checksum that it says, but no name of a flat directory."""
+    (published / "x").mkdir()
+    (published / "x" / "y").write_bytes(b"")
+    relist(published, "x/y")
+    (fault,) = check(published).faults
+    assert fault.place == "tierstore.json"
 
 
 def test_a_later_version(published: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.toy import MODEL, RANK, Spec, Toy, unchanged
 from tierstore.checkpoint.report import Report
@@ -56,6 +59,20 @@ def reseal(path: Path, kind: str, change: Callable[[dict[str, Any]], None]) -> N
     change(body)
     data = json.dumps(body).encode()
     path.write_bytes(f"tierstore {kind} 1 {xxhash.xxh3_128_hexdigest(data)}\n".encode() + data)
+
+
+def edit(path: Path, change: Callable[[Metadata], Any]) -> None:
+    """Change what the ``.metadata`` of a checkpoint says."""
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def entry_of(metadata: Metadata, key: str) -> _StorageInfo:
+    """Return where ``.metadata`` says that a value is which has one place."""
+    (entry,) = (info for index, info in metadata.storage_data.items() if index.fqn == key)
+    assert isinstance(entry, _StorageInfo)
+    return entry
 
 
 def committed_pages(run: Path, step: int = STEPS) -> list[str]:

@@ -128,19 +128,17 @@ class Commits:
         committed = self._copies.get(page)
         copy = "b" if committed == "a" and not self._single_copy else "a"
         name = page_file(page, copy)
-        shared = self._storage.is_shared(name)
-        if shared:
+        if self._storage.is_shared(name):
             self.provide_spares([name])
         if copy == committed and not self._dirty:
             assert self.committed is not None
             mark_dirty(self._storage, self.committed.revision)
             self._dirty = True
-        if shared:
+        # Also where it is not shared any more: who reads it from a checkpoint that was removed
+        # meanwhile may have it open still.
+        if name in self._spares:
             self._renamed = True
             self._storage.rename(spare_file(name), name)
-            self._spares.discard(name)
-        elif name in self._spares:  # Whoever shared it has let it go.
-            self._storage.unlink(spare_file(name))
             self._spares.discard(name)
         self._files_written.add(name)
         return copy

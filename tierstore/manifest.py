@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import xxhash
 
+from tierstore import tagged
 from tierstore.checksums import CHECKSUM_BYTES
 from tierstore.errors import CorruptionError, RunDirectoryError
 from tierstore.groups import ParameterSpec
+from tierstore.records import RECORD_DIMENSIONS_MAX
 
 FORMAT_VERSION = 1
 
@@ -76,8 +79,18 @@ class RunIdentity:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Read the content of the file IDENTITY_NAME; ``where`` names it in errors."""
-        return cls(**unseal("run", data, where))
+        """Read the content of the file IDENTITY_NAME; ``where`` names it in errors.
+
+        Raises:
+            CorruptionError: the content is not what was written.
+            RunDirectoryError: another version wrote it.
+        """
+        body = unseal("run", data, where)
+        with body_errors(where):
+            identity = cls(**body)
+            _require(isinstance(identity.run_id, str))
+            _require(*map(is_count, (identity.rank, identity.world_size, identity.page_bytes)))
+            return identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +162,53 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Read a manifest; ``where`` names the file in errors.
+        """Read a manifest, whose tagged values can be decoded; ``where`` names it in errors.
 
         Raises:
             CorruptionError: the content is not what was written.
-            RunDirectoryError: it was written by a later version.
+            RunDirectoryError: another version wrote it.
         """
         body = unseal("commit", data, where)
-        groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
-        pages = [
-            PageEntry(copy=page["copy"], step=page["step"], checksums=_checksums(page["checksums"]))
-            for page in body["pages"]
-        ]
-        return cls(**{**body, "groups": groups, "pages": pages})
+        with body_errors(where):
+            groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
+            pages = [
+                PageEntry(
+                    copy=page["copy"], step=page["step"], checksums=_checksums(page["checksums"])
+                )
+                for page in body["pages"]
+            ]
+            manifest = cls(**{**body, "groups": groups, "pages": pages})
+            _check(manifest)
+            return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Look at the types of all that a manifest says."""
+    names = (manifest.run_id, manifest.attempt, manifest.layout)
+    numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
+    _require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
+    _require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)
+    for page in manifest.pages:
+        _require(page.copy in ("a", "b"), is_count(page.step))
+    for spec in (spec for group in manifest.groups for spec in group):
+        _require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
+        _require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
+    tagged.decode(manifest.extra)
+    scalars = tagged.decode(manifest.scalars)
+    _require(isinstance(scalars, dict), *(isinstance(s, dict) for s in scalars.values()))
+    _require(isinstance(manifest.hyperparameters, list))
+    _require(len(manifest.hyperparameters) == len(manifest.groups))
+    _require(*(isinstance(tagged.decode(group), dict) for group in manifest.hyperparameters))
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value that was read is a number of things, and one that may be meant."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _require(*conditions: bool) -> None:
+    if not all(conditions):
+        raise ValueError("a field is of another type")
 
 
 def _hex(checksums: Sequence[int]) -> str:
@@ -200,5 +247,18 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
         )
     if xxhash.xxh3_128_hexdigest(text) != match[3].decode():
         raise CorruptionError(f"{where} is damaged: its checksum does not match its content")
-    body: dict[str, Any] = json.loads(text)
-    return body
+    with body_errors(where):
+        body: dict[str, Any] = json.loads(text)
+        _require(type(body) is dict)
+        return body
+
+
+@contextmanager
+def body_errors(where: str) -> Iterator[None]:
+    """Turn what a strange body leads the block into, sealed as it is, into CorruptionError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(
+            f"{where} has a right checksum but not the content of its kind"
+        ) from error

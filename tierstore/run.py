@@ -235,7 +235,9 @@ class _Found:
             self._storage.rename(name, f"{name}{_DAMAGED}")
         # A killed process may have left what is seen, and not yet durable.
         self._storage.sync_directory()
-        # A crash may bring these back: they are of another attempt, or of no use.
+        # A crash may bring these back: they are late, of another attempt, or of no use.
+        if DIRTY_NAME in self._storage.list():
+            clear_dirty(self._storage)
         for revision in self.whole:
             if newest is None or revision > newest:
                 self._storage.unlink(manifest_name(revision))
@@ -261,8 +263,7 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     overwritten = read_mark(storage.get(DIRTY_NAME))
     # Damaged, it could be about any commit.
     if newest and overwritten and overwritten < newest:
-        clear_dirty(storage)  # The crash came just before that.
-        return
+        return  # It is late: the crash came just before clear_dirty().
     what = f"step {overwritten[0]}" if overwritten else "it"
     raise RunDirectoryError(
         f"{storage.location} keeps one copy of each page (commit_every=None) and was stopped "

@@ -112,7 +112,7 @@ class TierStore(PagedStates):
         elif directory is not None:
             storage = directory
         super().__init__(storage, config, peers, resume=resume, overwrite=overwrite)
-        self._publication: Publication | None = None  # The last one.
+        self._publication: Publication | None = None  # One that is being copied.
 
     @property
     def committed_step(self) -> int:
@@ -180,7 +180,8 @@ class TierStore(PagedStates):
         Commits the step if nobody did. On the filesystem of the run the page files are
         linked, no tensor is read or written, and the checkpoint is there on return. Pages on
         another one are copied in the background: close() and the next checkpoint() wait
-        for it and raise what went wrong.
+        for it and raise what went wrong. An interrupt leaves nothing of the checkpoint, or
+        all of it, or a copy that goes on.
 
         Args:
             path: the directory, which must be absent or empty.
@@ -192,9 +193,11 @@ class TierStore(PagedStates):
                 torchtitan has them.
 
         Raises:
-            CheckpointError: there is something at ``path``, no step was done yet, or the
-                model is another one. Nothing was published.
+            CheckpointError: there is something at ``path`` or no directory can be made
+                there, no step was done yet, or the model is another one or holds what no
+                checkpoint can. Nothing was published.
             StorageError: the disk is full, say. Nothing is left of the checkpoint.
+            CorruptionError: a page that was copied is not what was committed. Likewise.
         """
         from tierstore.checkpoint.contents import contents_of
         from tierstore.checkpoint.publish import Committed, publish
@@ -214,13 +217,16 @@ class TierStore(PagedStates):
             model_prefix=model_prefix,
             provide_spares=self._commits.provide_spares,
         )
+
+        def keep(publication: Publication) -> None:
+            self._publication = publication
+
         try:
-            self._publication = publish(committed, os.fsdecode(path), keep_last=keep_last)
+            return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
         except BaseException:
             with contextlib.suppress(StorageError):  # The first error is the one to mend.
                 self._commits.drop_spares()
             raise
-        return self._publication
 
     @torch.no_grad()
     def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
@@ -250,8 +256,7 @@ class TierStore(PagedStates):
         changed = self._history.step or self._history.groups_written or self._guard.failure
         if not (self._guard.awaits_restore or changed):
             return 0
-        if self._publication is not None:
-            self._publication.settle()  # It reads files that recovery would remove.
+        self._settle_publication()  # It reads files that recovery would remove.
         self._commits.settle()
         manifest = recover(storage, self._identity, self._peers)
         self._commits.forget_spares()
@@ -281,8 +286,6 @@ class TierStore(PagedStates):
                 "restore() alone, or name another directory, or pass overwrite=True"
             )
         source = CheckpointSource(checkpoint, self._groups, self._history.scalars)
-        for group, values in zip(self._groups, source.hyperparameters, strict=True):
-            group.check({**group.hyperparameters, **values})
         with self._guard.failing(interrupts=True):
             self._history.step = source.step
             self._write_pages(source.fill, source.scalars)
@@ -345,7 +348,8 @@ class TierStore(PagedStates):
             stack.callback(self._pager.close, self._pages)
             if self._mirrors is not None:
                 stack.callback(self._mirrors.close)
-            stack.callback(self._finish_publication)
+            # Its error is in the log, and not the one to raise where there is another.
+            stack.callback(self._finish_publication if synchronize else self._settle_publication)
             usable = not (self._guard.failure or self._guard.awaits_restore)
             if synchronize and self._storage and usable:
                 self.synchronize()
@@ -356,7 +360,8 @@ class TierStore(PagedStates):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close; after an exception, commit nothing that was not being committed already.
 
-        The last step may lack its ``extra`` and the learning rates of the scheduler.
+        The last step may lack its ``extra`` and the learning rates of the scheduler. A
+        checkpoint that is being copied is waited for; if that fails, the log says so.
         """
         self._close(synchronize=kind is None)
 
@@ -364,6 +369,10 @@ class TierStore(PagedStates):
         publication, self._publication = self._publication, None
         if publication is not None:
             publication.wait()
+
+    def _settle_publication(self) -> None:
+        if self._publication is not None:
+            self._publication.settle()
 
     def _require_storage(self, call: str) -> Storage:
         if self._storage is None:

@@ -270,6 +270,8 @@ def _decode_dict(payload: Any, depth: int) -> dict[Any, Any]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"an entry of a dict must be a [key, value] pair, got {pair!r:.80}")
         key, value = (_decode(item, depth + 1) for item in pair)
+        if isinstance(key, torch.Tensor):
+            raise ValueError("a tensor is no key of a dict")
         try:
             values[key] = value
         except TypeError as error:

@@ -20,6 +20,8 @@ from tierstore.manifest import (
     Manifest,
     Revision,
     RunIdentity,
+    body_errors,
+    is_count,
     manifest_revision,
     page_file,
     unseal,
@@ -150,10 +152,6 @@ def _read_rank(reader: Reader, rank: Rank) -> None:
 
 def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
     identity = cast(RunIdentity, unsealed(RunIdentity.from_bytes, reader.get(place), place))
-    _require(
-        isinstance(identity.run_id, str)
-        and all(map(_is_count, (identity.rank, identity.world_size, identity.page_bytes)))
-    )
     if identity.rank != rank or identity.world_size <= rank:
         raise CorruptionError(
             f"is of rank {identity.rank} of {identity.world_size}: it does not belong here"
@@ -168,27 +166,21 @@ def read_manifest(reader: Reader, place: str) -> Manifest:
         CorruptionError: it is not whole.
     """
     manifest = cast(Manifest, unsealed(Manifest.from_bytes, reader.get(place), place))
-    numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
-    names = (manifest.run_id, manifest.attempt, manifest.layout)
-    _require(all(isinstance(name, str) for name in names) and all(map(_is_count, numbers)))
-    _require(_is_count(manifest.page_bytes) and manifest.page_bytes > 0)
-    _require(all(page.copy in ("a", "b") and _is_count(page.step) for page in manifest.pages))
-    specs = [spec for group in manifest.groups for spec in group]
-    _require(all(isinstance(spec.name, str) and all(map(_is_count, spec.shape)) for spec in specs))
-    _require_pages_for(manifest, specs)
+    _require_pages_for(manifest)
     return manifest
 
 
-def _require_pages_for(manifest: Manifest, specs: list[ParameterSpec]) -> None:
+def _require_pages_for(manifest: Manifest) -> None:
     """Refuse sizes that would take forever to lay out."""
+    specs = [spec for group in manifest.groups for spec in group]
     nbytes = {spec.name: state_bytes(spec) for spec in specs}
     cut = [spec for spec in specs if spec.elementwise]
     # No page of parameters that may be cut holds more than this.
     page_bytes_max = max([manifest.page_bytes, *map(element_bytes, specs)])
-    _require(
-        sum(nbytes.values()) <= _STATE_BYTES_MAX
-        and sum(nbytes[spec.name] for spec in cut) <= len(manifest.pages) * page_bytes_max
-    )
+    if sum(nbytes.values()) > _STATE_BYTES_MAX or (
+        sum(nbytes[spec.name] for spec in cut) > len(manifest.pages) * page_bytes_max
+    ):
+        raise CorruptionError("has a right checksum but parameters that its pages cannot hold")
 
 
 def read_marker(reader: Reader) -> Mapping[str, Any]:
@@ -200,13 +192,16 @@ def read_marker(reader: Reader) -> Mapping[str, Any]:
 
     def read(data: bytes, where: str) -> Mapping[str, Any]:
         body = unseal("checkpoint", data, where)
-        numbers = [body["step"], body["world_size"]]
-        numbers += [file["nbytes"] for file in body["files"].values()]
-        texts = [body["run_id"], *(file["xxh3_128"] or "" for file in body["files"].values())]
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("a number is none")
-        if not all(type(text) is str for text in texts) or any(map(wrong_name, body["files"])):
-            raise ValueError("a text is none")
+        with body_errors(where):
+            files = body["files"].values()
+            numbers = [body["step"], body["world_size"], *(file["nbytes"] for file in files)]
+            texts = [body["run_id"], body["name"], *(file["xxh3_128"] or "" for file in files)]
+            if not all(map(is_count, numbers)) or not all(type(text) is str for text in texts):
+                raise ValueError("a field is of another type")
+            if any(wrong_name(name) or "/" in name for name in body["files"]):
+                raise ValueError("a name leads elsewhere")
+            if body["world_size"] == 0:
+                raise ValueError("there are no ranks")
         return body
 
     data = reader.get(MARKER_NAME)
@@ -286,12 +281,3 @@ def holder_of(reader: Reader) -> str | None:
             finally:
                 os.close(fd)
     return None
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _require(good: bool) -> None:
-    if not good:
-        raise CorruptionError("has a right checksum but not the content of its kind")

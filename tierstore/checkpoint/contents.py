@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from tierstore.errors import CheckpointError
 from tierstore.groups import PagedGroup
 
-# What wrappers put into the names of the parameters that they wrap.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+# What wrappers put into the names of the parameters that they wrap: parts before the last.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
@@ -37,7 +39,8 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
         groups: what is paged.
 
     Raises:
-        CheckpointError: a paged parameter is not in the model.
+        CheckpointError: a paged parameter is not in the model, two names are one without
+            those of wrappers, or the model holds what no checkpoint can.
     """
     parameters = [parameter for group in groups for parameter in group.parameters]
     if model is None:
@@ -47,12 +50,15 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     found: dict[str, list[str]] = {parameter.name: [] for parameter in parameters}
     unpaged: dict[str, Any] = {}
     # keep_vars gives the parameters themselves, so that tied ones can be told.
-    for key, value in _unwrapped(model).state_dict(keep_vars=True).items():
+    state = _unwrapped(model).state_dict(keep_vars=True)
+    for key, plain in _all_stripped(state).items():
+        value = state[key]
         name = paged.get(id(value))
         if name is None:
-            unpaged[_stripped(key)] = value
+            traverse_state_dict({plain: value}, _check)
+            unpaged[plain] = value
         else:
-            found[name].append(_stripped(key))
+            found[name].append(plain)
     absent = next((name for name, keys in found.items() if not keys), None)
     if absent is not None:
         raise CheckpointError(
@@ -74,12 +80,10 @@ def plain_names(
     Raises:
         CheckpointError: two are the same then.
     """
-    plain = {name: _stripped(name) for name in names}
+    plain = _all_stripped(names)
     # DistributedDataParallel wraps everything: a module of that name is in every name.
     if unwrap_parallel and all(name.startswith("module.") for name in plain.values()):
         plain = {name: stripped.removeprefix("module.") for name, stripped in plain.items()}
-    if len(set(plain.values())) < len(plain):
-        raise CheckpointError("two parameters have the same name without that of a wrapper")
     return {name: (stripped,) for name, stripped in plain.items()}
 
 
@@ -91,7 +95,38 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
-def _stripped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def _all_stripped(names: Iterable[str]) -> dict[str, str]:
+    """Return each name without the parts that are of wrappers.
+
+    Raises:
+        CheckpointError: two are the same then.
+    """
+    name_of: dict[str, str] = {}
+    for name in names:
+        *modules, last = name.split(".")
+        plain = ".".join([*(part for part in modules if part not in _WRAPPERS), last])
+        if plain in name_of:
+            raise CheckpointError(
+                f"{name_of[plain]!r} and {name!r} have the same name {plain!r} without those of "
+                "wrappers: rename one of the modules"
+            )
+        name_of[plain] = name
+    return {name: plain for plain, name in name_of.items()}
+
+
+def _check(path: tuple[object, ...], value: Any) -> None:
+    """Refuse, before anything is made, a value that DCP has no form for."""
+    key = ".".join(map(str, path))
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            raise CheckpointError(
+                f"{key!r} of the model is a tensor of layout {value.layout} on device "
+                f"{value.device}: a checkpoint holds dense tensors with values only"
+            )
+        return
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception as error:  # What an object does when it is pickled is its own affair.
+        raise CheckpointError(
+            f"{key!r} of the model cannot be pickled, so no checkpoint can hold it: {error}"
+        ) from error

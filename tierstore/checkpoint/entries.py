@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierstore.checkpoint.blocks import is_record
-from tierstore.checkpoint.reading import File, Reader
+from tierstore.checkpoint.reading import GET_BYTES_MAX, File, Reader
 from tierstore.checkpoint.tiles import tiling_faults
 from tierstore.chunks import Chunk
 from tierstore.errors import CorruptionError
@@ -184,7 +184,7 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
         CorruptionError: it is not whole.
         _UnknownClassError: it is no plain value, or code that would have to be run.
     """
-    stream = io.BufferedReader(_SliceStream(file, piece), _READ_BYTES)
+    stream = _BoundedReader(_SliceStream(file, piece), _READ_BYTES)
     try:
         with zipfile.ZipFile(stream) as archive:
             data_nbytes = _check_archive(file, archive, whole)
@@ -207,19 +207,36 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
 
 def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
     """Compare entries with the CRC-32 that stands beside each; return the bytes of data."""
-    data_nbytes = 0
-    for entry in archive.infolist():
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise CorruptionError("is compressed, as torch.save never does it")
-        is_data = "/data/" in entry.filename
-        data_nbytes += entry.file_size if is_data else 0
-        if is_data and (not whole or entry.CRC == 0):
+    entries = archive.infolist()
+    data_nbytes = sum(entry.file_size for entry in entries if _is_data(entry))
+    other_nbytes = sum(entry.file_size for entry in entries if not _is_data(entry))
+    # After torch.serialization.set_crc32_options(False) all of them are 0.
+    has_checksums = any(entry.CRC for entry in entries)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CorruptionError("is compressed, as torch.save never does it")
+    if other_nbytes > GET_BYTES_MAX:  # torch.load reads each of them at once.
+        raise CorruptionError(f"has {format_bytes(other_nbytes)} besides the data of tensors")
+    for entry in entries:
+        if not has_checksums or (_is_data(entry) and (not whole or entry.CRC == 0)):
             continue
         with archive.open(entry) as member:
             while piece := member.read(_READ_BYTES):
-                if is_data:
+                if _is_data(entry):
                     file.reader.advance(len(piece))
     return data_nbytes
+
+
+def _is_data(entry: zipfile.ZipInfo) -> bool:
+    return "/data/" in entry.filename
+
+
+class _BoundedReader(io.BufferedReader):
+    """Reads no more at once than any list of entries has, whatever the end of the slice says."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > GET_BYTES_MAX:
+            raise CorruptionError("is not what torch.save wrote: its list of entries is too long")
+        return super().read(size)
 
 
 class _SliceStream(io.RawIOBase):

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
-from tierstore import tagged
+from tierstore.checkpoint.commits import read_marker, read_published
 from tierstore.checkpoint.contents import plain_names
-from tierstore.checkpoint.files import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.checkpoint.files import MARKER_NAME, METADATA_NAME
+from tierstore.checkpoint.reading import Reader
+from tierstore.checkpoint.stored import StoredEntries
 from tierstore.checkpoint.unpickle import read_metadata
+from tierstore.checkpoint.values import CommittedValues, StockValues
 from tierstore.checkpoint.verify import verify
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.groups import MASTER, PagedGroup, ParameterSpec
 from tierstore.manifest import Manifest
-from tierstore.storage.paths import get_file
-from tierstore.views import ChunkView, PageView
+from tierstore.views import PageView
 
 
 class CheckpointSource:
     """A checkpoint, checked, from which the states of some parameters can be read.
 
-    Parameters are looked for as ``model.<name>`` or ``<name>``, states as
-    ``optimizer.state.<name>.<state>``, hyperparameters by parameter or by group.
+    Parameters are looked for as ``model.<name>`` or ``<name>`` (where tierstore published it,
+    under the prefix that it was published with), states as ``optimizer.state.<name>.<state>``,
+    hyperparameters by parameter or by group.
 
     Args:
         path: the directory.
@@ -46,6 +40,7 @@ class CheckpointSource:
         CorruptionError: the checkpoint is damaged.
         CheckpointError: it is none, or has not all that is wanted; the message names the
             first that is absent.
+        ValueError: the optimizer cannot use the hyperparameters of a group.
     """
 
     def __init__(
@@ -55,20 +50,12 @@ class CheckpointSource:
         scalars: Mapping[str, Mapping[str, float]],
     ) -> None:
         self._path = Path(path)
-        report = verify(self._path)
-        if report.kind == "run":
-            raise CheckpointError(
-                f"{self._path} is a run directory, not a checkpoint: open it with resume=True, or "
-                "publish its last step with `tierstore checkpoint`"
-            )
-        if report.faults:
-            raise CorruptionError(
-                f"{self._path}: {report.faults[0].place}: {report.faults[0].what}; nothing of it "
-                "was loaded. `tierstore verify` lists everything that is wrong"
-            )
-        self._metadata = read_metadata(get_file(self._path / METADATA_NAME), str(self._path))
-        self._reader = FileSystemReader(self._path)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        metadata, manifests = _read_whole(self._path)
+        self._entries = StoredEntries(self._path, metadata)
+        values = (
+            CommittedValues(self._entries, manifests) if manifests else StockValues(self._entries)
+        )
+        self._model_prefixes = values.model_prefixes
         specs = [parameter.spec for group in groups for parameter in group.parameters]
         self._names = self._names_of([spec.name for spec in specs])
         self._keys = {
@@ -77,11 +64,13 @@ class CheckpointSource:
             for state, _ in spec.all_states
         }
         self.scalars = {
-            name: {scalar: self._scalar(name, scalar) for scalar in wanted}
+            name: {scalar: values.scalar(self._names[name], scalar) for scalar in wanted}
             for name, wanted in scalars.items()
         }
-        self.hyperparameters = [self._hyperparameters(group) for group in groups]
-        self.step, self.extra = self._position()
+        self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
+        counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
+        self.step = values.step(counts)
+        self.extra: Any = values.extra
 
     def fill(self, page: PageView) -> None:
         """Read masters and states of a page, and round the masters into the parameters."""
@@ -91,10 +80,10 @@ class CheckpointSource:
             for chunk in shard.chunks:
                 for state, _ in shard.spec.all_states:
                     key = self._keys[shard.spec.name, state]
-                    for item in self._read_items(key, chunk):
+                    for item in self._entries.read_items(key, chunk.chunk):
                         targets[id(item)] = chunk.state(state)
                         items.append(item)
-        self._read(items, targets)
+        self._entries.read(items, targets)
         page.write_parameters()
 
     def _names_of(self, names: Sequence[str]) -> dict[str, str]:
@@ -102,32 +91,22 @@ class CheckpointSource:
         for unwrap_parallel in (False, True):
             plain = plain_names(names, unwrap_parallel=unwrap_parallel)
             found = {name: stripped for name, (stripped,) in plain.items()}
-            if any(self._tensor(key) for key in _master_keys(next(iter(found.values()), ""))):
+            first = next(iter(found.values()), "")
+            if any(self._entries.tensor(key) for key in self._master_keys(first)):
                 break
         return found
 
-    def _read_items(self, key: str, chunk: ChunkView) -> list[ReadItem]:
-        """Return what must be read for one chunk: a piece of each stored one it overlaps."""
-        place = ChunkStorageMetadata(torch.Size(chunk.chunk.offsets), torch.Size(chunk.chunk.sizes))
-        stored = self._tensor(key)
-        assert stored is not None
-        return create_read_items_for_chunk_list(key, stored, [place])
-
-    def _read(self, items: list[ReadItem], targets: Mapping[int, torch.Tensor]) -> None:
-        self._reader.read_data(LoadPlan(items), cast(LoadPlanner, _Targets(targets))).wait()
-
-    def _tensor(self, key: str) -> TensorStorageMetadata | None:
-        found = self._metadata.state_dict_metadata.get(key)
-        return found if isinstance(found, TensorStorageMetadata) else None
+    def _master_keys(self, name: str) -> list[str]:
+        return [f"{prefix}{name}" for prefix in self._model_prefixes]
 
     def _key(self, spec: ParameterSpec, state: str) -> str:
         """Return the key of a state, after checking that the checkpoint has it in that shape."""
         name = self._names[spec.name]
         keys = [f"optimizer.state.{name}.{state}"]
         if state == MASTER:
-            keys += _master_keys(name)
+            keys += self._master_keys(name)
         for key in keys:
-            stored = self._tensor(key)
+            stored = self._entries.tensor(key)
             if stored is None:
                 continue
             if tuple(stored.size) != spec.shape:
@@ -143,90 +122,50 @@ class CheckpointSource:
             "the named parameters of the whole model"
         )
 
-    def _scalar(self, name: str, scalar: str) -> float:
-        key = f"optimizer.state.{self._names[name]}.{scalar}"
-        stored = self._tensor(key)
-        if stored is None or stored.size.numel() != 1:
-            raise CheckpointError(f"{self._path} has no number {key!r}")
-        return float(self._small_tensor(key, stored))
-
-    def _small_tensor(self, key: str, stored: TensorStorageMetadata) -> torch.Tensor:
-        value = torch.empty(stored.size, dtype=stored.properties.dtype)
-        whole = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.size())
-        items = create_read_items_for_chunk_list(key, stored, [whole])
-        self._read(items, {id(item): value for item in items})
-        return value
-
-    def _hyperparameters(self, group: PagedGroup) -> dict[str, Any]:
-        """Return what the checkpoint says of a group: by its first parameter, or as a list."""
+    def _hyperparameters(
+        self, values: CommittedValues | StockValues, group: PagedGroup
+    ) -> dict[str, Any]:
+        """Return what the checkpoint says of a group: that of its first parameter there."""
         if not group.parameters:
             return {}
-        name = self._names[group.parameters[0].name]
-        # With the depth of their paths. A name like a number is that of a group there.
-        prefixes = [] if name.isdigit() else [(f"optimizer.param_groups.{name}.", 2)]
-        prefixes += [(prefix, 4) for prefix in self._groups_with(name)]
-        paths = self._metadata.planner_data or {}
-        found: dict[str, Any] = {}
-        for prefix, depth in prefixes:
-            for key in self._metadata.state_dict_metadata:
-                if key.startswith(prefix):
-                    # What is in a dict or list has a key of its own, and a longer path.
-                    inner = paths.get(key, ())[depth:]
-                    suffix = "".join(f".{part}" for part in inner)
-                    first = key.removeprefix(prefix).removesuffix(suffix)
-                    set_element(found, (first, *inner), self._value(key))
-            if found:
-                break
-        return {key: value for key, value in found.items() if key not in ("params", "param_names")}
-
-    def _groups_with(self, name: str) -> Iterator[str]:
-        number = 0
-        while (key := f"optimizer.param_groups.{number}.params") in (
-            self._metadata.state_dict_metadata
-        ):
-            if name in self._value(key):
-                yield key.removesuffix("params")
-            number += 1
-
-    def _value(self, key: str) -> Any:
-        """Return a value that is not a tensor, or a tensor of few elements."""
-        stored = self._metadata.state_dict_metadata[key]
-        if isinstance(stored, TensorStorageMetadata):
-            return self._small_tensor(key, stored)
-        info = self._metadata.storage_data[MetadataIndex(key)]
-        with open(self._path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-        # Plain values only: nothing that is read is executed.
-        return torch.load(io.BytesIO(data), weights_only=True)
-
-    def _position(self) -> tuple[int, Any]:
-        """Return the step and, where tierstore published it, what was committed with it."""
-        if not (self._path / MARKER_NAME).exists():
-            steps = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
-            return int(max(steps, default=0)), None
-        name = published_manifest(rank=0)
-        manifest = Manifest.from_bytes(get_file(self._path / name), f"{self._path}/{name}")
-        return manifest.step, tagged.decode(manifest.extra)
+        found = values.hyperparameters(self._names[group.parameters[0].name])
+        found = {key: found[key] for key in found if key not in ("params", "param_names")}
+        try:
+            group.check({**group.hyperparameters, **found})
+        except ValueError:
+            raise
+        except Exception as error:  # Of values that no optimizer has.
+            raise CheckpointError(
+                f"{self._path} has hyperparameters that cannot be used: {error}"
+            ) from error
+        return found
 
 
-def _master_keys(name: str) -> list[str]:
-    return [f"model.{name}", name]
+def _read_whole(path: Path) -> tuple[Metadata, list[Manifest]]:
+    """Return what the files of a checkpoint say, after checking all of it.
 
-
-class _Targets:
-    """Says to a DCP reader where each item goes."""
-
-    def __init__(self, targets: Mapping[int, torch.Tensor]) -> None:
-        self._targets = targets
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        target = self._targets[id(item)]
-        for dimension, (offset, size) in enumerate(
-            zip(item.dest_offsets, item.lengths, strict=True)
-        ):
-            target = target.narrow(dimension, offset, size)
-        return target
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: the tensor is a view of the target."""
+    Returns:
+        The content of ``.metadata``; the manifests of all ranks, none if tierstore did not
+        publish it.
+    """
+    report = verify(path)
+    if report.kind == "run":
+        raise CheckpointError(
+            f"{path} is a run directory, not a checkpoint: open it with resume=True, or "
+            "publish its last step with `tierstore checkpoint`"
+        )
+    reader = Reader(path)
+    reader.faults += report.faults
+    manifests: list[Manifest] = []
+    if report.good:
+        with reader.noting(METADATA_NAME):
+            metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
+        if report.kind == "checkpoint":
+            with reader.noting(MARKER_NAME):
+                manifests = read_published(reader, reader.list(), read_marker(reader))
+    if reader.faults:
+        raise CorruptionError(
+            f"{path}: {reader.faults[0].place}: {reader.faults[0].what}; nothing of it "
+            "was loaded. `tierstore verify` lists everything that is wrong"
+        )
+    return metadata, manifests

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from tierstore import tagged
 from tierstore.checkpoint.contents import ModelContents
 from tierstore.checkpoint.files import UNPAGED_NAME, published_page
-from tierstore.errors import RunMismatchError
+from tierstore.checkpoint.portable import portable
+from tierstore.errors import CheckpointError, RunMismatchError
 from tierstore.groups import MASTER, ParameterSpec
 from tierstore.manifest import Manifest
 from tierstore.page import PageLayout, Record, lay_out_groups
@@ -72,6 +73,9 @@ def checkpoint_metadata(
         model_prefix: what stands before the names of the model: "model.", or "" as in
             torchtitan.
         append: adds bytes to the file UNPAGED_NAME and returns where they begin.
+
+    Raises:
+        CheckpointError: two values would have one key.
     """
     catalog = _Catalog(append)
     for manifest, layouts in commits:
@@ -128,11 +132,16 @@ class _Catalog:
             data = stream.getvalue()
             info = self._written[same] = _StorageInfo(UNPAGED_NAME, self._append(data), len(data))
         for path in paths:
+            key = ".".join(map(str, path))
+            if key in self.metadata.state_dict_metadata:
+                raise CheckpointError(
+                    f"two values have the key {key!r} in a checkpoint: rename one of them"
+                )
             if isinstance(value, torch.Tensor):
                 shape = tuple(value.shape)
                 self._add_chunk(path, value.dtype, shape, ((0,) * len(shape), shape), info)
             else:
-                key = self._add_path(path)
+                self.metadata.planner_data[key] = path
                 self.metadata.state_dict_metadata[key] = _BYTES
                 self.metadata.storage_data[MetadataIndex(key)] = info
 
@@ -144,7 +153,8 @@ class _Catalog:
         chunk: tuple[Sequence[int], Sequence[int]],
         info: _StorageInfo,
     ) -> None:
-        key = self._add_path(path)
+        key = ".".join(map(str, path))
+        self.metadata.planner_data[key] = path
         tensor = self.metadata.state_dict_metadata.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
         )
@@ -153,11 +163,6 @@ class _Catalog:
         index = MetadataIndex(key, offsets, len(tensor.chunks))
         tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
         self.metadata.storage_data[index] = info
-
-    def _add_path(self, path: Path) -> str:
-        key = ".".join(map(str, path))
-        self.metadata.planner_data[key] = path
-        return key
 
 
 def _record_paths(record: Record, contents: ModelContents, model_prefix: str) -> Iterator[Path]:
@@ -200,14 +205,19 @@ def _add_empty(
         catalog.add_value(paths, value, ("empty", spec.shape, dtype))
 
 
+def members_of(manifests: Sequence[Manifest], number: int) -> list[str]:
+    """Return the names of the parameters of one group, on all ranks, in order."""
+    members = (spec.name for manifest in manifests for spec in manifest.groups[number])
+    return list(dict.fromkeys(members))
+
+
 def _add_hyperparameters(
     catalog: _Catalog, manifests: Sequence[Manifest], contents: ModelContents
 ) -> None:
     """Add hyperparameters as a list of groups, and as torchtitan has them, by parameter."""
     for number, saved in enumerate(manifests[0].hyperparameters):
-        members = [spec.name for manifest in manifests for spec in manifest.groups[number]]
-        names = [contents.names[name][0] for name in dict.fromkeys(members)]
-        group = {**tagged.decode(saved), "param_names": names}
+        names = [contents.names[name][0] for name in members_of(manifests, number)]
+        group = {**portable(tagged.decode(saved)), "param_names": names}
         params: Path = ("optimizer", "param_groups", number, "params")
         catalog.add_value([params], names, ("names", number))
         for key, value in group.items():

@@ -4,6 +4,9 @@ The page files are the checkpoint already. A directory is built under a temporar
 links to the page files, each rank's manifest with its checksums, a file of all that is in
 no page, ``tierstore.json`` and last ``.metadata``; then it takes its name. Pages that cannot
 be linked, because the path is on another filesystem, are copied in the background.
+
+Until the name is durable, whatever fails or interrupts leaves nothing behind; from then on
+nothing takes the checkpoint away again.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import mmap
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +42,16 @@ from tierstore.checkpoint.retention import (
     retain,
     temporary_prefix,
 )
+from tierstore.checkpoint.verify import kind_of
 from tierstore.checksums import block_checksum
 from tierstore.directories import open_run_directory, rank_directory
-from tierstore.errors import CheckpointError, CorruptionError, StorageError, TierstoreError
+from tierstore.errors import (
+    CheckpointError,
+    CorruptionError,
+    RunDirectoryError,
+    StorageError,
+    TierstoreError,
+)
 from tierstore.manifest import Manifest, page_file, seal
 from tierstore.page import BLOCK_BYTES, PageLayout
 from tierstore.peers import Alone, Peers, agree
@@ -50,6 +60,10 @@ from tierstore.run import LOCK_TIMEOUT_S, find_run
 from tierstore.storage.base import Folder, Storage
 
 logger = logging.getLogger("tierstore")
+
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How a filesystem says that a file can have no second name there."""
+_RANK_FOLDER = re.compile(r"rank-\d{5}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,40 +96,42 @@ def publish(
     *,
     keep_last: int | None = None,
     on_progress: Callable[[int, int], None] = lambda copied, total: None,
+    on_copying: Callable[[Publication], None] = lambda publication: None,
 ) -> Publication:
     """Publish a commit as the directory ``path``; all ranks call it together.
 
-    With links it is there when this returns. Pages on other filesystems are copied in the
-    background (with several ranks: in the foreground) from links that hold their files
-    meanwhile.
+    With links it is there when this returns. Pages that cannot be linked are copied in the
+    background from links that hold their files meanwhile; with several ranks, or where a
+    filesystem has no links at all, before this returns.
 
     Args:
         committed: what to publish.
         path: the directory; absent or empty.
         keep_last: how many checkpoints of this run to keep beside it, itself among them.
         on_progress: told of bytes copied, and of all that are to be.
+        on_copying: told of a publication that goes on in the background, whether this then
+            returns it or is interrupted.
 
     Raises:
-        CheckpointError: there is something at ``path``.
+        CheckpointError: there is something at ``path``, it cannot be made, or the model
+            holds what no checkpoint can.
         StorageError: the disk is full, say. Nothing is left of the checkpoint.
+        CorruptionError: a page that was copied is not what was committed. Likewise.
     """
     publishing = _Publishing(committed, path, keep_last, on_progress)
     try:
         publishing.begin()
         copying = any(agree(committed.peers, publishing.link_pages))
-        if copying:
-            agree(committed.peers, publishing.hold_pages)
+        held = copying and all(agree(committed.peers, publishing.hold_pages))
         publishing.describe()
+        if held and committed.peers.world_size == 1:
+            publishing.start(on_copying)
+            return publishing.publication
+        publishing.finish(copying=copying)
     except BaseException:
-        publishing.undo()
+        publishing.give_up()
         raise
-    if copying and committed.peers.world_size == 1:
-        executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-publish")
-        executor.submit(publishing.finish, copying=True)
-        executor.shutdown(wait=False)
-        return publishing.publication
-    publishing.finish(copying=copying)
-    publishing.publication.wait()
+    publishing.publication.outcome.set_result(None)
     return publishing.publication
 
 
@@ -127,14 +143,16 @@ def publish_run(
     It holds what is paged: the rest of the model is not in a run.
 
     Raises:
-        CheckpointError: ``run`` holds no run, or one of several ranks; or as in publish().
+        CheckpointError: ``run`` holds no run, or one of several ranks, or this user may not
+            read it; or as in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish().
     """
-    if not rank_directory(run, rank=0).is_dir():
-        raise CheckpointError(f"{run} holds no run of tierstore: name a run directory")
-    if rank_directory(run, rank=1).is_dir():
+    if kind_of(run) != "run":
+        raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
+    directory = rank_directory(run, rank=0)
+    if list(filter(_RANK_FOLDER.fullmatch, os.listdir(run))) != [directory.name]:
         raise CheckpointError(
             f"{run} holds a run of several ranks: publish it from the job, with store.checkpoint()"
         )
@@ -180,6 +198,10 @@ class _Publishing:
         self._held: list[str] = []
         self._copied: list[int] = []  # Those of this rank's pages that cannot be linked.
         self._named = False
+        self._published = False  # Whether it has its name for good.
+        self._mutex = threading.Lock()  # Of these two, only one ever becomes true.
+        self._copying = threading.Event()
+        self._given_up = False
         self._blocks = [layout.blocks for layout in committed.layouts]
         self.publication = Publication(path, self._manifest.step)
 
@@ -201,7 +223,10 @@ class _Publishing:
             raise CheckpointError("there is no step to publish yet: do one first")
         self._manifest = self._committed.manifest
         self._contents = self._committed.contents()
-        self._folder: Folder = self._committed.storage.folder(folder)
+        try:
+            self._folder: Folder = self._committed.storage.folder(folder)
+        except RunDirectoryError as error:  # No directory of a run, here.
+            raise CheckpointError(str(error)) from error
         return secrets.token_hex(4)
 
     def begin(self) -> None:
@@ -224,29 +249,37 @@ class _Publishing:
         """Link pages into the directory; return whether any must be copied instead."""
         storage = self._committed.storage
         self._committed.provide_spares(name for name, _ in self._page_files)
-        apart: set[Storage] = set()  # Directories that are on other filesystems.
         for page, (name, new_name) in enumerate(self._page_files):
-            if storage.home(name) not in apart:
-                try:
-                    self._folder.link(storage, name, self._child, new_name)
-                    continue
-                except StorageError as error:
-                    if error.errno != errno.EXDEV:
-                        raise
-                    apart.add(storage.home(name))
-            self._copied.append(page)
+            try:
+                self._folder.link(storage, name, self._child, new_name)
+            except StorageError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                self._copied.append(page)
         nbytes = [layout.nbytes for layout in self._committed.layouts]
         bytes_to_copy = sum(nbytes[page] for page in self._copied)
         self.publication.bytes_total = bytes_to_copy or sum(nbytes)
         self.publication.bytes_linked = sum(nbytes) - bytes_to_copy
         return bool(self._copied)
 
-    def hold_pages(self) -> None:
-        """Give page files that are to be copied second names, by which they stay as they are."""
+    def hold_pages(self) -> bool:
+        """Give page files that are to be copied second names, by which they stay as they are.
+
+        Returns:
+            Whether that can be. Else the run may write nothing until they are copied.
+        """
         for page in self._copied:
             name, _ = self._page_files[page]
-            self._committed.storage.link(name, f"{name}.copying-{self._token}")
             self._held.append(f"{name}.copying-{self._token}")
+            try:
+                self._committed.storage.link(name, self._held[-1])
+            except StorageError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                self._held.pop()
+                self._release_pages()
+                return False
+        return True
 
     def describe(self) -> None:
         """Write all that is not a page, and say what is where; the model may change then."""
@@ -266,29 +299,47 @@ class _Publishing:
         agree(self._peers, put)
 
     def finish(self, *, copying: bool) -> None:
-        """Copy what could not be linked, and give the directory its name.
+        """Copy what could not be linked, and give the directory its name."""
+        if copying:
+            agree(self._peers, self._copy_pages)
+        agree(self._peers, self._take_name)
 
-        The outcome is that of the publication.
-        """
+    def start(self, on_copying: Callable[[Publication], None]) -> None:
+        """Copy and finish in the background, and return when that has begun."""
+        threading.Thread(
+            target=self._finish_alone, args=(on_copying,), name="tierstore-publish"
+        ).start()
+        self._copying.wait()
+
+    def _finish_alone(self, on_copying: Callable[[Publication], None]) -> None:
+        with self._mutex:
+            if self._given_up:
+                return
+            on_copying(self.publication)
+            self._copying.set()
         try:
-            if copying:
-                agree(self._peers, self._copy_pages)
-            agree(self._peers, self._take_name)
+            self.finish(copying=True)
         except BaseException as error:
             self.undo()
-            if copying:  # Nobody may be told of it for long.
-                logger.error(
-                    "the checkpoint %s was not published: %s", self.publication.path, error
-                )
+            # Nobody may be told of it for long.
+            logger.error("the checkpoint %s was not published: %s", self.publication.path, error)
             self.publication.outcome.set_exception(error)
         else:
             self.publication.outcome.set_result(None)
 
+    def give_up(self) -> None:
+        """Leave nothing behind, unless it is published or goes on in the background."""
+        with self._mutex:
+            self._given_up = not self._copying.is_set()
+        if self._given_up:
+            self.undo()
+
     def undo(self) -> None:
-        """Leave nothing behind; the first error is the one to mend."""
-        with contextlib.suppress(TierstoreError):
-            self._release_pages()
-        if self._peers.rank == 0:
+        """Remove what there is; the first error is the one to mend."""
+        for name in self._held:  # The last one is perhaps not there yet.
+            with contextlib.suppress(TierstoreError):
+                self._committed.storage.unlink(name)
+        if self._peers.rank == 0 and not self._published:
             with contextlib.suppress(TierstoreError):
                 if self._named:
                     self._folder.rename(self._name, self._child)
@@ -301,15 +352,18 @@ class _Publishing:
             self._held.pop()
 
     def _copy_pages(self) -> None:
+        if not self._copied:
+            return
         # Not closed: after an error something may still refer to it.
         memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
         memory.madvise(mmap.MADV_DONTFORK)
         buffer = memoryview(memory)
-        for page, held in zip(self._copied, list(self._held), strict=True):
+        sources = list(self._held) or [self._page_files[page][0] for page in self._copied]
+        for page, source in zip(self._copied, sources, strict=True):
             new_name = self._page_files[page][1]
             for number, block in enumerate(self._blocks[page]):
                 data = buffer[: block.nbytes]
-                self._committed.storage.read(held, block, data).wait()
+                self._committed.storage.read(source, block, data).wait()
                 self._check(page, number, data)
                 self._folder.append(self._child, new_name, data)
                 self.publication.bytes_copied += block.nbytes
@@ -377,11 +431,12 @@ class _Publishing:
         folder.rename(child, self._name)
         self._named = True
         folder.sync_children()
+        self._published = True
         if self._keep_last is not None:
             try:
                 retain(folder, self._manifest.run_id, self._name, self._keep_last)
-            except StorageError as error:  # No reason to lose the new one, too.
-                logger.warning("older checkpoints beside %s stay: %s", self._name, error)
+            except Exception as error:  # No reason to call the new one a failure.
+                logger.warning("older checkpoints beside %s stay: %r", self._name, error)
 
 
 class _UnpagedFile:

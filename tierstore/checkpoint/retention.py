@@ -10,10 +10,12 @@ import errno
 import logging
 import re
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 from tierstore.checkpoint.files import MARKER_NAME
 from tierstore.errors import StorageError, TierstoreError
-from tierstore.manifest import unseal
+from tierstore.manifest import is_count, unseal
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")
@@ -52,14 +54,14 @@ def remove_leftovers(folder: Folder, run_id: str) -> None:
 def retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
     """Remove the oldest checkpoints that this run published, but for ``keep_last``."""
     published = {
-        child: step
+        child: marker
         for child in folder.children()
-        if (step := _step_of(folder, child, run_id)) is not None
+        if (marker := _own_marker(folder, child, run_id)) is not None
     }
-    others = sorted(published.keys() - {newest}, key=lambda child: published[child], reverse=True)
+    others = [child for child in published if child != newest]
+    others.sort(key=lambda child: -published[child]["step"])
     for child in others[keep_last - 1 :]:
-        marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
-        strange = set(folder.files(child)) - {MARKER_NAME, *marker["files"]}
+        strange = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"]}
         if strange:
             logger.warning(
                 "%s/%s is kept, because %s in it was not published there",
@@ -82,13 +84,16 @@ def remove(folder: Folder, child: str) -> None:
     folder.remove(child)
 
 
-def _step_of(folder: Folder, child: str, run_id: str) -> int | None:
-    """Return the step of a checkpoint that this run published under this very name."""
+def _own_marker(folder: Folder, child: str, run_id: str) -> Mapping[str, Any] | None:
+    """Return what a checkpoint says that this run published under this very name; else None."""
     try:
         if MARKER_NAME not in folder.files(child):
             return None
         marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
     except TierstoreError:  # Not readable, damaged, of another version: not ours to remove.
         return None
-    step: int = marker["step"]
-    return step if (marker["run_id"], marker["name"]) == (run_id, child) else None
+    if (marker.get("run_id"), marker.get("name")) != (run_id, child):
+        return None
+    # Whoever sealed something else is a stranger, too.
+    whole = is_count(marker.get("step")) and isinstance(marker.get("files"), dict)
+    return marker if whole else None

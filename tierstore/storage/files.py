@@ -23,7 +23,7 @@ from tierstore.storage.checks import (
     locked_error,
 )
 from tierstore.storage.folder import LocalFolder
-from tierstore.storage.mappings import Mappings
+from tierstore.storage.mappings import mappings
 from tierstore.storage.paths import (
     FILE_MODE,
     OPEN_FLAGS,
@@ -67,7 +67,6 @@ class FileStorage(ABC):
         self._close_mutex = threading.Lock()
         self._lock_mutex = threading.Lock()
         self._lock_fd: int | None = None
-        self._mappings = Mappings()
         self._owner_pid = os.getpid()
         self._closed = False  # Whether work is refused.
         self._released = False
@@ -156,6 +155,7 @@ class FileStorage(ABC):
                 os.unlink(path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, FILE_MODE)
             try:
+                mappings.forget(os.fstat(fd))
                 if nbytes > 0:
                     os.posix_fallocate(fd, 0, nbytes)
             except OSError:
@@ -195,7 +195,7 @@ class FileStorage(ABC):
         path = self._path(name)
         with storage_errors("is_shared", path):
             status = os.stat(path, follow_symlinks=False)
-        return status.st_nlink > 1 or self._mappings.has(status.st_ino)
+        return status.st_nlink > 1 or mappings.has(status)
 
     def map(self, name: str) -> memoryview:
         """See Storage.map."""
@@ -204,7 +204,7 @@ class FileStorage(ABC):
             status = os.fstat(fd)
             # The system keeps what was not written to in no memory that counts as ours.
             memory = map_file(fd, status.st_size, shared=False)
-            self._mappings.add(status.st_ino, memory)
+            mappings.add(status, memory)
         return memoryview(memory)
 
     def scratch(self, nbytes: int) -> memoryview:

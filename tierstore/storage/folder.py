@@ -19,6 +19,9 @@ from tierstore.storage.paths import (
     write_all,
 )
 
+# A file that a stranger left may say that it has any size, and have none of it.
+_GET_BYTES_MAX = 2**30
+
 
 class LocalFolder:
     """A directory on a filesystem, made where absent; see Folder.
@@ -60,7 +63,7 @@ class LocalFolder:
 
     def get(self, child: str, name: str) -> bytes:
         """See Folder.get."""
-        return get_file(self._path(child, name))
+        return get_file(self._path(child, name), _GET_BYTES_MAX)
 
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         """See Folder.link."""

@@ -111,9 +111,20 @@ def put_file(path: Path, data: bytes) -> None:
         os.fsync(fd)
 
 
-def get_file(path: Path) -> bytes:
-    """Return the content of a file, or raise StorageError."""
-    with storage_errors("get", path), opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
+def get_file(path: Path, nbytes_max: int | None = None) -> bytes:
+    """Return the content of a file, or raise StorageError.
+
+    Whatever has the name: EINVAL where it is no file, and none of it is waited for, EFBIG
+    where it has more than ``nbytes_max`` bytes.
+    """
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
+    with storage_errors("get", path), opened(path, flags) as fd:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        if nbytes_max is not None and status.st_size > nbytes_max:
+            raise OSError(errno.EFBIG, "too large")
         parts = []
         while part := os.read(fd, 1 << 20):
             parts.append(part)

@@ -154,7 +154,8 @@ class Simulation:
             yield name
             # Of a kill, the crash after it is what tells.
             deeper = depth + 1 < len(self._widths) and generator.random() < (0.5 if killed else 0.2)
-            if not found or not (deeper if only is None else only[1:]):
+            # What a schedule found may be in the session after its last restart.
+            if not found or not (deeper or only is not None):
                 restarted.end()
                 continue
             again = Plan(found, generator, name, generator.randrange(1, 4), self.settings.kinds)
@@ -255,4 +256,7 @@ def _inherit(restarted: Session, killed: Session, cuts: Sequence[int]) -> None:
     if in_the_middle_of(killed.log, cuts, "overwrite"):
         for rank in range(len(cuts)):
             restarted.log.mark(rank, "doing", "overwrite")
+            restarted.log.mark(rank, "overwriting", 0)
+    elif in_the_middle_of(killed.log, cuts, None):  # Until the restart has made it durable.
+        for rank in range(len(cuts)):
             restarted.log.mark(rank, "overwriting", 0)

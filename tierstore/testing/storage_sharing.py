@@ -164,6 +164,54 @@ class SharingTests(ABC):
             write_bytes(storage, "linked", 0, NEW)
         assert bytes(mapped) == OLD
 
+    def test_map_is_told_by_who_opens_it_again(self, storage: Storage) -> None:
+        create_with(storage, "page", OLD)
+        mapped = storage.map("page")
+        storage.close()
+        again = self.open_again(storage)
+        try:
+            if not again.is_shared("page"):
+                write_bytes(again, "page", 0, NEW)
+            assert bytes(mapped) == OLD
+            del mapped
+            gc.collect()
+            assert not again.is_shared("page")
+        finally:
+            again.close()
+
+    def test_map_is_told_by_a_forked_child(self, storage: Storage) -> None:
+        """One that opens the directory while its parent uses what it mapped."""
+        create_with(storage, "page", OLD)
+        mapped = storage.map("page")
+        storage.close()
+        child = os.fork()
+        if child == 0:
+            try:
+                del mapped
+                gc.collect()
+                again = self.open_again(storage)
+                if not again.is_shared("page"):
+                    write_bytes(again, "page", 0, NEW)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert bytes(mapped) == OLD
+
+    def test_fresh_file_is_not_shared(self, storage: Storage) -> None:
+        """Whatever was there before: the system gives the number of a file that is gone again."""
+        for _ in range(3):
+            create_with(storage, "page", OLD)
+            assert not storage.is_shared("page")
+            mapped = storage.map("page")
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            storage.unlink("page")
+            del mapped
+            gc.collect()
+
     def test_dropped_map_is_not_shared(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         mapped = [storage.map("page") for _ in range(2)]
