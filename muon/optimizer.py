@@ -334,6 +334,8 @@ class Muon(torch.optim.Optimizer):
             groups.append(
                 deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
             )
+            if groups[-1].get("ns_dtype") is None:  # So torch's helpers fill what stock lacks.
+                groups[-1].pop("ns_dtype", None)
             check_hyperparameters({**group, **groups[-1]})
             paged = self._paged_group(number).parameters
             for saved_id, parameter in zip(saved["params"], paged, strict=True):

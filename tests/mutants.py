@@ -25,6 +25,7 @@ from tierstore.testing.sim_log import Weakening
 from tierstore.testing.sim_session import Protocol, Settings
 from tierstore.testing.sim_storage import RecordedStorage
 from tierstore.testing.simulation import Simulation
+from tierstore.transit import Transit
 
 SITE_SEEDS = 40
 
@@ -377,7 +378,10 @@ def _unsealed(kind: str, data: bytes, where: str) -> Any:
 UNDER_FAULTS = [
     Mutant(name=name, patched=patched, under_faults=True)
     for name, patched in (
-        ("pages are not checked when they are read", _patch(Pager, "_check", lambda self, page: 0)),
+        (
+            "pages are not checked when they are read",
+            _patch(Transit, "_check", lambda self, page: 0),
+        ),
         ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
         ("errors of flush are ignored", _ignored("flush")),
         ("errors of sync_directory are ignored", _ignored("sync_directory")),
