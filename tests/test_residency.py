@@ -326,3 +326,17 @@ def test_the_first_gradient_prefetches(tmp_path: Path) -> None:
     for parameter, value in zip(model.parameters(), plain, strict=True):
         assert torch.equal(parameter, value)
     model(torch.ones(2, 16)).sum().backward()  # The store is closed: nobody minds.
+
+
+def test_a_late_write_that_failed_shows_at_the_next_call_and_nothing_is_committed() -> None:
+    toy, storage = begun_run(buffers=2)
+    storage.arm(Fault("error", "write", call=1))
+    toy.step()  # Returns with its writes still under way.
+    with pytest.raises(tierstore.StorageError):
+        toy.store.prefetch()
+    with pytest.raises(tierstore.StoreFailedError):
+        toy.step()
+    storage.disarm()
+    assert toy.store.restore() == 1
+    toy.assert_at(1)
+    toy.store.close()
