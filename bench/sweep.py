@@ -75,10 +75,10 @@ PLANS = {
 
 
 class Idle:
-    """An optimizer that computes nothing, over bf16 parameters with a gradient of zero.
+    """An optimizer that computes nothing.
 
     Args:
-        parameters: by name; each gets its gradient.
+        parameters: by name; those with a gradient are stepped.
         states: besides the master.
         store: where they live.
     """
@@ -322,9 +322,12 @@ def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
     return growths
 
 
-def ratio_text(values: tuple[float, ...] | None) -> str:
+def ratio_text(values: tuple[float, ...] | None, digits: int = 2) -> str:
     """Return a median with its quartiles."""
-    return "-" if values is None else f"{values[2]:.2f} ({values[1]:.2f}..{values[3]:.2f})"
+    if values is None:
+        return "-"
+    _, low, median, high, _ = (f"{value:.{digits}f}" for value in values)
+    return f"{median} ({low}..{high})"
 
 
 def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]) -> Table:
