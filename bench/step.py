@@ -60,10 +60,10 @@ PLANS = {
     ),
     "default": Plan(
         width=768,
-        layers=8,
-        rows=131072,
+        layers=4,
+        rows=65536,
         muon_page_bytes=16 * MIB,
-        adamw_page_bytes=64 * MIB,
+        adamw_page_bytes=32 * MIB,
         rounds=15,
     ),
 }

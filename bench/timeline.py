@@ -57,7 +57,7 @@ class Plan:
 
 PLANS = {
     "small": Plan(width=32, layers=2, rows=4096, batch=16, page_bytes=MIB // 2, steps=2),
-    "default": Plan(width=512, layers=2, rows=98304, batch=2048, page_bytes=64 * MIB, steps=2),
+    "default": Plan(width=512, layers=2, rows=98304, batch=512, page_bytes=64 * MIB, steps=2),
 }
 
 
