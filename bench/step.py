@@ -1,8 +1,10 @@
-"""A whole optimizer step with the state on disk, beside the same step with it in memory.
+"""A training step with the state on disk, beside what bounds it from below.
 
-Both optimizers step the same gradients in turn, so that a drift of the machine meets both,
-and each pair gives one ratio. The resident optimizer against a second one like it shows
-how much of a ratio is noise. Commit and flush come after the step and are reported apart.
+Where the step computes for longer than its state takes to pass, that is the same step with
+the state in memory; where it does not, a sweep over the same bytes that computes nothing. All
+do a real forward and backward before each step. They take turns, so that a drift of the
+machine meets all, and the bound runs twice in each round: how much it differs from itself is
+how much of any other ratio is noise.
 """
 
 from __future__ import annotations
@@ -11,18 +13,31 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
+from storage import MIB, spread
+from sweep import Idle, ratio_text
 from torch import nn
 
 import muon
 import tierstore
+
+AGAIN = " again"
+BATCH = 256
+BUFFERS = 4
+ADAMW_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+MUON_STATES = {"momentum_buffer": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,111 +46,219 @@ class Plan:
 
     width: int
     layers: int
-    pairs: int
+    """Pairs of matrices for Muon, the one four times as wide as the other."""
+    rows: int
+    """Of an embedding for AdamW."""
+    muon_page_bytes: int
+    adamw_page_bytes: int
+    rounds: int
 
 
 PLANS = {
-    "small": Plan(width=64, layers=2, pairs=2),
-    "default": Plan(width=768, layers=6, pairs=15),
-    "full": Plan(width=1536, layers=12, pairs=15),
+    "small": Plan(
+        width=64, layers=4, rows=8192, muon_page_bytes=MIB // 8, adamw_page_bytes=MIB, rounds=2
+    ),
+    "default": Plan(
+        width=768,
+        layers=4,
+        rows=65536,
+        muon_page_bytes=16 * MIB,
+        adamw_page_bytes=32 * MIB,
+        rounds=15,
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One training step, in seconds."""
+
+    backward_s: float
+    """Forward and backward."""
+    step_s: float
+    """Until step() has returned: parameters are right, and writes may be under way."""
+    drain_s: float
+    """From then until the state is in its files."""
+    commit_s: float
+    """From then until it is durable: flush and commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the result: medians, and the spread of the ratio over all pairs."""
+    """One line of the result: medians over all rounds."""
 
     case: str
-    pairs: int
-    resident_s: float
+    rounds: int
+    backward_s: float
     step_s: float
-    synchronize_s: float
-    """From the end of the step until it is durable, were nothing computed meanwhile."""
-    stall_s: float
-    """Waiting inside the step and the synchronize() after it."""
-    read_bytes: int
-    written_bytes: int
-    ratio_median: float
-    ratio_min: float
-    ratio_max: float
+    drain_s: float
+    commit_s: float
+    ratio: tuple[float, ...]
+    """Over the bound's in the same round: quartiles, with the extremes around them."""
 
 
-def make_model(plan: Plan, dtype: torch.dtype) -> nn.Module:
-    """Return the matrices of a GPT: attention, MLP, norms and an embedding."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Embedding(50 * plan.width, plan.width)]
-    for _ in range(plan.layers):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What takes turns, and what it is compared by."""
+
+    title: str
+    bound: str
+    """The case whose time the others' is divided by."""
+    drained: bool
+    """Whether that time ends when the writes have, and not when step() returns."""
+    parameters: int
+    state_bytes: int
+    rows: list[Row]
+    turns: dict[str, list[Turn]]
+
+
+class Matrices(nn.Sequential):
+    """A model of wide matrices, in bfloat16."""
+
+    def __init__(self, plan: Plan) -> None:
+        torch.manual_seed(0)
         width = plan.width
-        layers += [nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)]
-        layers += [nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
-    model = nn.Sequential(*layers).to(dtype)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    return model
+        layers: list[nn.Module] = []
+        for _ in range(plan.layers):
+            layers += [nn.Linear(width, 4 * width, bias=False), nn.ReLU()]
+            layers += [nn.Linear(4 * width, width, bias=False)]
+        super().__init__(*layers)
+        self.bfloat16()
+        self.inputs = torch.randn(BATCH, width, dtype=torch.bfloat16)
 
 
-def make_optimizer(plan: Plan, dtype: torch.dtype, store: tierstore.TierStore | None) -> muon.Muon:
-    """Return an optimizer over a model of its own, after a first step."""
-    optimizer = muon.Muon(muon.param_groups(make_model(plan, dtype)), store=store)
-    optimizer.step()
-    return optimizer
+class Embedding(nn.Sequential):
+    """An embedding of some tokens, in bfloat16."""
+
+    def __init__(self, plan: Plan) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(plan.rows, plan.width, dtype=torch.bfloat16))
+        self.inputs = torch.randint(plan.rows, (BATCH,))
 
 
-def timed(action: Any) -> float:
-    """Return the seconds that a call takes."""
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+class Contender:
+    """A model with its optimizer, which does a training step whenever it is its turn.
+
+    Args:
+        model: made for it.
+        optimizer: steps its parameters; a store with a directory commits each step.
+    """
+
+    def __init__(self, model: Matrices | Embedding, optimizer: muon.Muon | Idle) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self.store = optimizer.store
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        for _ in range(2):  # Whoever writes a place for the first time pays more.
+            self.turn()
+
+    def turn(self) -> Turn:
+        """Do one training step and wait until the disk is idle again."""
+        times_s = [time.perf_counter()]
+        self._model(self._model.inputs).square().mean().backward()
+        times_s.append(time.perf_counter())
+        self._optimizer.step()
+        times_s.append(time.perf_counter())
+        is_paged = self.store.stats().engine != "none"
+        if is_paged:
+            self.store.move("nvme")  # All of it is there, or on its way.
+        times_s.append(time.perf_counter())
+        if is_paged:
+            self.store.synchronize()
+        times_s.append(time.perf_counter())
+        self._model.zero_grad()
+        backward_s, step_s, drain_s, commit_s = (b - a for a, b in pairwise(times_s))
+        return Turn(backward_s=backward_s, step_s=step_s, drain_s=drain_s, commit_s=commit_s)
 
 
-def measure(case: str, plan: Plan, dtype: torch.dtype, store: tierstore.TierStore | None) -> Row:
-    """Step a resident optimizer and another in turn; ``store`` is the other's."""
-    resident = make_optimizer(plan, dtype, None)
-    other = make_optimizer(plan, dtype, store)
-    resident_s, step_s, synchronize_s = [], [], []
-    if store is not None:
-        store.synchronize()
-    before = other.store.stats()
-    for pair in range(plan.pairs):
-        # Which of the two comes first alternates, since caches favour the second.
-        if pair % 2:
-            resident_s.append(timed(resident.step))
-        step_s.append(timed(other.step))
-        synchronize_s.append(timed(store.synchronize) if store is not None else 0.0)
-        if not pair % 2:
-            resident_s.append(timed(resident.step))
-    after = other.store.stats()
-    ratios = [a / b for a, b in zip(step_s, resident_s, strict=True)]
-    return Row(
-        case=case,
-        pairs=plan.pairs,
-        resident_s=statistics.median(resident_s),
-        step_s=statistics.median(step_s),
-        synchronize_s=statistics.median(synchronize_s),
-        stall_s=(after.stall_seconds - before.stall_seconds) / plan.pairs,
-        read_bytes=(after.bytes_read - before.bytes_read) // plan.pairs,
-        written_bytes=(after.bytes_written - before.bytes_written) // plan.pairs,
-        ratio_median=statistics.median(ratios),
-        ratio_min=min(ratios),
-        ratio_max=max(ratios),
+def make_contenders(
+    directory: Path, stack: ExitStack, make: Callable[[], Matrices | Embedding], plan: Plan
+) -> dict[str, Contender]:
+    """Return everyone who takes turns, each with a model of its own."""
+    is_muon = isinstance(make(), Matrices)
+
+    def open_store(name: str) -> tierstore.TierStore:
+        page_bytes = plan.muon_page_bytes if is_muon else plan.adamw_page_bytes
+        store = tierstore.TierStore(
+            directory / name,
+            host_memory=2 * BUFFERS * page_bytes,
+            page_bytes=page_bytes,
+            buffers=BUFFERS,
+        )
+        return stack.enter_context(store)
+
+    def contender(
+        store: tierstore.TierStore | None, *, prefetch_in_backward: bool = False
+    ) -> Contender:
+        model = make()
+        algorithm = "muon" if is_muon else "adamw"
+        group = {"params": list(model.named_parameters()), "algorithm": algorithm}
+        optimizer = muon.Muon([group], store=store, prefetch_in_backward=prefetch_in_backward)
+        return Contender(model, optimizer)
+
+    model = make()
+    idle = Idle(
+        dict(model.named_parameters()), MUON_STATES if is_muon else ADAMW_STATES, open_store("idle")
+    )
+    return {
+        "in memory": contender(None),
+        "I/O alone": Contender(model, idle),
+        "on NVMe": contender(open_store("nvme")),
+        "on NVMe, read ahead in backward": contender(
+            open_store("prefetch"), prefetch_in_backward=True
+        ),
+    }
+
+
+def compare(
+    title: str, contenders: dict[str, Contender], *, bound: str, drained: bool, rounds: int
+) -> Comparison:
+    """Let all take turns, the bound twice."""
+    order = [*contenders, bound + AGAIN]
+    turns: dict[str, list[Turn]] = {case: [] for case in order}
+    for index in track(range(rounds), description=title):
+        first = index % len(order)
+        for case in order[first:] + order[:first]:
+            turns[case].append(contenders[case.removesuffix(AGAIN)].turn())
+
+    def seconds(turn: Turn) -> float:
+        return turn.step_s + turn.drain_s if drained else turn.step_s
+
+    rows = []
+    for case, taken in turns.items():
+        ratios = [seconds(a) / seconds(b) for a, b in zip(taken, turns[bound], strict=True)]
+        medians = {
+            key: statistics.median(getattr(turn, key) for turn in taken)
+            for key in Turn.__dataclass_fields__
+        }
+        rows.append(Row(case=case, rounds=rounds, ratio=spread(ratios), **medians))
+    contender = contenders["on NVMe"]
+    return Comparison(
+        title=title,
+        bound=bound,
+        drained=drained,
+        parameters=contender.parameters,
+        state_bytes=contender.store.stats().state_bytes,
+        rows=rows,
+        turns=turns,
     )
 
 
-def report(rows: list[Row], parameters: int) -> Table:
-    """Return the result as a table."""
-    table = Table(title=f"Optimizer step, {parameters / 1e6:.1f}M parameters")
-    for heading in ("case", "resident s", "step s", "ratio (min..max)", "synchronize s", "stall s"):
+def report(comparison: Comparison) -> Table:
+    """Return one comparison as a table."""
+    table = Table(
+        title=f"{comparison.title}: {comparison.parameters / 1e6:.1f}M parameters, "
+        f"{comparison.state_bytes / 1e6:.0f} MB of state, medians (quartiles)"
+    )
+    what = "step + drain" if comparison.drained else "step"
+    for heading in ("case", "backward s", "step s", "drain s", "flush and commit s"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
-    table.add_column("read / written, bytes per parameter", justify="right")
-    for row in rows:
+    table.add_column(f"{what}, of {comparison.bound}", justify="right")
+    for row in comparison.rows:
         table.add_row(
             row.case,
-            f"{row.resident_s:.3f}",
-            f"{row.step_s:.3f}",
-            f"{row.ratio_median:.2f} ({row.ratio_min:.2f}..{row.ratio_max:.2f})",
-            f"{row.synchronize_s:.3f}",
-            f"{row.stall_s:.3f}",
-            f"{row.read_bytes / parameters:.2f} / {row.written_bytes / parameters:.2f}",
+            *(f"{s:.3f}" for s in (row.backward_s, row.step_s, row.drain_s, row.commit_s)),
+            ratio_text(row.ratio, digits=3),
         )
     return table
 
@@ -145,33 +268,31 @@ def main(
         Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="A 0.5B-parameter model.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
 ) -> None:
-    """Compare the optimizer step with paged state to the resident one."""
-    if small and full:
-        raise typer.BadParameter("--small and --full exclude each other")
-    plan = PLANS["small" if small else "full" if full else "default"]
-    rows = []
-    parameters = sum(p.numel() for p in make_model(plan, torch.bfloat16).parameters())
-    for dtype in (torch.bfloat16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        rows.append(measure(f"{name}, resident", plan, dtype, None))
+    """Compare training steps with paged state with the resident one, and with the I/O alone."""
+    plan = PLANS["small" if small else "default"]
+    comparisons = []
+    for title, make, bound, drained in (
+        ("Muon, compute exceeds I/O", partial(Matrices, plan), "in memory", False),
+        ("AdamW, I/O exceeds compute", partial(Embedding, plan), "I/O alone", True),
+    ):
         with (
             tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch,
-            tierstore.TierStore(
-                Path(scratch) / "run", host_memory="1GiB", page_bytes="64MiB", buffers=4
-            ) as store,
+            ExitStack() as stack,
         ):
-            rows.append(measure(f"{name}, {store.stats().engine}", plan, dtype, store))
-    Console(width=120).print(report(rows, parameters))
+            contenders = make_contenders(Path(scratch), stack, make, plan)
+            comparisons.append(
+                compare(title, contenders, bound=bound, drained=drained, rounds=plan.rounds)
+            )
+    for comparison in comparisons:
+        Console(width=120).print(report(comparison))
     if json_path is not None:
         result = {
             "plan": asdict(plan),
-            "parameters": parameters,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "rows": [asdict(row) for row in rows],
+            "comparisons": [asdict(comparison) for comparison in comparisons],
         }
         json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

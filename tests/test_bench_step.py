@@ -23,13 +23,24 @@ def test_small_run(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    report = json.loads(report_path.read_text())
-    assert "Optimizer step" in done.stdout
-    resident, paged = report["rows"][:2]
-    assert resident["read_bytes"] == resident["written_bytes"] == 0
-    # bf16: an embedding of 12 bytes per parameter, matrices of 6, and a little framing.
-    assert 6 <= paged["read_bytes"] / report["parameters"] <= 13
-    assert paged["written_bytes"] == paged["read_bytes"]
-    for row in report["rows"]:
-        assert 0 < row["ratio_min"] <= row["ratio_median"] <= row["ratio_max"]
+    muon, adamw = json.loads(report_path.read_text())["comparisons"]
+    assert muon["title"] in done.stdout
+    assert adamw["title"] in done.stdout
+    # bf16 parameters: a master and one bf16 state, or two of float32; and a little framing.
+    assert 6 <= muon["state_bytes"] / muon["parameters"] <= 7
+    assert 12 <= adamw["state_bytes"] / adamw["parameters"] <= 13
+    for comparison in (muon, adamw):
+        rows = {row["case"]: row for row in comparison["rows"]}
+        assert list(rows) == [
+            "in memory",
+            "I/O alone",
+            "on NVMe",
+            "on NVMe, read ahead in backward",
+            comparison["bound"] + " again",
+        ]
+        assert set(rows[comparison["bound"]]["ratio"]) == {1.0}
+        for row in rows.values():
+            assert row["ratio"][0] > 0
+            assert row["ratio"] == sorted(row["ratio"])
+            assert min(row["backward_s"], row["step_s"], row["drain_s"], row["commit_s"]) > 0
     assert list(scratch.iterdir()) == []

@@ -149,6 +149,10 @@ class Pager:
             self._drop_unwanted(waiting, sections)
             while waiting or ahead:
                 self._read_ahead(waiting, ahead, sections)
+                self._wait(ahead[0].transfers)
+                # Writes that ended meanwhile have made room: the disk shall not wait for what
+                # this thread does with the page.
+                self._read_ahead(waiting, ahead, sections)
                 self._arrive(ahead[0])
                 yield ahead[0]
                 ahead.popleft()
@@ -309,8 +313,7 @@ class Pager:
         self.bytes_read += self._transit.read(page, chosen)
 
     def _arrive(self, page: Page) -> None:
-        """Wait for a page being read, check it, bring it to the device, and hold it."""
-        self._wait(page.transfers)
+        """Check a page that was read, bring it to the device, and hold it."""
         page.transfers = []
         if not page.in_memory:
             if self._storage is not None:

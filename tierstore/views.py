@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from tierstore.chunks import Chunk
@@ -150,7 +151,7 @@ class PageView:
                 continue
             for chunk in shard.chunks:
                 rounded = chunk.master.to(shard.spec.dtype)
-                if torch.equal(chunk.values, rounded):
+                if _same_bits(chunk.values, rounded):
                     continue
                 differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
                 if differs.any():
@@ -185,3 +186,11 @@ class PageView:
 
     def _chunks(self) -> list[ChunkView]:
         return [chunk for shard in self.shards for chunk in shard.chunks]
+
+
+def _same_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and 16-bit dtype are the same, bit for bit."""
+    bits, other_bits = values.view(torch.int16), others.view(torch.int16)
+    if values.device.type == "cpu":  # There torch compares one element at a time.
+        return np.array_equal(bits.numpy(), other_bits.numpy())
+    return torch.equal(bits, other_bits)

@@ -1,0 +1,412 @@
+"""A whole sweep whose update computes nothing, beside fio reading and writing as many bytes.
+
+What is left of a step is paging: transfers, checksums, and keeping parameters and masters
+alike. Both take turns, so that a drift of the device meets both, and fio runs twice in each
+round to show what is noise. States of several sizes under one ``host_memory`` show what grows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from storage import GIB, MIB, Pages, cpu_seconds, measure_fio, spread
+
+import tierstore
+from tierstore.storage import open_storage
+from tierstore.units import format_bytes
+
+COLUMNS = 4096
+PARAMETERS = 8
+MOMENTUM = {"momentum_buffer": torch.bfloat16}
+"""Beside the float32 master: 6 bytes per element each way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one run of the benchmark measures."""
+
+    state_bytes: int
+    """Read by each step, and written."""
+    page_bytes: int
+    rounds: int
+    steps: int
+    """In a row, in each round."""
+    growth_bytes: tuple[int, ...]
+    """States of these sizes take turns, too."""
+    growth_rounds: int
+
+
+PLANS = {
+    "small": Plan(
+        state_bytes=24 * MIB,
+        page_bytes=4 * MIB,
+        rounds=2,
+        steps=1,
+        growth_bytes=(12 * MIB, 24 * MIB),
+        growth_rounds=2,
+    ),
+    "default": Plan(
+        state_bytes=GIB,
+        page_bytes=64 * MIB,
+        rounds=15,
+        steps=1,
+        growth_bytes=(400_000_000, 1_600_000_000, 6_400_000_000),
+        growth_rounds=5,
+    ),
+}
+
+
+class Idle:
+    """An optimizer that computes nothing.
+
+    Args:
+        parameters: by name; those with a gradient are stepped.
+        states: besides the master.
+        store: where they live.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        states: Mapping[str, torch.dtype],
+        store: tierstore.TierStore,
+    ) -> None:
+        self.store = store
+        paged = [
+            tierstore.PagedParameter(name=name, tensor=tensor, states=states, elementwise=True)
+            for name, tensor in parameters.items()
+        ]
+        store.attach([tierstore.PagedGroup(parameters=paged, hyperparameters={})])
+
+    def step(self) -> None:
+        """Have all pages pass."""
+        with self.store.sweep() as pages:
+            for _ in pages:
+                pass
+
+
+def make_parameters(state_bytes: int) -> dict[str, torch.Tensor]:
+    """Return parameters that have so many bytes of state, and gradients that take no memory."""
+    rows = math.ceil(state_bytes / 6 / COLUMNS / PARAMETERS)
+    parameters = {}
+    for index in range(PARAMETERS):
+        parameter = torch.nn.Parameter(torch.zeros(rows, COLUMNS, dtype=torch.bfloat16))
+        parameter.grad = torch.zeros((), dtype=parameter.dtype).expand_as(parameter)
+        parameters[f"parameters.{index}"] = parameter
+    return parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What some steps in a row took, and what followed."""
+
+    mib_per_s: float
+    cpu_s_per_gib: float
+    stall: float
+    """The part of the time in which the training thread waited."""
+    commit_s: float
+    """Of each step: what commit() took of the training thread; 0 where it was not called."""
+    drain_s: float
+    """Until the writes that the last step left behind had ended."""
+    synchronize_s: float
+    """From then until the step was durable: flush and commit, or what was left of them."""
+
+
+def measure_sweep(idle: Idle, steps: int, *, commits: bool) -> Taken:
+    """Measure some steps after another one: as many writes are under way before as after."""
+    store = idle.store
+    idle.step()
+    before = store.stats()
+    commit_s = 0.0
+    began_cpu_s, began_s = cpu_seconds(), time.perf_counter()
+    for _ in range(steps):
+        if commits:
+            commit_began_s = time.perf_counter()
+            store.commit()
+            commit_s += time.perf_counter() - commit_began_s
+        idle.step()
+    ended_s, ended_cpu_s = time.perf_counter(), cpu_seconds()
+    after = store.stats()
+    store.move("nvme")  # All is there, or on its way.
+    drained_s = time.perf_counter()
+    store.synchronize()
+    durable_s = time.perf_counter()
+    moved = (after.bytes_read - before.bytes_read) + (after.bytes_written - before.bytes_written)
+    return Taken(
+        mib_per_s=moved / MIB / (ended_s - began_s),
+        cpu_s_per_gib=(ended_cpu_s - began_cpu_s) / (moved / GIB),
+        stall=(after.stall_seconds - before.stall_seconds) / (ended_s - began_s),
+        commit_s=commit_s / steps,
+        drain_s=drained_s - ended_s,
+        synchronize_s=durable_s - drained_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the comparison: medians over all rounds, with None where there is no fio."""
+
+    case: str
+    rounds: int
+    mib_per_s: float
+    ratio: tuple[float, ...] | None
+    """Speed over the mean of fio's two in the same round: quartiles, with the extremes."""
+    cpu_s_per_gib: float
+    stall: float
+    commit_s: float
+    drain_s: float
+    synchronize_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What a state of one size costs: medians."""
+
+    state_bytes: int
+    pages: int
+    mib_per_s: float
+    ratio: tuple[float, ...]
+    """Speed over that of the smallest state in the same round: quartiles and extremes."""
+    peak_bytes: int
+    """Most anonymous memory of the process, without the parameters."""
+    start_s: float
+    """Making the store and allocating its files."""
+    synchronize_s: float
+
+
+def open_store(directory: Path, plan: Plan, *, commits: bool) -> tierstore.TierStore:
+    """Return a store whose pages all stream, and with two files each where it commits."""
+    buffers = max(4, 256 * MIB // plan.page_bytes)
+    return tierstore.TierStore(
+        directory,
+        host_memory=2 * buffers * plan.page_bytes,
+        page_bytes=plan.page_bytes,
+        buffers=buffers,
+        commit_every=1 if commits else None,
+    )
+
+
+def begin(directory: Path, plan: Plan, state_bytes: int, *, commits: bool) -> Idle:
+    """Return an optimizer that has its state in files."""
+    store = open_store(directory, plan, commits=commits)
+    idle = Idle(make_parameters(state_bytes), MOMENTUM, store)
+    for _ in range(2):  # Whoever writes a place for the first time pays more.
+        idle.step()
+        store.synchronize()
+    return idle
+
+
+def measure_beside_fio(
+    directory: Path, plan: Plan
+) -> tuple[dict[str, list[Taken]], list[tuple[float, float]]]:
+    """Return what each turn of the sweeps took, and both speeds of fio in each round."""
+    taken: dict[str, list[Taken]] = {}
+    fio_mib_per_s: list[tuple[float, float]] = []
+    turns: dict[str, Callable[[], Any]] = {}
+    with ExitStack() as stack:
+        for case, commits in (("sweep", False), ("sweep, every step committed", True)):
+            run = directory / f"run-{commits}"
+            idle = begin(run, plan, plan.state_bytes, commits=commits)
+            stack.enter_context(idle.store)
+            taken[case] = []
+            turns[case] = partial(measure_sweep, idle, plan.steps, commits=commits)
+        if shutil.which("fio") is not None:
+            pages = Pages(directory / "fio", plan.page_bytes, idle.store.stats().pages)
+            with closing(open_storage(pages.directory)) as storage:
+                pages.create(storage)
+            turns["fio"] = turns["fio again"] = partial(measure_fio, pages, "mixed")
+        for index in track(range(plan.rounds), description="beside fio"):
+            # Who goes first changes: the first after a pause may find the device faster.
+            first = index % len(turns)
+            order = [*turns][first:] + [*turns][:first]
+            results = {case: turns[case]() for case in order}
+            for case in taken:
+                taken[case].append(results[case])
+            if "fio" in turns:
+                fio_mib_per_s.append((results["fio"].mib_per_s, results["fio again"].mib_per_s))
+    return taken, fio_mib_per_s
+
+
+def rows_of(taken: dict[str, list[Taken]], fio_mib_per_s: list[tuple[float, float]]) -> list[Row]:
+    """Return one row for each kind of sweep."""
+    rows = []
+    for case, turns in taken.items():
+        ratios = [
+            turn.mib_per_s / statistics.mean(fio)
+            for turn, fio in zip(turns, fio_mib_per_s, strict=False)
+        ]
+        medians = {
+            key: statistics.median(getattr(turn, key) for turn in turns)
+            for key in Taken.__dataclass_fields__
+        }
+        rows.append(
+            Row(case=case, rounds=len(turns), ratio=spread(ratios) if ratios else None, **medians)
+        )
+    return rows
+
+
+def serve(connection: Connection, directory: Path, plan: Plan, state_bytes: int) -> None:
+    """Sweep over a state of one size, in a process of its own, whenever asked to."""
+    parameters = make_parameters(state_bytes)
+    began_s = time.perf_counter()
+    store = open_store(directory, plan, commits=False)
+    idle = Idle(parameters, MOMENTUM, store)
+    connection.send(time.perf_counter() - began_s)
+    with store:
+        for _ in range(2):
+            idle.step()
+            store.synchronize()
+        while connection.recv():
+            connection.send(measure_sweep(idle, 1, commits=False))
+        nbytes = sum(parameter.nbytes for parameter in parameters.values())
+        connection.send((store.stats(), peak_anonymous_bytes() - nbytes))
+
+
+def peak_anonymous_bytes() -> int:
+    """Return the most memory that this process had, without what is mapped from files."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "RssFile")}
+    return (kib["VmHWM"] - kib["RssFile"]) * 1024
+
+
+def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
+    """Let states of several sizes take turns."""
+    context = multiprocessing.get_context("spawn")
+    ends, start_s, taken = [], [], []
+    for state_bytes in plan.growth_bytes:
+        mine, its = context.Pipe()
+        run = directory / f"run-{state_bytes}"
+        context.Process(target=serve, args=(its, run, plan, state_bytes), daemon=True).start()
+        its.close()  # Should the process die, recv() ends.
+        ends.append(mine)
+        start_s.append(mine.recv())
+    for _ in track(range(plan.growth_rounds), description="growth"):
+        turns = []
+        for end in ends:
+            end.send(True)
+            turns.append(end.recv())
+        taken.append(turns)
+    growths = []
+    for index, end in enumerate(ends):
+        end.send(False)
+        stats, peak_bytes = end.recv()
+        growths.append(
+            Growth(
+                state_bytes=stats.state_bytes,
+                pages=stats.pages,
+                mib_per_s=statistics.median(turns[index].mib_per_s for turns in taken),
+                ratio=spread([turns[index].mib_per_s / turns[0].mib_per_s for turns in taken]),
+                peak_bytes=peak_bytes,
+                start_s=start_s[index],
+                synchronize_s=statistics.median(turns[index].synchronize_s for turns in taken),
+            )
+        )
+    return growths
+
+
+def ratio_text(values: tuple[float, ...] | None, digits: int = 2) -> str:
+    """Return a median with its quartiles."""
+    if values is None:
+        return "-"
+    _, low, median, high, _ = (f"{value:.{digits}f}" for value in values)
+    return f"{median} ({low}..{high})"
+
+
+def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]) -> Table:
+    """Return the comparison with fio as a table."""
+    table = Table(
+        title=f"Sweeps over {format_bytes(plan.state_bytes)} that compute nothing, medians"
+    )
+    for heading in ("case", "MiB/s", "of fio", "CPU s/GiB", "waiting", "commit ms", "drain ms"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    table.add_column("flush and commit ms", justify="right")
+    for row in rows:
+        table.add_row(
+            row.case,
+            f"{row.mib_per_s:.0f}",
+            ratio_text(row.ratio),
+            f"{row.cpu_s_per_gib:.3f}",
+            f"{row.stall:.0%}",
+            f"{row.commit_s * 1e3:.1f}",
+            f"{row.drain_s * 1e3:.1f}",
+            f"{row.synchronize_s * 1e3:.1f}",
+        )
+    if fio_mib_per_s:
+        speed = statistics.median(first for first, _ in fio_mib_per_s)
+        itself = ratio_text(spread([again / first for first, again in fio_mib_per_s]))
+        table.add_row("fio, again over first", f"{speed:.0f}", itself)
+    return table
+
+
+def report_growth(growths: list[Growth]) -> Table:
+    """Return what grows with the state as a table."""
+    table = Table(title="States of several sizes under one host_memory, medians (quartiles)")
+    for heading in ("MB", "pages", "MiB/s", "of the smallest", "peak MB without parameters"):
+        table.add_column(heading, justify="right")
+    for heading in ("start, ms per page", "flush and commit, ms per page"):
+        table.add_column(heading, justify="right")
+    for growth in growths:
+        table.add_row(
+            f"{growth.state_bytes / 1e6:.0f}",
+            str(growth.pages),
+            f"{growth.mib_per_s:.0f}",
+            ratio_text(growth.ratio),
+            f"{growth.peak_bytes / 1e6:.0f}",
+            f"{growth.start_s / growth.pages * 1e3:.2f}",
+            f"{growth.synchronize_s / growth.pages * 1e3:.2f}",
+        )
+    return table
+
+
+def main(
+    directory: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+) -> None:
+    """Compare sweeps that compute nothing with fio, and with sweeps over other sizes."""
+    plan = PLANS["small" if small else "default"]
+    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
+        taken, fio_mib_per_s = measure_beside_fio(Path(scratch), plan)
+    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
+        growths = measure_growth(Path(scratch), plan)
+    rows = rows_of(taken, fio_mib_per_s)
+    console = Console(width=120)
+    console.print(report(plan, rows, fio_mib_per_s))
+    console.print(report_growth(growths))
+    if not fio_mib_per_s:
+        typer.echo("fio is not installed: no comparison")
+    if json_path is not None:
+        result = {
+            "plan": asdict(plan),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "rows": [asdict(row) for row in rows],
+            "growth": [asdict(growth) for growth in growths],
+            "turns": {case: [asdict(turn) for turn in turns] for case, turns in taken.items()},
+            "fio_mib_per_s": fio_mib_per_s,
+        }
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,170 @@
+"""Draws what goes on at once in a few training steps: computation, transfers, commits.
+
+Without ``--trace`` it profiles a small model that trains with its state on disk. With it, it
+draws a trace of ``torch.profiler`` from any run: one of all threads, as docs/tiers.md says,
+with ``record_function("forward")`` and ``record_function("backward")`` around these.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import muon
+import tierstore
+
+MIB = 1 << 20
+
+# Kind -> lane and colour. What lies within another range comes after it, and so on top.
+KINDS = {
+    "forward": ("training thread", "#9ecae1"),
+    "backward": ("training thread", "#4292c6"),
+    "momentum": ("training thread", "#fdae6b"),
+    "newton_schulz": ("training thread", "#e6550d"),
+    "apply": ("training thread", "#fdd0a2"),
+    "adamw": ("training thread", "#756bb1"),
+    "check": ("training thread", "#bdbdbd"),
+    "checksums": ("training thread", "#737373"),
+    "stall": ("training thread", "#de2d26"),
+    "swap_in": ("swap_in", "#31a354"),
+    "swap_out": ("swap_out", "#006d2c"),
+    "commit": ("commit", "#8c510a"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is trained."""
+
+    width: int
+    layers: int
+    rows: int
+    """Of the embedding, which AdamW steps; Muon steps the matrices."""
+    batch: int
+    page_bytes: int
+    steps: int
+    """To be drawn."""
+
+
+PLANS = {
+    "small": Plan(width=32, layers=2, rows=4096, batch=16, page_bytes=MIB // 2, steps=2),
+    "default": Plan(width=512, layers=2, rows=98304, batch=512, page_bytes=64 * MIB, steps=2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One range of the trace, in seconds from its first."""
+
+    kind: str
+    start_s: float
+    duration_s: float
+
+
+def profile_training(directory: Path, plan: Plan, trace: Path) -> None:
+    """Write the trace of some training steps that follow each other."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Embedding(plan.rows, plan.width)]
+    for _ in range(plan.layers):
+        layers += [nn.Linear(plan.width, 4 * plan.width), nn.ReLU()]
+        layers += [nn.Linear(4 * plan.width, plan.width)]
+    model = nn.Sequential(*layers).bfloat16()
+    tokens = torch.randint(plan.rows, (plan.batch,))
+    with tierstore.TierStore(
+        directory / "run", host_memory=8 * plan.page_bytes, page_bytes=plan.page_bytes, buffers=4
+    ) as store:
+        optimizer = muon.Muon(muon.param_groups(model), store=store, prefetch_in_backward=True)
+
+        def train() -> None:
+            with record_function("forward"):
+                loss = model(tokens).square().mean()
+            with record_function("backward"):
+                loss.backward()
+            optimizer.step()
+            store.commit()
+            optimizer.zero_grad()
+
+        for _ in range(2):  # Whoever writes a place for the first time pays more.
+            train()
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as it:
+            for _ in range(plan.steps):
+                train()
+            store.synchronize()
+    it.export_chrome_trace(str(trace))
+
+
+def read_spans(trace: Path) -> list[Span]:
+    """Return the ranges of a trace that are to be drawn.
+
+    Raises:
+        typer.BadParameter: there are none.
+    """
+    data = trace.read_bytes()
+    events = json.loads(gzip.decompress(data) if trace.suffix == ".gz" else data)["traceEvents"]
+    found = [
+        (kind, event["ts"], event["dur"])
+        for event in events
+        if event.get("ph") == "X"
+        and event.get("cat") == "user_annotation"
+        and (kind := event["name"].split("::")[-1].split()[0]) in KINDS
+    ]
+    if not found:
+        raise typer.BadParameter(f"{trace} has no ranges of tierstore or muon")
+    began = min(start for _, start, _ in found)
+    return [
+        Span(kind=kind, start_s=(start - began) / 1e6, duration_s=duration / 1e6)
+        for kind, start, duration in found
+    ]
+
+
+def draw(spans: list[Span], picture: Path) -> None:
+    """Draw one lane for each thread, with time to the right."""
+    from matplotlib import pyplot
+
+    lanes = list(dict.fromkeys(lane for lane, _ in KINDS.values()))
+    figure, axes = pyplot.subplots(figsize=(13, 3.4), layout="constrained")
+    for kind, (lane, colour) in KINDS.items():
+        ranges = [(span.start_s, span.duration_s) for span in spans if span.kind == kind]
+        if ranges:
+            bottom = -lanes.index(lane) - 0.4
+            axes.broken_barh(ranges, (bottom, 0.8), color=colour, label=kind, linewidth=0)
+    axes.set_yticks([-index for index in range(len(lanes))], lanes)
+    axes.set_xlabel("seconds")
+    axes.set_xlim(0, max(span.start_s + span.duration_s for span in spans))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, handlelength=1)
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def main(
+    picture: Annotated[Path, typer.Option(help="Where to draw it.")] = Path("timeline.png"),
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace to draw, from export_chrome_trace().")
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="A folder on the disk to train on; default: a temporary one."),
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
+) -> None:
+    """Draw what goes on at once in a few training steps."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
+        if trace is None:
+            trace = Path(scratch) / "trace.json"
+            profile_training(Path(scratch), PLANS["small" if small else "default"], trace)
+        draw(read_spans(trace), picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

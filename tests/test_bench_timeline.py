@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "bench" / "timeline.py"
+pytest.importorskip("matplotlib")
+
+
+def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def size_of(picture: Path) -> tuple[int, int]:
+    """Return width and height, from the header of a PNG."""
+    header = picture.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def test_small_run(tmp_path: Path) -> None:
+    scratch, picture = tmp_path / "device", tmp_path / "picture.png"
+    scratch.mkdir()
+    done = draw("--small", "--directory", str(scratch), "--picture", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert min(size_of(picture)) > 100
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_trace_of_another_run(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
+    event = {"ph": "X", "cat": "user_annotation", "name": "tierstore::stall", "ts": 1, "dur": 2}
+    trace.write_text(json.dumps({"traceEvents": [event]}))
+    done = draw("--trace", str(trace), "--picture", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert min(size_of(picture)) > 100
+
+
+def test_a_trace_without_ranges_is_refused(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
+    trace.write_text('{"traceEvents": []}')
+    done = draw("--trace", str(trace), "--picture", str(picture))
+    assert done.returncode == 2
+    assert "no ranges of tierstore" in done.stderr
+    assert not picture.exists()
