@@ -43,25 +43,27 @@ PLANS = {
         pairs=2,
         page_bytes="2MiB",
         group_elements=400_000,
+        block_bytes=MIB,
     ),
     "default": Plan(
         width=768,
         layers=12,
         vocabulary=16384,
         tokens=64,
-        tuning_steps=3,
+        tuning_steps=2,
         pairs=15,
         page_bytes="64MiB",
         group_elements=12_000_000,
+        block_bytes=8 * MIB,
     ),
 }
 
 
 def settings_to_try(plan: Plan, rule: str) -> list[Settings]:
-    """Return what DeepSpeed is tried with: its own values, and each one varied.
+    """Return what DeepSpeed is tried with.
 
-    The first differs from the defaults in the size of a subgroup only, which without a limit
-    keeps all state of an optimizer in memory at once.
+    The first has the values of its documentation, but for the size of a subgroup, which
+    without a limit keeps all state of an optimizer in memory at once.
     """
     documented = Settings(
         group_elements=plan.group_elements,
@@ -71,14 +73,11 @@ def settings_to_try(plan: Plan, rule: str) -> list[Settings]:
         queue_depth=8,
     )
     pipelined = replace(
-        documented, buffer_count=12, pipelined=True, block_bytes=8 * MIB, queue_depth=32
+        documented, buffer_count=12, pipelined=True, block_bytes=plan.block_bytes, queue_depth=32
     )
     tried = [
         documented,
-        replace(documented, block_bytes=8 * MIB, queue_depth=32),
         pipelined,
-        replace(pipelined, block_bytes=MIB),
-        replace(pipelined, threads=2),
         replace(pipelined, group_elements=3 * plan.group_elements),
     ]
     if rule == "muon":
@@ -147,6 +146,43 @@ class Row:
     steps: list[Step]
 
 
+def rows_of(rule: str, steps: dict[str, list[Step]], facts: dict[str, dict[str, Any]]) -> list[Row]:
+    """Return one row for each contender."""
+    theirs = steps["DeepSpeed"]
+    rows: list[Row] = []
+    for name in steps:
+
+        def middle(value: Callable[[Step], float], name: str = name) -> float:
+            return statistics.median(value(step) for step in steps[name])
+
+        pairs = list(zip(steps[name], theirs, strict=True))
+        moved = middle(lambda step: step.read_bytes + step.written_bytes)
+        moved_by_first = middle(lambda step: step.read_bytes + step.written_bytes, "DeepSpeed")
+        peak = facts[name]["peak_bytes"]
+        rows.append(
+            Row(
+                rule=rule,
+                contender=name,
+                forward_backward_s=middle(lambda step: step.forward_backward_s),
+                step_s=middle(lambda step: step.step_s),
+                synchronize_s=middle(lambda step: step.synchronize_s),
+                whole_s=middle(lambda step: step.whole_s),
+                cpu_s=middle(lambda step: step.cpu_s),
+                read_bytes=middle(lambda step: step.read_bytes),
+                written_bytes=middle(lambda step: step.written_bytes),
+                peak_bytes=peak,
+                start_peak_bytes=facts[name]["start_peak_bytes"],
+                optimizer_ratio=spread([a.optimizer_s / b.optimizer_s for a, b in pairs]),
+                whole_ratio=spread([a.whole_s / b.whole_s for a, b in pairs]),
+                bytes_ratio=moved / moved_by_first,
+                peak_ratio=peak / (rows[0].peak_bytes if rows else peak),
+                facts=facts[name],
+                steps=steps[name],
+            )
+        )
+    return rows
+
+
 def compare(plan: Plan, rule: str, settings: Settings, directory: Path) -> list[Row]:
     """Have the contenders take turns; DeepSpeed is the first row."""
     with ExitStack() as stack:
@@ -165,39 +201,7 @@ def compare(plan: Plan, rule: str, settings: Settings, directory: Path) -> list[
             for name in names[start:] + names[:start]:
                 steps[name].append(workers[name].ask("step"))
         facts = {name: worker.ask("facts") for name, worker in workers.items()}
-    theirs = steps["DeepSpeed"]
-    rows: list[Row] = []
-    for name in names:
-
-        def middle(value: Callable[[Step], float], name: str = name) -> float:
-            return statistics.median(value(step) for step in steps[name])
-
-        pairs = list(zip(steps[name], theirs, strict=True))
-        moved = middle(lambda step: step.read_bytes + step.written_bytes)
-        moved_by_first = middle(lambda step: step.read_bytes + step.written_bytes, names[0])
-        peak = facts[name].pop("peak_bytes")
-        rows.append(
-            Row(
-                rule=rule,
-                contender=name,
-                forward_backward_s=middle(lambda step: step.forward_backward_s),
-                step_s=middle(lambda step: step.step_s),
-                synchronize_s=middle(lambda step: step.synchronize_s),
-                whole_s=middle(lambda step: step.whole_s),
-                cpu_s=middle(lambda step: step.cpu_s),
-                read_bytes=middle(lambda step: step.read_bytes),
-                written_bytes=middle(lambda step: step.written_bytes),
-                peak_bytes=peak,
-                start_peak_bytes=facts[name].pop("start_peak_bytes"),
-                optimizer_ratio=spread([a.optimizer_s / b.optimizer_s for a, b in pairs]),
-                whole_ratio=spread([a.whole_s / b.whole_s for a, b in pairs]),
-                bytes_ratio=moved / moved_by_first,
-                peak_ratio=peak / (rows[0].peak_bytes if rows else peak),
-                facts=facts[name],
-                steps=steps[name],
-            )
-        )
-    return rows
+    return rows_of(rule, steps, facts)
 
 
 def ours_against_itself(rows: list[Row]) -> tuple[float, ...]:
@@ -214,7 +218,7 @@ def quartiles(ratio: tuple[float, ...]) -> str:
 def print_trials(console: Console, trials: list[Trial], parameters: int) -> None:
     """Print how DeepSpeed did with each of its settings."""
     table = Table(title="DeepSpeed's settings: a training step, medians")
-    columns = ("rule", "group M", "buffers", "pipelined", "block MiB", "depth", "threads", "NS")
+    columns = ("rule", "group M", "buffers", "pipelined", "block MiB", "depth", "NS")
     for column in (*columns, "s", "read / written B/param", "peak MB"):
         table.add_column(column, justify="right")
     for trial in trials:
@@ -226,7 +230,6 @@ def print_trials(console: Console, trials: list[Trial], parameters: int) -> None
             "yes" if settings.pipelined else "no",
             str(settings.block_bytes // MIB),
             str(settings.queue_depth),
-            str(settings.threads),
             settings.ns_method if trial.rule == "muon" else "",
         ]
         if trial.error is not None:
@@ -270,6 +273,21 @@ def print_rows(console: Console, rows: list[Row], parameters: int) -> None:
     console.print(f"ours again over ours, whole step: {quartiles(ours_against_itself(rows))}")
 
 
+def write_json(
+    path: Path, plan: Plan, parameters: int, trials: list[Trial], rows: list[Row]
+) -> None:
+    """Write all that was measured."""
+    report = {
+        "plan": asdict(plan),
+        "parameters": parameters,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "trials": [asdict(trial) for trial in trials],
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def main(
     directory: Annotated[
         Path, typer.Option(help="A directory on the disk; a temporary one is made inside.")
@@ -283,7 +301,8 @@ def main(
         return
     plan = PLANS["small" if small else "default"]
     parameters = sum(parameter.numel() for parameter in Model(plan).parameters())
-    trials, rows = [], []
+    trials: list[Trial] = []
+    rows: list[Row] = []
     console = Console(width=120)
     with tempfile.TemporaryDirectory(prefix="bench-deepspeed-", dir=directory) as scratch:
         for rule in RULES:
@@ -301,16 +320,8 @@ def main(
             compared = compare(plan, rule, best.settings, Path(scratch))
             print_rows(console, compared, parameters)
             rows += compared
-    if json_path is not None:
-        report = {
-            "plan": asdict(plan),
-            "parameters": parameters,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "trials": [asdict(trial) for trial in trials],
-            "rows": [asdict(row) for row in rows],
-        }
-        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if json_path is not None:  # After each rule, since both take long.
+                write_json(json_path, plan, parameters, trials, rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import tierstore
 
 LR = 1e-3
 WEIGHT_DECAY = 0.01
-WARMUP_STEPS = 3
+WARMUP_STEPS = 2
 """Steps that make state, and in which DeepSpeed compiles."""
 
 
@@ -50,6 +50,8 @@ class Plan:
     """Of ours, with four buffers and nothing else in memory."""
     group_elements: int
     """Of a DeepSpeed subgroup, at least; the smallest that is tried."""
+    block_bytes: int
+    """The largest block of DeepSpeed's that is tried. It pages nothing smaller than a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,6 @@ class Settings:
     """``pipeline_read`` and ``pipeline_write``."""
     block_bytes: int
     queue_depth: int
-    threads: int = 1
-    """``intra_op_parallelism``, ``thread_count`` in its tutorials."""
     ns_method: str = "gram"
     """Of its Newton-Schulz: "gram", the default, or "standard"."""
 
@@ -210,7 +210,9 @@ class DeepSpeed(Contender):
         )[0]
 
     def _config(self, settings: Settings) -> dict[str, Any]:
-        optimizer: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+        # Its Muon has other defaults than its AdamW.
+        optimizer: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
+        optimizer |= {"lr": LR, "weight_decay": WEIGHT_DECAY}
         if self.rule == "muon":
             optimizer |= {"momentum": 0.95, "ns_method": settings.ns_method}
         return {
@@ -218,6 +220,8 @@ class DeepSpeed(Contender):
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": 10**9,
             "bf16": {"enabled": True},
+            # Its default of 1 would clip the update of Muon, not the gradient.
+            "gradient_clipping": 0.0,
             "optimizer": {
                 "type": "Muon" if self.rule == "muon" else "AdamW",
                 "params": optimizer,
@@ -238,7 +242,7 @@ class DeepSpeed(Contender):
             "aio": {
                 "block_size": settings.block_bytes,
                 "queue_depth": settings.queue_depth,
-                "intra_op_parallelism": settings.threads,
+                "intra_op_parallelism": 1,
                 "single_submit": False,
                 "overlap_events": True,
             },
