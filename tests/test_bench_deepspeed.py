@@ -24,7 +24,7 @@ def run_benchmark(*arguments: str, **environment: str) -> subprocess.CompletedPr
 
 
 def test_says_how_to_install_what_is_absent(tmp_path: Path) -> None:
-    # A folder in which nothing can be found, named like the package, hides an installed one.
+    # An installed one is hidden.
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util\n"
         "found = importlib.util.find_spec\n"
