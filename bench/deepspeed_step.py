@@ -1,0 +1,328 @@
+"""A training step with optimizer state on disk, beside the same step with DeepSpeed's.
+
+DeepSpeed has ZeRO-3 with the optimizer on NVMe, in the best of the settings that are tried
+first. The contenders take turns, step by step. Ours takes two turns in each round: how much it
+differs from itself is noise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from storage import MIB, spread
+from training import DeepSpeed, Model, Ours, Plan, Settings, Step, Worker
+
+ABSENT = """\
+not measured: DeepSpeed is not installed. It builds parts of itself when they are first used,
+which takes some minutes. After torch, and with Debian's packages g++ and libaio-dev:
+
+    DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed==0.19.8"""
+
+RULES = ("muon", "adamw")
+
+PLANS = {
+    "small": Plan(
+        width=256,
+        layers=2,
+        vocabulary=2048,
+        tokens=16,
+        tuning_steps=1,
+        pairs=2,
+        page_bytes="2MiB",
+        group_elements=400_000,
+        block_bytes=MIB,
+    ),
+    "default": Plan(
+        width=768,
+        layers=12,
+        vocabulary=16384,
+        tokens=64,
+        tuning_steps=2,
+        pairs=15,
+        page_bytes="64MiB",
+        group_elements=12_000_000,
+        block_bytes=8 * MIB,
+    ),
+}
+
+
+def settings_to_try(plan: Plan, rule: str) -> list[Settings]:
+    """Return what DeepSpeed is tried with.
+
+    The first has the values of its documentation, but for the size of a subgroup, which
+    without a limit keeps all state of an optimizer in memory at once.
+    """
+    documented = Settings(
+        group_elements=plan.group_elements,
+        buffer_count=5,
+        pipelined=False,
+        block_bytes=MIB,
+        queue_depth=8,
+    )
+    pipelined = replace(
+        documented, buffer_count=12, pipelined=True, block_bytes=plan.block_bytes, queue_depth=32
+    )
+    tried = [
+        documented,
+        pipelined,
+        replace(pipelined, group_elements=3 * plan.group_elements),
+    ]
+    if rule == "muon":
+        tried.append(replace(pipelined, ns_method="standard"))
+    return tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How DeepSpeed did with one of its settings: medians, or why it did not work."""
+
+    rule: str
+    settings: Settings
+    whole_s: float | None = None
+    step_s: float | None = None
+    read_bytes: float | None = None
+    written_bytes: float | None = None
+    peak_bytes: int | None = None
+    error: str | None = None
+
+
+def try_settings(plan: Plan, rule: str, settings: Settings, directory: Path) -> Trial:
+    """Train for a few steps in a process that then ends."""
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        try:
+            with Worker(Path(scratch), DeepSpeed, plan, rule, settings) as worker:
+                worker.receive()
+                steps = [worker.ask("step") for _ in range(plan.tuning_steps)]
+                facts = worker.ask("facts")
+        except RuntimeError as error:
+            return Trial(rule=rule, settings=settings, error=str(error))
+    return Trial(
+        rule=rule,
+        settings=settings,
+        whole_s=statistics.median(step.whole_s for step in steps),
+        step_s=statistics.median(step.step_s for step in steps),
+        read_bytes=statistics.median(step.read_bytes for step in steps),
+        written_bytes=statistics.median(step.written_bytes for step in steps),
+        peak_bytes=facts["peak_bytes"],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One contender: medians over all rounds, ratios to DeepSpeed in the same round."""
+
+    rule: str
+    contender: str
+    forward_backward_s: float
+    step_s: float
+    synchronize_s: float
+    whole_s: float
+    cpu_s: float
+    read_bytes: float
+    written_bytes: float
+    peak_bytes: int
+    """Of the steps, without mapped files."""
+    start_peak_bytes: int
+    """The same of the start and of the steps that warm up."""
+    optimizer_ratio: tuple[float, ...]
+    """Time of the step and what follows it: quartiles, with the extremes around them."""
+    whole_ratio: tuple[float, ...]
+    bytes_ratio: float
+    peak_ratio: float
+    facts: dict[str, Any]
+    steps: list[Step]
+
+
+def rows_of(rule: str, steps: dict[str, list[Step]], facts: dict[str, dict[str, Any]]) -> list[Row]:
+    """Return one row for each contender."""
+    theirs = steps["DeepSpeed"]
+    rows: list[Row] = []
+    for name in steps:
+
+        def middle(value: Callable[[Step], float], name: str = name) -> float:
+            return statistics.median(value(step) for step in steps[name])
+
+        pairs = list(zip(steps[name], theirs, strict=True))
+        moved = middle(lambda step: step.read_bytes + step.written_bytes)
+        moved_by_first = middle(lambda step: step.read_bytes + step.written_bytes, "DeepSpeed")
+        peak = facts[name]["peak_bytes"]
+        rows.append(
+            Row(
+                rule=rule,
+                contender=name,
+                forward_backward_s=middle(lambda step: step.forward_backward_s),
+                step_s=middle(lambda step: step.step_s),
+                synchronize_s=middle(lambda step: step.synchronize_s),
+                whole_s=middle(lambda step: step.whole_s),
+                cpu_s=middle(lambda step: step.cpu_s),
+                read_bytes=middle(lambda step: step.read_bytes),
+                written_bytes=middle(lambda step: step.written_bytes),
+                peak_bytes=peak,
+                start_peak_bytes=facts[name]["start_peak_bytes"],
+                optimizer_ratio=spread([a.optimizer_s / b.optimizer_s for a, b in pairs]),
+                whole_ratio=spread([a.whole_s / b.whole_s for a, b in pairs]),
+                bytes_ratio=moved / moved_by_first,
+                peak_ratio=peak / (rows[0].peak_bytes if rows else peak),
+                facts=facts[name],
+                steps=steps[name],
+            )
+        )
+    return rows
+
+
+def compare(plan: Plan, rule: str, settings: Settings, directory: Path) -> list[Row]:
+    """Have the contenders take turns; DeepSpeed is the first row."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        workers = {
+            "DeepSpeed": stack.enter_context(Worker(scratch, DeepSpeed, plan, rule, settings)),
+            "ours": stack.enter_context(Worker(scratch, Ours, plan, rule)),
+            "ours again": stack.enter_context(Worker(scratch, Ours, plan, rule)),
+        }
+        for worker in workers.values():
+            worker.receive()
+        names = list(workers)
+        steps: dict[str, list[Step]] = {name: [] for name in names}
+        for index in track(range(plan.pairs), description=rule):
+            start = index % len(names)
+            for name in names[start:] + names[:start]:
+                steps[name].append(workers[name].ask("step"))
+        facts = {name: worker.ask("facts") for name, worker in workers.items()}
+    return rows_of(rule, steps, facts)
+
+
+def ours_against_itself(rows: list[Row]) -> tuple[float, ...]:
+    """Return how the two turns that ours takes in each round differ."""
+    first, second = (row.steps for row in rows if row.contender != "DeepSpeed")
+    return spread([b.whole_s / a.whole_s for a, b in zip(first, second, strict=True)])
+
+
+def quartiles(ratio: tuple[float, ...]) -> str:
+    """Return a median and its quartiles, to be read."""
+    return f"{ratio[2]:.2f} ({ratio[1]:.2f}..{ratio[3]:.2f})"
+
+
+def print_trials(console: Console, trials: list[Trial], parameters: int) -> None:
+    """Print how DeepSpeed did with each of its settings."""
+    table = Table(title="DeepSpeed's settings: a training step, medians")
+    columns = ("rule", "group M", "buffers", "pipelined", "block MiB", "depth", "NS")
+    for column in (*columns, "s", "read / written B/param", "peak MB"):
+        table.add_column(column, justify="right")
+    for trial in trials:
+        settings = trial.settings
+        cells = [
+            trial.rule,
+            f"{settings.group_elements / 1e6:g}",
+            str(settings.buffer_count),
+            "yes" if settings.pipelined else "no",
+            str(settings.block_bytes // MIB),
+            str(settings.queue_depth),
+            settings.ns_method if trial.rule == "muon" else "",
+        ]
+        if trial.error is not None:
+            cells.append(trial.error.strip().splitlines()[-1])
+        else:
+            bytes_moved = (trial.read_bytes or 0, trial.written_bytes or 0)
+            cells += [
+                f"{trial.whole_s:.2f}",
+                " / ".join(f"{nbytes / parameters:.1f}" for nbytes in bytes_moved),
+                f"{(trial.peak_bytes or 0) / 1e6:.0f}",
+            ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def print_rows(console: Console, rows: list[Row], parameters: int) -> None:
+    """Print one rule's comparison."""
+    table = Table(title=f"{rows[0].rule}, {parameters / 1e6:.1f}M parameters: medians (quartiles)")
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_column(row.contender, justify="right")
+    lines: dict[str, Callable[[Row], str]] = {
+        "forward and backward, s": lambda row: f"{row.forward_backward_s:.2f}",
+        "step, s": lambda row: f"{row.step_s:.2f}",
+        "until all is durable, s": lambda row: f"{row.synchronize_s:.2f}",
+        "whole training step, s": lambda row: f"{row.whole_s:.2f}",
+        "step until durable, ratio": lambda row: quartiles(row.optimizer_ratio),
+        "whole training step, ratio": lambda row: quartiles(row.whole_ratio),
+        "read, bytes per parameter": lambda row: f"{row.read_bytes / parameters:.2f}",
+        "written, bytes per parameter": lambda row: f"{row.written_bytes / parameters:.2f}",
+        "bytes, ratio": lambda row: f"{row.bytes_ratio:.2f}",
+        "peak memory of steps, MB": lambda row: f"{row.peak_bytes / 1e6:.0f}",
+        "peak memory before, MB": lambda row: f"{row.start_peak_bytes / 1e6:.0f}",
+        "peak memory of steps, ratio": lambda row: f"{row.peak_ratio:.2f}",
+        "processor, s": lambda row: f"{row.cpu_s:.2f}",
+        "loss, first and last": lambda row: f"{row.steps[0].loss:.4f}, {row.steps[-1].loss:.4f}",
+    }
+    for heading, cell in lines.items():
+        table.add_row(heading, *(cell(row) for row in rows))
+    console.print(table)
+    console.print(f"ours again over ours, whole step: {quartiles(ours_against_itself(rows))}")
+
+
+def write_json(
+    path: Path, plan: Plan, parameters: int, trials: list[Trial], rows: list[Row]
+) -> None:
+    """Write all that was measured."""
+    report = {
+        "plan": asdict(plan),
+        "parameters": parameters,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "trials": [asdict(trial) for trial in trials],
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def main(
+    directory: Annotated[
+        Path, typer.Option(help="A directory on the disk; a temporary one is made inside.")
+    ] = Path("."),
+    small: Annotated[bool, typer.Option("--small", help="A small model, to see it run.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+) -> None:
+    """Compare training steps with both optimizers' state on disk."""
+    if importlib.util.find_spec("deepspeed") is None:
+        typer.echo(ABSENT)
+        return
+    plan = PLANS["small" if small else "default"]
+    parameters = sum(parameter.numel() for parameter in Model(plan).parameters())
+    trials: list[Trial] = []
+    rows: list[Row] = []
+    console = Console(width=120)
+    with tempfile.TemporaryDirectory(prefix="bench-deepspeed-", dir=directory) as scratch:
+        for rule in RULES:
+            tried = [
+                try_settings(plan, rule, settings, Path(scratch))
+                for settings in track(settings_to_try(plan, rule), description=f"tuning, {rule}")
+            ]
+            print_trials(console, tried, parameters)
+            trials += tried
+            working = [trial for trial in tried if trial.whole_s is not None]
+            if not working:
+                typer.echo(f"not measured: DeepSpeed does not train with {rule}:\n{tried[0].error}")
+                continue
+            best = min(working, key=lambda trial: trial.whole_s or 0.0)
+            compared = compare(plan, rule, best.settings, Path(scratch))
+            print_rows(console, compared, parameters)
+            rows += compared
+            if json_path is not None:  # After each rule, since both take long.
+                write_json(json_path, plan, parameters, trials, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
