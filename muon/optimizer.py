@@ -130,10 +130,13 @@ class Muon(torch.optim.Optimizer):
             if algorithm == "adamw":
                 for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given - {"algorithm"}:
                     del param_group[name]
-            if param_group.get("ns_dtype") == "auto":
-                param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
+            measured = param_group.get("ns_dtype") == "auto"
+            if measured:
+                param_group["ns_dtype"] = torch.bfloat16  # Until the matrices are known to be some.
             check_hyperparameters(param_group)
             self._check_parameters(len(self.param_groups) - 1)
+            if measured:
+                param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
         except Exception:
             self.param_groups.pop()
             raise
@@ -269,6 +272,8 @@ class Muon(torch.optim.Optimizer):
         self.__reduce_ex__(None)
 
     def _fastest_ns_dtype(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
+        if not parameters:
+            return torch.bfloat16
         device = parameters[0].device
         if self.store.compute == "host":
             device = torch.device("cpu")

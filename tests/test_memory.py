@@ -91,6 +91,33 @@ def test_too_small_a_budget_is_refused_with_the_smallest_that_works(
     step(smallest, "enough")
 
 
+def many_small_pages(sender: Connection, directory: Path) -> None:
+    """Send how much more memory there is with 600 pages of 40 kB at rest in it."""
+    torch.set_num_threads(1)
+    parameters = [torch.nn.Parameter(torch.randn(64, 80)) for _ in range(600)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    with tierstore.TierStore(directory, host_memory="64MiB", page_bytes=40960) as store:
+        optimizer = muon.Muon(parameters, store=store)
+        kernel.reset_peak()
+        before = kernel.anonymous_peak()
+        for _ in range(2):
+            optimizer.step()
+        sender.send((store.stats().pages_in, kernel.anonymous_peak() - before))
+
+
+def test_small_pages_at_rest_take_no_more_than_they_hold(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    receiver, sender = processes.Pipe(duplex=False)
+    child = processes.Process(target=many_small_pages, args=(sender, tmp_path))
+    child.start()
+    sender.close()
+    pages_in, grown = receiver.recv()
+    child.join()
+    assert pages_in == {"host": 600}
+    assert grown <= 150 * MIB  # With a huge page for each it would be more than a GiB.
+
+
 def test_buffers_are_all_the_store_takes(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.randn(300, 500))
     parameter.grad = torch.randn(300, 500)

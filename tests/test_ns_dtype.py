@@ -60,5 +60,7 @@ def test_the_dtype_that_measures_faster_is_taken(monkeypatch: pytest.MonkeyPatch
     for dtype, other in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         slow = {other: 300.0}
         assert newton_schulz.fastest_dtype((1000, 30), torch.device("cpu")) == dtype
+    with pytest.raises(ValueError, match="Muon needs"):
+        muon.Muon([torch.nn.Parameter(torch.ones(2))], ns_dtype="auto")
     with pytest.raises(ValueError, match="ns_dtype must be one of"):
         muon.Muon([torch.nn.Parameter(torch.ones(2, 2))], ns_dtype="fast")

@@ -58,8 +58,11 @@ class BufferPool:
         address = torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
         first = align_up(address, HUGE_PAGE_BYTES) - address
         arena.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
-            arena.madvise(mmap.MADV_HUGEPAGE)
+        # Whole huge pages only: a part of one would take the memory of all of it.
+        huge_bytes = arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if huge_bytes:
+            with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
+                arena.madvise(mmap.MADV_HUGEPAGE, first, huge_bytes)
         _populate(arena, first, arena_bytes)
         if page_locked:
             _lock_pages(arena, address + first, arena_bytes)

@@ -107,7 +107,8 @@ class Mirrors:
                 while self._behind and (self._behind[0].has_left() or not (ahead or self._free)):
                     self._take_back()
                 while waiting and self._free:
-                    ahead.append(Mirror(self._free.popleft(), self._device, waiting.popleft()))
+                    ahead.append(Mirror(self._free[0], self._device, waiting.popleft()))
+                    self._free.popleft()  # Not before: it stays if the copies cannot begin.
                 ahead[0].arrive()
                 yield ahead[0]
                 self._behind.append(ahead.popleft())
@@ -133,7 +134,7 @@ def mirror_bytes(layout: PageLayout, parameters: Mapping[str, PagedParameter]) -
         itemsize = parameters[name].tensor.dtype.itemsize
         nbytes += align_up(chunk.numel * itemsize, _ALIGNMENT)
         # A gradient may be of higher precision than its parameter.
-        nbytes += align_up(chunk.numel * max(itemsize, torch.float32.itemsize), _ALIGNMENT)
+        nbytes += align_up(chunk.numel * torch.float64.itemsize, _ALIGNMENT)
     return nbytes
 
 

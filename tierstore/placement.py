@@ -159,7 +159,7 @@ def _with_pool(tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget) ->
         count = max(BUFFERS_MIN, min(count_max, wanted))
     if count > count_max:
         smallest = count * nbytes
-        if budget.buffers is None:
+        if budget.buffers is None and Tier.DEVICE not in tiers:
             smallest = min(smallest, sum(moving))  # All of them could rest in so much.
         beside = f" beside {budget.reserved} for gradients and parameters"
         raise BudgetError(

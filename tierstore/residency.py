@@ -102,6 +102,9 @@ class Pager:
 
     def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
         nbytes = page.layout.nbytes
+        if page.copy is not None:
+            page.copy.wait()
+            page.copy = None
         if tier is Tier.HOST:
             buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
             if page.in_memory and page.device_buffer is not None:
@@ -225,8 +228,7 @@ class Pager:
         """Wait for all transfers and take all buffers back, whatever became of the pages."""
         if self._storage is None:
             return
-        with contextlib.suppress(Exception):  # Whatever became of them.
-            self.pending_writes()
+        self._transit.finish_late()
         self._storage.drain()
         self._writing.clear()
         self._early.clear()
@@ -266,7 +268,9 @@ class Pager:
         self, wanted: Iterable[Page], sections: Callable[[Page], list[Section]]
     ) -> None:
         """Drop what was read early and is of no use for these pages."""
-        members = {page for page in wanted if page.sections == sections(page)}
+        members = {
+            page for page in wanted if page.tier is not Tier.NVME or page.sections == sections(page)
+        }
         unwanted = [page for page in self._early if page not in members]
         self._early = [page for page in self._early if page in members]
         self._drop(unwanted)

@@ -202,6 +202,10 @@ class Transit:
             if isinstance(transfer, _LateTransfer):
                 transfer.started()
 
+    def finish_late(self) -> None:
+        """Block until no write waits for a copy any more, whatever became of it."""
+        self._late.submit(lambda: None).result()
+
     def close(self) -> None:
         """Give the device's memory back."""
         self._late.shutdown()
