@@ -12,6 +12,8 @@ import muon
 import tierstore
 from tests import training
 from tests.toy import FIRST, SECOND, THIRD, Toy, resumed, train_and_die
+from tierstore import residency
+from tierstore.buffers import BufferPool
 from tierstore.storage.memory import MemoryStorage
 from tierstore.testing.faults import Fault, FaultyStorage
 
@@ -178,6 +180,56 @@ def test_a_move_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     toy.store.close()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
+@pytest.mark.parametrize(
+    ("start", "tier"),
+    [("nvme", "host"), ("host", "nvme"), ("device", "host"), ("host", "device")],
+)
+def test_a_move_that_failed_half_way(
+    start: str,
+    tier: str,
+    error: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever piece of memory is not given: restore() brings all back to the commit."""
+    allocations = 0
+
+    class Scarce(BufferPool):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            nonlocal allocations
+            allocations += 1
+            if allocations == failing:
+                raise error("no memory")
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(residency, "BufferPool", Scarce)
+    for failing in range(1, 20):
+        allocations = 100
+        toy = Toy(tmp_path / str(failing), buffers=None, device_memory="1MiB")
+        toy.store.move(start)
+        toy.step()
+        toy.store.synchronize()
+        toy.step()
+        allocations, failed = 0, False
+        try:
+            toy.store.move(tier)
+        except error:
+            failed = True
+            with pytest.raises(tierstore.StoreFailedError):
+                toy.step()
+            assert toy.store.restore() >= 1
+        allocations = 100
+        toy.assert_at(toy.store.step)
+        step = toy.store.step
+        toy.step()
+        toy.assert_at(step + 1)
+        toy.store.close()
+        if not failed:
+            break
+    assert failing > 1
+
+
 def test_moving_without_a_directory() -> None:
     toy = Toy(None)  # type: ignore[arg-type]
     toy.step()
@@ -292,6 +344,22 @@ def test_a_prefetch_that_fails_shows_in_the_step_which_may_be_tried_again() -> N
     toy.store.prefetch()
     with pytest.raises(tierstore.StorageError):
         toy.step()
+    toy.step()
+    toy.assert_at(2)
+    toy.store.close()
+
+
+def test_a_prefetch_that_cannot_begin_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, storage = begun_run(buffers=2)
+
+    def refuse(*args: Any) -> None:
+        raise tierstore.StorageError("no descriptor", path="page", errno=24)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read", refuse)
+        with pytest.raises(tierstore.StorageError):
+            toy.store.prefetch()
+    toy.store.prefetch()
     toy.step()
     toy.assert_at(2)
     toy.store.close()

@@ -58,6 +58,7 @@ class PagedStates:
         self._device: Device | None = None  # That of the parameters.
         self._mirrors: Mirrors | None = None  # Only where that is not where steps are computed.
         self._tier: Tier | None = None  # Where move() brought all pages.
+        self._is_placed = True  # False while they are brought from one placement to another.
         self._specs: dict[str, ParameterSpec] = {}
         self._history = History()
         self._warned = False
@@ -175,11 +176,18 @@ class PagedStates:
         are there when the step begins.
 
         Raises:
-            StorageError: a write of the last step failed.
+            StorageError: a write of the last step failed, or a read could not begin, which
+                may be tried again.
         """
         self._guard.require_restored()
-        with self._guard.failing(interrupts=True):
+        try:
             self._pager.prefetch(self._pages, lambda page: page.layout.readable)
+        except BaseException as error:
+            if self._may_retry(error):
+                self._pager.drop_early()
+            else:
+                self._fail(error)
+            raise
 
     @property
     def compute(self) -> str:
@@ -270,17 +278,16 @@ class PagedStates:
 
     def _bring_to(self, tier: Tier) -> None:
         """Move all pages to a tier now."""
-        if self._device is None:
-            self._tier = tier
-            return
-        placement = self._placement(self._pages, self._device.device, tier)
+        if self._device is not None:
+            placement = self._placement(self._pages, self._device.device, tier)
+            with self._guard.failing(interrupts=True):
+                self._place(self._pages, placement)
+                self._pager.load(self._pages)
         self._tier = tier
-        with self._guard.failing(interrupts=True):
-            self._place(self._pages, placement)
-            self._pager.load(self._pages)
 
     def _place(self, pages: Sequence[Page], placement: Placement) -> None:
         assert self._device is not None
+        self._is_placed = False
         device = self._device
         if self._config.compute == "host":
             if self._mirrors is not None:
@@ -288,6 +295,13 @@ class PagedStates:
             self._mirrors = Mirrors(device, _mirror_bytes(pages))
             device = PlainDevice()
         self._pager.place(pages, placement, device, self._write)
+        self._is_placed = True
+
+    def _place_again(self) -> None:
+        """Place pages of which nothing in memory counts, if an earlier placement failed."""
+        if not self._is_placed and self._device is not None:
+            self._pager.forget(self._pages)
+            self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
 
     def _swap_out(self, page: Page) -> None:
         """Bring a page that was stepped to where it rests.

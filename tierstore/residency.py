@@ -243,6 +243,12 @@ class Pager:
             page.state = PageState.FRESH if page.is_fresh else PageState.STORED
         self._pool.release_all()
 
+    def forget(self, pages: Iterable[Page]) -> None:
+        """Give all memory of pages back: after abandon(), what they hold is in their files."""
+        for page in pages:
+            page.buffer = page.device_buffer = None
+            page.tier = Tier.NVME
+
     def close(self, pages: Iterable[Page]) -> None:
         """Give all memory back, once no transfer uses it."""
         pages = list(pages)

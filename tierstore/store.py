@@ -269,6 +269,7 @@ class TierStore(PagedStates):
         check_files(storage, self._pages, manifest)
         self._guard.awaits_restore = True  # Until all of the below is done.
         self._pager.abandon(self._pages)
+        self._place_again()
         restore_parameters(self._pager, self._pages, manifest.pages)
         self._commits.go_on_from(manifest)
         self._history.go_on_from(manifest, self._groups)
