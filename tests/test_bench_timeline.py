@@ -5,10 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).parents[1] / "bench" / "timeline.py"
-pytest.importorskip("matplotlib")
 
 
 def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
