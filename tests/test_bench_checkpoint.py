@@ -1,34 +1,14 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "checkpoint.py"
+from tests.benching import report_of
 
 
 def test_small_run(tmp_path: Path) -> None:
-    scratch = tmp_path / "device"
-    scratch.mkdir()
-    report_path = tmp_path / "report.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, str(SCRIPT), "--small"),
-            *("--directory", str(scratch), "--json", str(report_path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        # Threads that wait for each other's processor would be all that this measures.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(report_path.read_text())
+    report, printed = report_of("checkpoint.py", tmp_path)
     for word in ("Saving", "dcp.load of", "Publishing, by size"):
-        assert word in done.stdout
+        assert word in printed
     assert [row["case"] for row in report["saving"]] == [
         "store.checkpoint()",
         "dcp.save",
@@ -46,4 +26,3 @@ def test_small_run(tmp_path: Path) -> None:
     sizes = [(point["state_bytes"], point["pages"]) for point in report["points"]]
     assert sizes[0][1] < sizes[1][1]
     assert sizes[0][0] < sizes[2][0]
-    assert list(scratch.iterdir()) == []

@@ -1,36 +1,9 @@
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-BENCH = Path(__file__).parents[1] / "bench"
-
-
-def run_benchmark(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCH / program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def report_of(program: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
-    """Return what a small run wrote, and what it printed; it leaves nothing behind."""
-    scratch = tmp_path / "device"
-    scratch.mkdir()
-    report_path = tmp_path / "report.json"
-    done = run_benchmark(
-        program, "--small", "--directory", str(scratch), "--json", str(report_path)
-    )
-    assert done.returncode == 0, done.stderr
-    assert list(scratch.iterdir()) == []
-    return json.loads(report_path.read_text()), done.stdout
+from tests.benching import report_of, run_benchmark
 
 
 def test_small_run_measures_every_engine_that_works(tmp_path: Path) -> None:
