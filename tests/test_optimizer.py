@@ -480,3 +480,17 @@ def test_loaded_model_is_adopted_in_bf16_with_one_warning(tmp_path: Path) -> Non
         with warnings.catch_warnings(action="error"):
             step(3)
             step(4)
+
+
+@pytest.mark.parametrize("element", [0, 1_500_000, -1])
+def test_one_changed_element_of_a_large_parameter_is_adopted(element: int) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1300, 2000, dtype=torch.bfloat16))
+    optimizer = muon.Muon([{"params": [parameter], "algorithm": "adamw", "weight_decay": 0.0}])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    parameter.data.view(-1)[element] = 3.0
+    with pytest.warns(UserWarning, match="was changed outside of the optimizer"):
+        optimizer.step()
+    expected = torch.zeros(1300, 2000)
+    expected.view(-1)[element] = 3.0
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], expected)

@@ -12,6 +12,8 @@ from tierstore.chunks import Chunk
 from tierstore.groups import MASTER, PagedParameter, ParameterSpec
 from tierstore.page import PageLayout
 
+_PIECE_ELEMENTS = 1 << 20
+
 
 class Source(Protocol):
     """Where a view finds parameters and gradients."""
@@ -150,9 +152,9 @@ class PageView:
             if shard.spec.owns_master:
                 continue
             for chunk in shard.chunks:
-                rounded = chunk.master.to(shard.spec.dtype)
-                if _same_bits(chunk.values, rounded):
+                if _rounds_to(chunk.master, chunk.values):
                     continue
+                rounded = chunk.master.to(shard.spec.dtype)
                 differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
                 if differs.any():
                     adopted = torch.where(
@@ -188,9 +190,18 @@ class PageView:
         return [chunk for shard in self.shards for chunk in shard.chunks]
 
 
-def _same_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape and 16-bit dtype are the same, bit for bit."""
-    bits, other_bits = values.view(torch.int16), others.view(torch.int16)
-    if values.device.type == "cpu":  # There torch compares one element at a time.
-        return np.array_equal(bits.numpy(), other_bits.numpy())
-    return torch.equal(bits, other_bits)
+def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a master, rounded, is ``values``, of a 16-bit dtype, bit for bit."""
+    if values.device.type != "cpu":
+        return torch.equal(values.view(torch.int16), master.to(values.dtype).view(torch.int16))
+    if not values.ndim:
+        values, master = values[None], master[None]
+    # Piece by piece, so that what is rounded stays in the cache. By numpy, since torch compares
+    # one element at a time.
+    rows = max(1, _PIECE_ELEMENTS * len(values) // max(1, values.numel()))
+    for start in range(0, len(values), rows):
+        bits = values[start : start + rows].view(torch.int16)
+        rounded = master[start : start + rows].to(values.dtype)
+        if not np.array_equal(bits.numpy(), rounded.view(torch.int16).numpy()):
+            return False
+    return True
