@@ -165,6 +165,18 @@ def test_tiny_gradients_do_not_explode() -> None:
     assert parameter.abs().max() < 1e-12 / 1e-7 * 3.5**5
 
 
+@pytest.mark.parametrize("shape", [(513, 513), (700, 1100), (1100, 700), (1024, 512)])
+def test_newton_schulz_of_large_matrices_equals_torch(shape: tuple[int, int]) -> None:
+    """Halves of symmetric products that are mirrored have the bits of whole products."""
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    parameter.grad = grad.float()
+    torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    update = muon.orthogonalize_(grad.clone())
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    assert torch.equal(parameter, torch.zeros(shape).add_(update, alpha=-scale))
+
+
 @pytest.mark.parametrize("shape", [(20, 20), (20, 50), (50, 20), (1, 7)])
 def test_newton_schulz_against_svd(shape: tuple[int, int]) -> None:
     """The polynomial iterated on the singular values, in float64."""
