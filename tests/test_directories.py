@@ -209,17 +209,44 @@ def test_a_copy_beside_its_original(two: list[Path], tmp_path: Path) -> None:
     resumed([two[0], copy]).store.close()  # In its place it is as good.
 
 
-def test_an_older_copy_is_found_out_by_its_checksums(two: list[Path], tmp_path: Path) -> None:
-    made(two)
-    copy = shutil.copytree(two[1], tmp_path / "copy")
-    run = resumed(two)
-    for _ in range(2):
+@pytest.mark.parametrize("commit_every", [1, None])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("older", [0, 1, 2])
+def test_an_older_copy_is_found_out_by_checksums(
+    older: int, steps: int, commit_every: int | None, tmp_path: Path
+) -> None:
+    newer = [tmp_path / disk for disk in DISKS]
+    made(newer, commit_every=commit_every)
+    copy = shutil.copytree(newer[older], tmp_path / "copy")
+    run = toy(newer, commit_every=commit_every, resume=True)
+    run.store.restore()
+    for _ in range(steps):
         run.step()
     run.store.close()
-    run = toy([two[0], copy], resume=True)
-    with pytest.raises(tierstore.CorruptionError, match=f"^{copy}/{RANK}/page-000001"):
-        run.store.restore()
-    run.store.close()
+    before = pages_in(newer)
+    mixed = [*newer[:older], copy, *newer[older + 1 :]]
+    run = toy(mixed, commit_every=commit_every, resume=True)
+    is_whole = (older, steps, commit_every) == (0, 1, 1)
+    if is_whole:
+        assert run.store.restore() == 3  # The others have the pages of this commit still.
+        run.assert_at(3)
+    else:
+        wrong = [copy] if older else newer[1:]
+        expected = "|".join(rf"{place}/{RANK}/page-" for place in wrong)
+        with pytest.raises(tierstore.CorruptionError, match=f"^({expected}).* not those written"):
+            run.store.restore()
+        with pytest.raises(tierstore.RunDirectoryError, match="call restore"):
+            run.step()  # Nothing goes on from there.
+    run.store._close(synchronize=False)
+    assert verify(mixed[0]).good == is_whole
+    assert pages_in(newer) == before
+    resumed(newer, 3 + steps).store.close()
+
+
+def pages_in(directories: Sequence[Path]) -> dict[Path, bytes]:
+    return {
+        page: page.read_bytes() for place in directories for page in place.glob("*/page-*.[ab]")
+    }
 
 
 @pytest.mark.parametrize("twin", ["same", "relative", "link", "link above"])
