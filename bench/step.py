@@ -112,7 +112,13 @@ class Comparison:
     turns: dict[str, list[Turn]]
 
 
-class Matrices(nn.Sequential):
+class Model(nn.Sequential):
+    """What is trained."""
+
+    inputs: torch.Tensor
+
+
+class Matrices(Model):
     """A model of wide matrices, in bfloat16."""
 
     def __init__(self, plan: Plan) -> None:
@@ -127,13 +133,20 @@ class Matrices(nn.Sequential):
         self.inputs = torch.randn(BATCH, width, dtype=torch.bfloat16)
 
 
-class Embedding(nn.Sequential):
+class Embedding(Model):
     """An embedding of some tokens, in bfloat16."""
 
     def __init__(self, plan: Plan) -> None:
         torch.manual_seed(0)
         super().__init__(nn.Embedding(plan.rows, plan.width, dtype=torch.bfloat16))
         self.inputs = torch.randint(plan.rows, (BATCH,))
+
+
+def now_s() -> float:
+    """Return the time once all that was given to a GPU has ended."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Contender:
@@ -144,7 +157,7 @@ class Contender:
         optimizer: steps its parameters; a store with a directory commits each step.
     """
 
-    def __init__(self, model: Matrices | Embedding, optimizer: muon.Muon | Idle) -> None:
+    def __init__(self, model: Model, optimizer: muon.Muon | Idle) -> None:
         self._model = model
         self._optimizer = optimizer
         self.store = optimizer.store
@@ -154,18 +167,18 @@ class Contender:
 
     def turn(self) -> Turn:
         """Do one training step and wait until the disk is idle again."""
-        times_s = [time.perf_counter()]
+        times_s = [now_s()]
         self._model(self._model.inputs).square().mean().backward()
-        times_s.append(time.perf_counter())
+        times_s.append(now_s())
         self._optimizer.step()
-        times_s.append(time.perf_counter())
+        times_s.append(now_s())
         is_paged = self.store.stats().engine != "none"
         if is_paged:
             self.store.move("nvme")  # All of it is there, or on its way.
-        times_s.append(time.perf_counter())
+        times_s.append(now_s())
         if is_paged:
             self.store.synchronize()
-        times_s.append(time.perf_counter())
+        times_s.append(now_s())
         self._model.zero_grad()
         backward_s, step_s, drain_s, commit_s = (b - a for a, b in pairwise(times_s))
         return Turn(backward_s=backward_s, step_s=step_s, drain_s=drain_s, commit_s=commit_s)

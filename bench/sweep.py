@@ -103,13 +103,17 @@ class Idle:
                 pass
 
 
-def make_parameters(state_bytes: int) -> dict[str, torch.Tensor]:
+def make_parameters(
+    state_bytes: int, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
     """Return parameters that have so many bytes of state, and gradients that take no memory."""
     rows = math.ceil(state_bytes / 6 / COLUMNS / PARAMETERS)
     parameters = {}
     for index in range(PARAMETERS):
-        parameter = torch.nn.Parameter(torch.zeros(rows, COLUMNS, dtype=torch.bfloat16))
-        parameter.grad = torch.zeros((), dtype=parameter.dtype).expand_as(parameter)
+        parameter = torch.nn.Parameter(
+            torch.zeros(rows, COLUMNS, dtype=torch.bfloat16, device=device)
+        )
+        parameter.grad = parameter.new_zeros(()).expand_as(parameter)
         parameters[f"parameters.{index}"] = parameter
     return parameters
 

@@ -12,7 +12,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -38,6 +38,9 @@ KINDS = {
     "swap_in": ("swap_in", "#31a354"),
     "swap_out": ("swap_out", "#006d2c"),
     "commit": ("commit", "#8c510a"),
+    "kernels": ("GPU: kernels", "#e6550d"),
+    "HtoD": ("GPU: copies in", "#31a354"),
+    "DtoH": ("GPU: copies out", "#006d2c"),
 }
 
 
@@ -114,9 +117,7 @@ def read_spans(trace: Path) -> list[Span]:
     found = [
         (kind, event["ts"], event["dur"])
         for event in events
-        if event.get("ph") == "X"
-        and event.get("cat") == "user_annotation"
-        and (kind := event["name"].split("::")[-1].split()[0]) in KINDS
+        if event.get("ph") == "X" and (kind := _kind_of(event)) in KINDS
     ]
     if not found:
         raise typer.BadParameter(f"{trace} has no ranges of tierstore or muon")
@@ -127,11 +128,23 @@ def read_spans(trace: Path) -> list[Span]:
     ]
 
 
+def _kind_of(event: dict[str, Any]) -> str:
+    match event.get("cat"), event["name"].split():
+        case "user_annotation", [name, *_]:
+            return str(name.split("::")[-1])
+        case "kernel", _:
+            return "kernels"
+        case "gpu_memcpy", [_, direction, *_]:
+            return str(direction)
+    return ""
+
+
 def draw(spans: list[Span], picture: Path) -> None:
     """Draw one lane for each thread, with time to the right."""
     from matplotlib import pyplot
 
-    lanes = list(dict.fromkeys(lane for lane, _ in KINDS.values()))
+    found = {span.kind for span in spans}
+    lanes = list(dict.fromkeys(lane for kind, (lane, _) in KINDS.items() if kind in found))
     figure, axes = pyplot.subplots(figsize=(13, 3.4), layout="constrained")
     for kind, (lane, colour) in KINDS.items():
         ranges = [(span.start_s, span.duration_s) for span in spans if span.kind == kind]

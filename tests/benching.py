@@ -24,14 +24,13 @@ def run_benchmark(program: str, *arguments: str) -> subprocess.CompletedProcess[
     )
 
 
-def report_of(program: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+def report_of(program: str, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Return what a small run wrote, and what it printed; it leaves nothing behind."""
     scratch = tmp_path / "device"
     scratch.mkdir()
     report_path = tmp_path / "report.json"
-    done = run_benchmark(
-        program, "--small", "--directory", str(scratch), "--json", str(report_path)
-    )
+    paths = ("--directory", str(scratch), "--json", str(report_path))
+    done = run_benchmark(program, "--small", *paths, *arguments)
     assert done.returncode == 0, done.stderr
     assert list(scratch.iterdir()) == []
     return json.loads(report_path.read_text()), done.stdout

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "bench" / "timeline.py"
 
 
@@ -34,9 +36,18 @@ def test_small_run(tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
-def test_a_trace_of_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [
+        ("user_annotation", "tierstore::stall"),
+        ("kernel", "void at::native::vectorized_elementwise_kernel<4>(int)"),
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)"),
+        ("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)"),
+    ],
+)
+def test_a_trace_of_another_run(category: str, name: str, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
-    event = {"ph": "X", "cat": "user_annotation", "name": "tierstore::stall", "ts": 1, "dur": 2}
+    event = {"ph": "X", "cat": category, "name": name, "ts": 1, "dur": 2}
     trace.write_text(json.dumps({"traceEvents": [event]}))
     done = draw("--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
@@ -45,7 +56,8 @@ def test_a_trace_of_another_run(tmp_path: Path) -> None:
 
 def test_a_trace_without_ranges_is_refused(tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
-    trace.write_text('{"traceEvents": []}')
+    event = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 1, "dur": 2}
+    trace.write_text(json.dumps({"traceEvents": [event]}))
     done = draw("--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 2
     assert "ranges of tierstore" in " ".join(done.stderr.replace("│", " ").split())

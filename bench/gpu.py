@@ -1,0 +1,248 @@
+"""Training steps on a GPU with the optimizer's state in each tier, and pages over its bus.
+
+Pages: a sweep that computes nothing, over state in page-locked host memory, beside copies of
+as many bytes that torch alone makes, in both directions at once. Steps: a model of about 1.1B
+parameters whose state rests on the GPU, in host memory or on NVMe, or is stepped on the host.
+All take turns; the reference runs twice in each round, to show what is noise.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from step import Contender, Model, compare, now_s, report
+from storage import GIB, MIB, spread
+from sweep import MOMENTUM, Idle, make_parameters, ratio_text
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import muon
+import tierstore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one run of the benchmark measures."""
+
+    copied_bytes: int
+    """In each direction, by pages and by torch."""
+    width: int
+    pairs: int
+    """Of matrices for Muon, the one four times as wide as the other."""
+    rows: int
+    """Of the embedding, which AdamW steps."""
+    batch: int
+    page_bytes: int
+    rounds: int
+
+
+PLANS = {
+    "small": Plan(
+        copied_bytes=8 * MIB,
+        width=64,
+        pairs=2,
+        rows=512,
+        batch=16,
+        page_bytes=MIB,
+        rounds=2,
+    ),
+    "default": Plan(
+        copied_bytes=4 * GIB,
+        width=2048,
+        pairs=28,
+        rows=65536,
+        batch=8192,
+        page_bytes=256 * MIB,
+        rounds=9,
+    ),
+}
+
+
+class Tower(Model):
+    """An embedding and pairs of matrices, in bfloat16."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        torch.manual_seed(0)
+        width = plan.width
+        layers: list[nn.Module] = [nn.Embedding(plan.rows, width)]
+        for _ in range(plan.pairs):
+            layers += [nn.Linear(width, 4 * width, bias=False), nn.ReLU()]
+            layers += [nn.Linear(4 * width, width, bias=False)]
+        super().__init__(*layers)
+        self.to(device, torch.bfloat16)
+        self.inputs = torch.randint(plan.rows, (plan.batch,), device=device)
+
+
+def copy_by_torch(device: torch.device, page_bytes: int, copied_bytes: int) -> Callable[[], float]:
+    """Return what copies pages both ways at once, and says how many GiB/s each way took."""
+    on_gpu = device.type == "cuda"
+    hosts = [torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    memories = [torch.zeros(page_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
+
+    def copy() -> float:
+        began_s = now_s()
+        for _ in range(copied_bytes // page_bytes):
+            with torch.cuda.stream(streams[0]):
+                memories[0].copy_(hosts[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                hosts[1].copy_(memories[1], non_blocking=True)
+        return copied_bytes / GIB / (now_s() - began_s)
+
+    return copy
+
+
+def copy_by_pages(device: torch.device, page_bytes: int, copied_bytes: int) -> Callable[[], float]:
+    """Return a sweep that computes nothing, and says how many GiB/s each way took."""
+    store = tierstore.TierStore(None, host_memory=2 * copied_bytes, page_bytes=page_bytes)
+    idle = Idle(make_parameters(copied_bytes, device), MOMENTUM, store)
+
+    def sweep() -> float:
+        began_s = now_s()
+        idle.step()
+        return store.stats().state_bytes / GIB / (now_s() - began_s)
+
+    sweep()
+    return sweep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """Both ways at once: medians, each way."""
+
+    torch_gib_per_s: float
+    pages_gib_per_s: float
+    ratio: tuple[float, ...]
+    """Pages over torch in the same round: quartiles, with the extremes around them."""
+    torch_ratio: tuple[float, ...]
+    """The same of torch's second turn over its first."""
+
+
+def measure_copies(device: torch.device, plan: Plan) -> Copies:
+    """Let pages and torch take turns."""
+    by_torch = copy_by_torch(device, plan.page_bytes, plan.copied_bytes)
+    by_pages = copy_by_pages(device, plan.page_bytes, plan.copied_bytes)
+    by_torch()
+    rounds = [
+        (by_torch(), by_pages(), by_torch())
+        for _ in track(range(plan.rounds), description="copies")
+    ]
+    return Copies(
+        torch_gib_per_s=statistics.median(first for first, _, _ in rounds),
+        pages_gib_per_s=statistics.median(pages for _, pages, _ in rounds),
+        ratio=spread([pages / statistics.mean((a, b)) for a, pages, b in rounds]),
+        torch_ratio=spread([b / a for a, _, b in rounds]),
+    )
+
+
+def make_contenders(
+    directory: Path, stack: ExitStack, plan: Plan, device: torch.device
+) -> dict[str, Contender]:
+    """Return one contender for each place where state can be, each with a model of its own."""
+
+    def contender(path: Path | None, options: dict[str, Any], **more: Any) -> Contender:
+        store = tierstore.TierStore(path, page_bytes=plan.page_bytes, **options)
+        stack.enter_context(store)
+        model = Tower(plan, device)
+        return Contender(model, muon.Muon(muon.param_groups(model), store=store, **more))
+
+    streamed = {"host_memory": 16 * plan.page_bytes, "buffers": 4}
+    return {
+        "on the GPU": contender(None, {"device_memory": "64GiB"}),
+        "in host memory": contender(None, {}),
+        "on NVMe": contender(directory / "nvme", streamed, prefetch_in_backward=True),
+        "on NVMe, stepped on the host": contender(
+            directory / "host",
+            {**streamed, "compute": "host"},
+            prefetch_in_backward=True,
+            ns_dtype="auto",
+        ),
+    }
+
+
+def write_trace(contender: Contender, path: Path) -> None:
+    """Write what the profiler sees of one training step, for bench/timeline.py."""
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, experimental_config=every_thread) as profiled:
+        contender.turn()
+    profiled.export_chrome_trace(str(path))
+
+
+def report_copies(copies: Copies, plan: Plan) -> Table:
+    """Return the comparison of copies as a table."""
+    table = Table(title=f"Pages of {plan.page_bytes // MIB} MiB both ways at once, medians")
+    for heading in ("", "GiB/s each way", "of torch"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row("pages", f"{copies.pages_gib_per_s:.1f}", ratio_text(copies.ratio))
+    table.add_row(
+        "torch, again over first", f"{copies.torch_gib_per_s:.1f}", ratio_text(copies.torch_ratio)
+    )
+    return table
+
+
+def main(
+    directory: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Where to write a trace of one step with state on NVMe.")
+    ] = None,
+    device_name: Annotated[
+        str, typer.Option("--device", help="cpu only shows that the program works.")
+    ] = "cuda",
+) -> None:
+    """Measure page copies and training steps on a GPU."""
+    device = torch.device(device_name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        typer.echo("not measured: there is no CUDA device")
+        return
+    plan = PLANS["small" if small else "default"]
+    console = Console(width=120)
+    copies = measure_copies(device, plan)
+    console.print(report_copies(copies, plan))
+    with (
+        tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch,
+        ExitStack() as stack,
+    ):
+        contenders = make_contenders(Path(scratch), stack, plan, device)
+        steps = compare(
+            "Muon and AdamW",
+            contenders,
+            bound="on the GPU",
+            drained=False,
+            rounds=plan.rounds,
+        )
+        if trace is not None:
+            write_trace(contenders["on NVMe"], trace)
+    console.print(report(steps))
+    if json_path is not None:
+        result = {
+            "plan": asdict(plan),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "copies": asdict(copies),
+            "steps": asdict(steps),
+        }
+        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
