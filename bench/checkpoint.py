@@ -7,21 +7,20 @@ before: they are the price of committing, which is paid with or without a checkp
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import typer
+from measuring import MIB, DirectoryOption, JsonOption, SmallOption, scratch_folder, write_report
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -29,7 +28,6 @@ from torch import nn
 import muon
 import tierstore
 
-MIB = 1 << 20
 COLUMNS = 4096
 PARAMETERS = 32
 BYTES_PER_ELEMENT = 12
@@ -323,25 +321,23 @@ def report_points(points: list[Point]) -> Table:
 
 
 def main(
-    directory: Annotated[
-        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
-    ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
 ) -> None:
     """Compare publishing with dcp.save and torch.save, and loading what each wrote."""
     plan = PLANS["small" if small else "default"]
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
-        job = Job(Path(scratch) / "run", plan.state_bytes, plan.page_bytes)
+    with scratch_folder(directory) as scratch:
+        job = Job(scratch / "run", plan.state_bytes, plan.page_bytes)
         with job.store:
             job.step()
             stats = job.store.stats()
-            saving = measure_saving(job, job.state(), Path(scratch), plan.rounds)
-            loading = measure_loading(job, Path(scratch), plan.rounds)
-        shutil.rmtree(Path(scratch) / "run")
+            saving = measure_saving(job, job.state(), scratch, plan.rounds)
+            loading = measure_loading(job, scratch, plan.rounds)
+        shutil.rmtree(scratch / "run")
         points = [
-            measure_point(Path(scratch), state_bytes, pages, plan.rounds)
+            measure_point(scratch, state_bytes, pages, plan.rounds)
             for state_bytes in plan.grid_state_bytes
             for pages in plan.grid_pages
         ]
@@ -350,19 +346,16 @@ def main(
     console.print(report(f"Saving {size}", "times store.checkpoint()", saving))
     console.print(report(f"dcp.load of {size}", "times dcp.load of dcp.save", loading))
     console.print(report_points(points))
-    if json_path is not None:
-        result = {
-            "plan": asdict(plan),
-            "engine": stats.engine,
-            "state_bytes": stats.state_bytes,
-            "pages": stats.pages,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "saving": [asdict(row) for row in saving],
-            "loading": [asdict(row) for row in loading],
-            "points": [asdict(point) for point in points],
-        }
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_report(
+        json_path,
+        plan=asdict(plan),
+        engine=stats.engine,
+        state_bytes=stats.state_bytes,
+        pages=stats.pages,
+        saving=[asdict(row) for row in saving],
+        loading=[asdict(row) for row in loading],
+        points=[asdict(point) for point in points],
+    )
 
 
 if __name__ == "__main__":

@@ -8,21 +8,28 @@ differs from itself is noise.
 from __future__ import annotations
 
 import importlib.util
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
 import typer
+from measuring import (
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    ratio_text,
+    scratch_folder,
+    spread,
+    write_report,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from storage import MIB, spread
 from training import DeepSpeed, Model, Ours, Plan, Settings, Step, Worker
 
 ABSENT = """\
@@ -210,11 +217,6 @@ def ours_against_itself(rows: list[Row]) -> tuple[float, ...]:
     return spread([b.whole_s / a.whole_s for a, b in zip(first, second, strict=True)])
 
 
-def quartiles(ratio: tuple[float, ...]) -> str:
-    """Return a median and its quartiles, to be read."""
-    return f"{ratio[2]:.2f} ({ratio[1]:.2f}..{ratio[3]:.2f})"
-
-
 def print_trials(console: Console, trials: list[Trial], parameters: int) -> None:
     """Print how DeepSpeed did with each of its settings."""
     table = Table(title="DeepSpeed's settings: a training step, medians")
@@ -256,8 +258,8 @@ def print_rows(console: Console, rows: list[Row], parameters: int) -> None:
         "step, s": lambda row: f"{row.step_s:.2f}",
         "until all is durable, s": lambda row: f"{row.synchronize_s:.2f}",
         "whole training step, s": lambda row: f"{row.whole_s:.2f}",
-        "step until durable, ratio": lambda row: quartiles(row.optimizer_ratio),
-        "whole training step, ratio": lambda row: quartiles(row.whole_ratio),
+        "step until durable, ratio": lambda row: ratio_text(row.optimizer_ratio),
+        "whole training step, ratio": lambda row: ratio_text(row.whole_ratio),
         "read, bytes per parameter": lambda row: f"{row.read_bytes / parameters:.2f}",
         "written, bytes per parameter": lambda row: f"{row.written_bytes / parameters:.2f}",
         "bytes, ratio": lambda row: f"{row.bytes_ratio:.2f}",
@@ -270,30 +272,13 @@ def print_rows(console: Console, rows: list[Row], parameters: int) -> None:
     for heading, cell in lines.items():
         table.add_row(heading, *(cell(row) for row in rows))
     console.print(table)
-    console.print(f"ours again over ours, whole step: {quartiles(ours_against_itself(rows))}")
-
-
-def write_json(
-    path: Path, plan: Plan, parameters: int, trials: list[Trial], rows: list[Row]
-) -> None:
-    """Write all that was measured."""
-    report = {
-        "plan": asdict(plan),
-        "parameters": parameters,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "trials": [asdict(trial) for trial in trials],
-        "rows": [asdict(row) for row in rows],
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    console.print(f"ours again over ours, whole step: {ratio_text(ours_against_itself(rows))}")
 
 
 def main(
-    directory: Annotated[
-        Path, typer.Option(help="A directory on the disk; a temporary one is made inside.")
-    ] = Path("."),
-    small: Annotated[bool, typer.Option("--small", help="A small model, to see it run.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
 ) -> None:
     """Compare training steps with both optimizers' state on disk."""
     if importlib.util.find_spec("deepspeed") is None:
@@ -304,10 +289,10 @@ def main(
     trials: list[Trial] = []
     rows: list[Row] = []
     console = Console(width=120)
-    with tempfile.TemporaryDirectory(prefix="bench-deepspeed-", dir=directory) as scratch:
+    with scratch_folder(directory) as scratch:
         for rule in RULES:
             tried = [
-                try_settings(plan, rule, settings, Path(scratch))
+                try_settings(plan, rule, settings, scratch)
                 for settings in track(settings_to_try(plan, rule), description=f"tuning, {rule}")
             ]
             print_trials(console, tried, parameters)
@@ -317,11 +302,16 @@ def main(
                 typer.echo(f"not measured: DeepSpeed does not train with {rule}:\n{tried[0].error}")
                 continue
             best = min(working, key=lambda trial: trial.whole_s or 0.0)
-            compared = compare(plan, rule, best.settings, Path(scratch))
+            compared = compare(plan, rule, best.settings, scratch)
             print_rows(console, compared, parameters)
             rows += compared
-            if json_path is not None:  # After each rule, since both take long.
-                write_json(json_path, plan, parameters, trials, rows)
+            write_report(  # After each rule, since both take long.
+                json_path,
+                plan=asdict(plan),
+                parameters=parameters,
+                trials=[asdict(trial) for trial in trials],
+                rows=[asdict(row) for row in rows],
+            )
 
 
 if __name__ == "__main__":

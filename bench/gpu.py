@@ -8,9 +8,7 @@ All take turns; the reference runs twice in each round, to show what is noise.
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,12 +17,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from measuring import (
+    GIB,
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    ratio_text,
+    scratch_folder,
+    spread,
+    write_report,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from step import Contender, Model, compare, now_s, report
-from storage import GIB, MIB, spread
-from sweep import MOMENTUM, Idle, make_parameters, ratio_text
+from sweep import MOMENTUM, Idle, make_parameters
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -196,11 +204,9 @@ def report_copies(copies: Copies, plan: Plan) -> Table:
 
 
 def main(
-    directory: Annotated[
-        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
-    ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="Where to write a trace of one step with state on NVMe.")
     ] = None,
@@ -218,10 +224,10 @@ def main(
     copies = measure_copies(device, plan)
     console.print(report_copies(copies, plan))
     with (
-        tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch,
+        scratch_folder(directory) as scratch,
         ExitStack() as stack,
     ):
-        contenders = make_contenders(Path(scratch), stack, plan, device)
+        contenders = make_contenders(scratch, stack, plan, device)
         steps = compare(
             "Muon and AdamW",
             contenders,
@@ -232,16 +238,13 @@ def main(
         if trace is not None:
             write_trace(contenders["on NVMe"], trace)
     console.print(report(steps))
-    if json_path is not None:
-        result = {
-            "plan": asdict(plan),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "copies": asdict(copies),
-            "steps": asdict(steps),
-        }
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_report(
+        json_path,
+        plan=asdict(plan),
+        device=device_name,
+        copies=asdict(copies),
+        steps=asdict(steps),
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ how much of any other ratio is noise.
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,15 +17,23 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
+from measuring import (
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    ratio_text,
+    scratch_folder,
+    spread,
+    write_report,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from storage import MIB, spread
-from sweep import Idle, ratio_text
+from sweep import Idle
 from torch import nn
 
 import muon
@@ -277,11 +283,9 @@ def report(comparison: Comparison) -> Table:
 
 
 def main(
-    directory: Annotated[
-        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
-    ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
 ) -> None:
     """Compare training steps with paged state with the resident one, and with the I/O alone."""
     plan = PLANS["small" if small else "default"]
@@ -291,23 +295,20 @@ def main(
         ("AdamW, I/O exceeds compute", partial(Embedding, plan), "I/O alone", True),
     ):
         with (
-            tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch,
+            scratch_folder(directory) as scratch,
             ExitStack() as stack,
         ):
-            contenders = make_contenders(Path(scratch), stack, make, plan)
+            contenders = make_contenders(scratch, stack, make, plan)
             comparisons.append(
                 compare(title, contenders, bound=bound, drained=drained, rounds=plan.rounds)
             )
     for comparison in comparisons:
         Console(width=120).print(report(comparison))
-    if json_path is not None:
-        result = {
-            "plan": asdict(plan),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "comparisons": [asdict(comparison) for comparison in comparisons],
-        }
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_report(
+        json_path,
+        plan=asdict(plan),
+        comparisons=[asdict(comparison) for comparison in comparisons],
+    )
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import resource
 import shutil
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -26,6 +24,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from measuring import (
+    GIB,
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    cpu_seconds,
+    ratio_text,
+    scratch_folder,
+    spread,
+    write_report,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,8 +45,6 @@ from tierstore.errors import RunDirectoryError
 from tierstore.storage import Extent, Storage, Transfer, open_storage
 from tierstore.units import align_up, format_bytes
 
-MIB = 1 << 20
-GIB = 1 << 30
 HUGE_PAGE_BYTES = 2 * MIB
 ENGINES = ("io_uring", "libaio", "aiofiles")
 OPERATIONS = ("read", "write", "mixed")
@@ -171,12 +179,6 @@ def huge_memory(nbytes: int) -> memoryview:
     return memory
 
 
-def cpu_seconds() -> float:
-    """Return the processor time that all threads of this process have taken."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def measure_engine(storage: Storage, pages: Pages, operation: str, nbytes: int) -> Speed:
     """Move ``nbytes`` by pages; a buffer begins with its next one as soon as it is free."""
     buffered = storage.engine == "aiofiles"
@@ -277,11 +279,6 @@ def measure_series(
     return series
 
 
-def spread(ratios: list[float]) -> tuple[float, ...]:
-    """Return the least, the quartiles and the greatest."""
-    return tuple(float(value) for value in np.quantile(ratios, (0, 0.25, 0.5, 0.75, 1)))
-
-
 def rows_of(series: Series) -> list[Row]:
     """Return one row for each engine."""
     fio_mib_per_s = [statistics.mean(run.mib_per_s for run in both) for both in series.fio]
@@ -338,11 +335,6 @@ def measure_all(directory: Path, plan: Plan, *, with_fio: bool) -> tuple[list[Se
 def print_table(rows: list[Row]) -> None:
     """Print what was measured, one line for each row."""
 
-    def ratio(values: tuple[float, ...] | None) -> str:
-        if values is None:
-            return "-"
-        return f"{values[2]:.2f} ({values[1]:.2f}..{values[3]:.2f})"
-
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
@@ -357,8 +349,8 @@ def print_table(rows: list[Row]) -> None:
             row.operation,
             format_bytes(row.page_bytes),
             number(row.mib_per_s, 0),
-            ratio(row.ratio),
-            ratio(row.fio_ratio),
+            ratio_text(row.ratio),
+            ratio_text(row.fio_ratio),
             number(row.cpu_s_per_gib, 4),
             number(row.fio_cpu_s_per_gib, 4),
             number(row.checksum_s_per_gib, 4),
@@ -367,37 +359,33 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main(
-    directory: Annotated[
-        Path, typer.Option(help="A directory on the device; a temporary one is made inside.")
-    ] = Path("."),
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it run.")] = False,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
     full: Annotated[
         bool, typer.Option("--full", help="Pages of 1 GiB too, and 15 rounds: half an hour.")
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows and every measurement here.")
-    ] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Measure reads and writes of pages through each storage engine, beside fio."""
     if small and full:
         raise typer.BadParameter("--small and --full exclude each other")
     plan = PLANS["small" if small else "full" if full else "default"]
     with_fio = shutil.which("fio") is not None
-    with tempfile.TemporaryDirectory(prefix="bench-storage-", dir=directory) as scratch:
-        all_series, absent = measure_all(Path(scratch), plan, with_fio=with_fio)
+    with scratch_folder(directory) as scratch:
+        all_series, absent = measure_all(scratch, plan, with_fio=with_fio)
     rows = [row for series in all_series for row in rows_of(series)]
     print_table(rows)
     for reason in absent:
         typer.echo(f"not measured: {reason}")
     if not with_fio:
         typer.echo("fio is not installed: no comparison")
-    if json_path is not None:
-        report = {
-            "rows": [asdict(row) for row in rows],
-            "series": [asdict(series) for series in all_series],
-            "not_measured": absent,
-        }
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(
+        json_path,
+        plan=asdict(plan),
+        rows=[asdict(row) for row in rows],
+        series=[asdict(series) for series in all_series],
+        not_measured=absent,
+    )
 
 
 if __name__ == "__main__":

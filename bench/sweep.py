@@ -7,12 +7,10 @@ round to show what is noise. States of several sizes under one ``host_memory`` s
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -20,14 +18,26 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
+from measuring import (
+    GIB,
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    cpu_seconds,
+    ratio_text,
+    scratch_folder,
+    spread,
+    write_report,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from storage import GIB, MIB, Pages, cpu_seconds, measure_fio, spread
+from storage import Pages, measure_fio
 
 import tierstore
 from tierstore.storage import open_storage
@@ -326,14 +336,6 @@ def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
     return growths
 
 
-def ratio_text(values: tuple[float, ...] | None, digits: int = 2) -> str:
-    """Return a median with its quartiles."""
-    if values is None:
-        return "-"
-    _, low, median, high, _ = (f"{value:.{digits}f}" for value in values)
-    return f"{median} ({low}..{high})"
-
-
 def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]) -> Table:
     """Return the comparison with fio as a table."""
     table = Table(
@@ -381,35 +383,30 @@ def report_growth(growths: list[Growth]) -> Table:
 
 
 def main(
-    directory: Annotated[
-        Path | None, typer.Option(help="A folder on the disk to measure; default: a temporary one.")
-    ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where to write it all.")] = None,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
 ) -> None:
     """Compare sweeps that compute nothing with fio, and with sweeps over other sizes."""
     plan = PLANS["small" if small else "default"]
-    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
-        taken, fio_mib_per_s = measure_beside_fio(Path(scratch), plan)
-    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
-        growths = measure_growth(Path(scratch), plan)
+    with scratch_folder(directory) as scratch:
+        taken, fio_mib_per_s = measure_beside_fio(scratch, plan)
+    with scratch_folder(directory) as scratch:
+        growths = measure_growth(scratch, plan)
     rows = rows_of(taken, fio_mib_per_s)
     console = Console(width=120)
     console.print(report(plan, rows, fio_mib_per_s))
     console.print(report_growth(growths))
     if not fio_mib_per_s:
         typer.echo("fio is not installed: no comparison")
-    if json_path is not None:
-        result = {
-            "plan": asdict(plan),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "rows": [asdict(row) for row in rows],
-            "growth": [asdict(growth) for growth in growths],
-            "turns": {case: [asdict(turn) for turn in turns] for case, turns in taken.items()},
-            "fio_mib_per_s": fio_mib_per_s,
-        }
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_report(
+        json_path,
+        plan=asdict(plan),
+        rows=[asdict(row) for row in rows],
+        growth=[asdict(growth) for growth in growths],
+        turns={case: [asdict(turn) for turn in turns] for case, turns in taken.items()},
+        fio_mib_per_s=fio_mib_per_s,
+    )
 
 
 if __name__ == "__main__":

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from measuring import MIB, DirectoryOption, SmallOption, scratch_folder
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import muon
 import tierstore
-
-MIB = 1 << 20
 
 # Kind -> lane and colour. What lies within another range comes after it, and so on top.
 KINDS = {
@@ -165,17 +163,14 @@ def main(
     trace: Annotated[
         Path | None, typer.Option(help="A trace to draw, from export_chrome_trace().")
     ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option(help="A folder on the disk to train on; default: a temporary one."),
-    ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")] = False,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
 ) -> None:
     """Draw what goes on at once in a few training steps."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
+    with scratch_folder(directory) as scratch:
         if trace is None:
-            trace = Path(scratch) / "trace.json"
-            profile_training(Path(scratch), PLANS["small" if small else "default"], trace)
+            trace = scratch / "trace.json"
+            profile_training(scratch, PLANS["small" if small else "default"], trace)
         draw(read_spans(trace), picture)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from storage import cpu_seconds
+from measuring import cpu_seconds
 from torch import nn
 from torch.nn import functional
 

@@ -9,25 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import statistics
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import aiofiles
 import numpy as np
 import torch
 import typer
+from measuring import (
+    GIB,
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    cpu_seconds,
+    scratch_folder,
+    spread,
+    write_report,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from storage import GIB, MIB, cpu_seconds, huge_memory, spread
+from storage import huge_memory
 
 from tierstore.errors import RunDirectoryError
 from tierstore.storage import Extent, open_storage
@@ -267,19 +276,15 @@ def print_table(rows: list[Row], nbytes: int) -> None:
 
 
 def main(
-    directory: Annotated[
-        Path, typer.Option(help="A directory on the device; a temporary one is made inside.")
-    ] = Path("."),
-    small: Annotated[bool, typer.Option("--small", help="A few seconds, to see it run.")] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows to this file.")
-    ] = None,
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
 ) -> None:
     """Measure writing and reading of one buffer in each way."""
     torch.set_num_threads(1)  # Others would spin for a while after each comparison.
     nbytes, rounds = (16 * MIB, 2) if small else (GIB, 15)
-    with tempfile.TemporaryDirectory(prefix="bench-transfers-", dir=directory) as scratch:
-        ways, absent = open_ways(Path(scratch), nbytes)
+    with scratch_folder(directory) as scratch:
+        ways, absent = open_ways(scratch, nbytes)
         try:
             rows = measure_all(ways, nbytes, rounds)
         finally:
@@ -288,9 +293,7 @@ def main(
     print_table(rows, nbytes)
     for reason in absent:
         typer.echo(f"not measured: {reason}")
-    if json_path is not None:
-        report = {"rows": [asdict(row) for row in rows], "not_measured": absent}
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(json_path, rows=[asdict(row) for row in rows], not_measured=absent)
 
 
 if __name__ == "__main__":
