@@ -29,6 +29,7 @@ from measuring import (
     JsonOption,
     SmallOption,
     cpu_seconds,
+    ratio_text,
     scratch_folder,
     spread,
     write_report,
@@ -269,7 +270,7 @@ def print_table(rows: list[Row], nbytes: int) -> None:
             row.way,
             row.operation,
             f"{row.mib_per_s:.0f}",
-            f"{row.ratio[2]:.2f} ({row.ratio[1]:.2f}..{row.ratio[3]:.2f})",
+            ratio_text(row.ratio),
             f"{row.cpu_s_per_gib:.4f}",
         )
     Console(width=100).print(table)
