@@ -112,13 +112,16 @@ def assert_counted(toy: Toy, ledger: Ledger) -> None:
     assert (ledger.on_host, ledger.on_device) == (stats.host_bytes_peak, stats.device_bytes_peak)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("start", ["nvme", "host", "device"])
 @pytest.mark.parametrize("end", ["nvme", "host", "device"])
-def test_moving_within_budgets_that_hold_just_all(start: str, end: str, changed: bool) -> None:
+def test_moving_within_budgets_that_hold_just_all(
+    start: str, end: str, changed: bool, apart: bool
+) -> None:
     specs = matrices(6)
     host_memory, device_memory = budgets_for(specs, 4, 6)
-    with counting() as ledger:
+    with counting(apart=apart) as ledger:
         toy = Toy(
             MemoryStorage(),
             [specs],
@@ -218,8 +221,8 @@ def test_memory_of_a_placement_that_failed_is_given_back(
     call: str, compute: str, error: type[BaseException]
 ) -> None:
     """Before restore() takes it again, though the error still has its traceback."""
-    specs = matrices(6)
-    host_memory, device_memory = budgets_for(specs, 4, 6 if compute == "device" else 0)
+    specs, late = matrices(6), matrices(8, prefix="late")
+    host_memory, device_memory = budgets_for(specs, 4, 6 if "device" in call else 0)
     if compute == "host":
         host_memory += 3 * 32 * 512 * (2 + 8)  # Mirrors, with gradients of 8 bytes at most.
     for failing in range(1, 20):
@@ -244,10 +247,11 @@ def test_memory_of_a_placement_that_failed_is_given_back(
                 if end:
                     toy.store.move(end)
                 else:
-                    toy.attach([matrix("late", 32)])
+                    toy.attach(late)
             except error as caught:
                 failure = caught
-                toy.parameters.pop("late", None)
+                for name, *_ in late:
+                    toy.parameters.pop(name, None)
                 assert toy.store.restore() == 1
                 toy.assert_at(1)
                 toy.step()
