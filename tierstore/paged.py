@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -58,7 +59,7 @@ class PagedStates:
         self._device: Device | None = None  # That of the parameters.
         self._mirrors: Mirrors | None = None  # Only where that is not where steps are computed.
         self._tier: Tier | None = None  # Where move() brought all pages.
-        self._is_placed = True  # False while they are brought from one placement to another.
+        self._displaced: Sequence[Page] | None = None  # Those of a placement that did not end.
         self._specs: dict[str, ParameterSpec] = {}
         self._history = History()
         self._warned = False
@@ -287,20 +288,30 @@ class PagedStates:
 
     def _place(self, pages: Sequence[Page], placement: Placement) -> None:
         assert self._device is not None
-        self._is_placed = False
+        self._displaced = pages
         device = self._device
-        if self._config.compute == "host":
+        on_host = self._config.compute == "host"
+        stepped_on = PlainDevice() if on_host else device
+        try:
             if self._mirrors is not None:
                 self._mirrors.close()
-            self._mirrors = Mirrors(device, _mirror_bytes(pages))
-            device = PlainDevice()
-        self._pager.place(pages, placement, device, self._write)
-        self._is_placed = True
+                self._mirrors = None
+            self._pager.make_way(pages, placement, stepped_on, self._write)
+            if on_host:
+                self._mirrors = Mirrors(device, _mirror_bytes(pages))
+            beside = self._mirrors.nbytes if self._mirrors else 0
+            self._pager.place(pages, placement, stepped_on, beside=beside)
+        except BaseException as error:
+            # In its traceback would live on what was taken so far, and restore() takes it anew.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        self._displaced = None
 
     def _place_again(self) -> None:
         """Place pages of which nothing in memory counts, if an earlier placement failed."""
-        if not self._is_placed and self._device is not None:
-            self._pager.forget(self._pages)
+        if self._displaced is not None and self._device is not None:
+            # Of those that were to be attached the error still knows.
+            self._pager.forget(self._displaced)
             self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
 
     def _swap_out(self, page: Page) -> None:

@@ -51,16 +51,17 @@ class Pager:
 
     # -- Where pages rest.
 
-    def place(
+    def make_way(
         self,
         pages: Sequence[Page],
         placement: Placement,
         device: Device,
         write: Callable[[Page], None],
     ) -> None:
-        """Move every page to where a placement has it, and provide its buffers.
+        """Free all memory that a placement has no use for, so that place() finds room.
 
-        What is to rest in memory and is in a file is read when it is needed next.
+        Pages go from host memory to the device, where there is room for them now, or to their
+        files; those that leave the device for host memory wait for place().
 
         Args:
             pages: all pages, in the order of the placement.
@@ -69,52 +70,88 @@ class Pager:
             write: starts to write a page that is in memory; see write().
         """
         self.drop_early()
-        tiers = list(zip(pages, placement.tiers, strict=True))
-        evicted = [page for page, tier in tiers if tier is Tier.NVME is not page.tier]
-        for page in evicted:
+        moving = [
+            (page, tier)
+            for page, tier in zip(pages, placement.tiers, strict=True)
+            if tier is not page.tier
+        ]
+        copied = {page for page, tier in moving if page.in_memory and tier is not Tier.NVME}
+        if len({page.tier for page in copied}) > 1:
+            # They change places, and neither has room for the others: some go through files.
+            copied = {page for page in copied if page.tier is Tier.DEVICE}
+        leaving = [page for page, _ in moving if page not in copied]
+        for page in leaving:
             if page.is_changed:
                 write(page)
         self.finish_writes()
-        for page in evicted:
+        for page in leaving:
             page.buffer = page.device_buffer = None
             page.tier, page.in_memory = Tier.NVME, False
             self._rest(page)
-        self._provide_pool(placement.buffers, placement.buffer_bytes, device)
-        for page, tier in tiers:
+        self._transit.provide_staging(device, [])
+        for page, tier in moving:
+            if page in copied and tier is Tier.DEVICE:
+                self._move_to_memory(page, tier, device)
+        if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
+            self._free_pool()
+
+    def place(
+        self, pages: Sequence[Page], placement: Placement, device: Device, *, beside: int
+    ) -> None:
+        """Have every page where a placement wants it, and provide its buffers.
+
+        What is to rest in memory and is in a file is read when it is needed next. After
+        make_way() there is never more memory than before it or after this.
+
+        Args:
+            pages: as for make_way().
+            placement: likewise.
+            device: likewise.
+            beside: bytes of host memory that others than pages have, to be counted with theirs.
+        """
+        if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
+            self._pool = BufferPool(
+                placement.buffers, placement.buffer_bytes, page_locked=not device.is_host
+            )
+            if self._storage is not None:
+                self._storage.register(self._pool.memory)
+        tiers = list(zip(pages, placement.tiers, strict=True))
+        # Pages that leave the device come first, to make room on it.
+        for page, tier in sorted(tiers, key=lambda each: each[0].tier is not Tier.DEVICE):
             if tier is not page.tier:
                 self._move_to_memory(page, tier, device)
         self._reserved = int(self._storage is not None and Tier.DEVICE in placement.tiers)
         sizes = {tier: [p.layout.nbytes for p in pages if p.tier is tier] for tier in Tier}
         staging = self._transit.provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME])
-        host_bytes = self._pool.nbytes + sum(sizes[Tier.HOST])
+        host_bytes = beside + self._pool.nbytes + sum(sizes[Tier.HOST])
         self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
         self.device_bytes_peak = max(self.device_bytes_peak, staging + sum(sizes[Tier.DEVICE]))
 
-    def _provide_pool(self, count: int, nbytes: int, device: Device) -> None:
-        if (count, nbytes) == (self._pool.count, self._pool.buffer_bytes):
-            return
+    @property
+    def _pool_shape(self) -> tuple[int, int]:
+        return self._pool.count, self._pool.buffer_bytes
+
+    def _free_pool(self) -> None:
         if self._storage is not None:
             self._storage.register(memoryview(b""))
-        self._pool = BufferPool(0, 0)  # Free the old one first.
-        self._pool = BufferPool(count, nbytes, page_locked=not device.is_host)
-        if self._storage is not None:
-            self._storage.register(self._pool.memory)
+        self._pool = BufferPool(0, 0)
 
     def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
+        """Give a page memory of its own in a tier, and what it holds in another."""
         nbytes = page.layout.nbytes
         if page.copy is not None:
             page.copy.wait()
             page.copy = None
         if tier is Tier.HOST:
-            buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
-            if page.in_memory and page.device_buffer is not None:
-                device.copy_out(page.device_buffer, buffer.tensor[:nbytes]).wait()
-            page.buffer, page.device_buffer = buffer, None
+            page.buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
+            if page.device_buffer is not None:
+                device.copy_out(page.device_buffer, page.buffer.tensor[:nbytes]).wait()
+                page.device_buffer = None
         else:
-            device_buffer = device.allocate(nbytes)
-            if page.in_memory and page.buffer is not None:
-                device.copy_in(page.buffer.tensor[:nbytes], device_buffer).wait()
-            page.buffer, page.device_buffer = None, device_buffer
+            page.device_buffer = device.allocate(nbytes)
+            if page.buffer is not None:
+                device.copy_in(page.buffer.tensor[:nbytes], page.device_buffer).wait()
+                page.buffer = None
         page.tier = tier
 
     # -- The stream.
@@ -244,7 +281,8 @@ class Pager:
         self._pool.release_all()
 
     def forget(self, pages: Iterable[Page]) -> None:
-        """Give all memory of pages back: after abandon(), what they hold is in their files."""
+        """Give all memory back: after abandon(), what pages hold is in their files."""
+        self._free_pool()
         for page in pages:
             page.buffer = page.device_buffer = None
             page.tier = Tier.NVME

@@ -20,7 +20,8 @@ class Stats:
     stall_seconds: float
     """Time that the training thread waited for transfers and commits."""
     host_bytes_peak: int
-    """Bytes of all page buffers, and of the pages that rest in host memory, at their most."""
+    """Bytes of page buffers, pages that rest in host memory, and what compute="host" copies
+    gradients and parameters to, all together at their most."""
     device_bytes_peak: int
     """Bytes of the device that pages rest in or are stepped in, at their most."""
     pages_in: Mapping[str, int]

@@ -322,8 +322,7 @@ class TierStore(PagedStates):
             bytes_read=self._pager.bytes_read,
             bytes_written=self._pager.bytes_written,
             stall_seconds=self._pager.stall_seconds,
-            host_bytes_peak=self._pager.host_bytes_peak
-            + (self._mirrors.nbytes if self._mirrors else 0),
+            host_bytes_peak=self._pager.host_bytes_peak,
             device_bytes_peak=self._pager.device_bytes_peak,
             pages_in=dict(Counter(page.tier.value for page in self._pages)),
         )
