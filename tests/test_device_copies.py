@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,28 @@ def test_closing_in_the_middle_of_a_step(budget: dict[str, Any]) -> None:
         trained.store.close()
         with pytest.raises(tierstore.SweepError):
             sweep.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_a_parameter_that_was_changed(budget: dict[str, Any]) -> None:
+    """One warning, and the masters go on from it as they do on the CPU."""
+    found = []
+    for on_device in (False, True):
+        with fake_cuda() if on_device else contextlib.nullcontext():
+            trained = Trained(MemoryStorage(), **budget)
+            with warnings.catch_warnings(action="error"):
+                trained.step()
+            trained.parameters["embedding"].data.add_(0.25)
+            with pytest.warns(UserWarning, match="'embedding' was changed outside") as caught:
+                trained.step()
+            assert len(caught) == 1
+            assert caught[0].filename == muon.optimizer.__file__
+            trained.parameters["slow"].data.mul_(-1)
+            with warnings.catch_warnings(action="error"):
+                trained.step()
+            found.append(training.snapshot(trained.optimizer, trained.parameters))
+            trained.store.close()
+    training.assert_identical(*found)
 
 
 # ------------------------------------------------------------------------------ any history

@@ -136,30 +136,32 @@ class PageView:
                 state.zero_()
             chunk.master.copy_(chunk.values)
 
-    def adopt_parameters(self) -> list[str]:
+    def adopt_parameters(self) -> dict[str, torch.Tensor]:
         """Take over parameters that someone else changed since they were last written.
 
         A parameter of low precision is its master, rounded; where it is not, it was
-        changed (by ``model.load_state_dict()``, say), and the master follows it.
+        changed (by ``model.load_state_dict()``, say), and the master follows it. Does not
+        wait for a device.
 
         Returns:
-            The names of the parameters that were changed.
+            Parameter name -> bool, no dimension: whether it was changed. Without those that
+            are known not to be.
         """
-        changed = []
+        changed: dict[str, torch.Tensor] = {}
         for shard in self.shards:
             if shard.spec.owns_master:
                 continue
+            name = shard.spec.name
             for chunk in shard.chunks:
                 rounded = chunk.master.to(shard.spec.dtype)
-                if _same_bits(chunk.values, rounded):
+                # A device would have to be waited for, to save less than that takes.
+                if chunk.values.device.type == "cpu" and _same_bits(chunk.values, rounded):
                     continue
                 differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
-                if differs.any():
-                    adopted = torch.where(
-                        differs, chunk.values.to(chunk.master.dtype), chunk.master
-                    )
-                    chunk.master.copy_(adopted)
-                    changed.append(shard.spec.name)
+                adopted = torch.where(differs, chunk.values.to(chunk.master.dtype), chunk.master)
+                chunk.master.copy_(adopted)
+                found = differs.any()
+                changed[name] = changed[name] | found if name in changed else found
         return changed
 
     def write_parameters(self) -> None:
