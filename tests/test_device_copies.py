@@ -301,7 +301,10 @@ class Played:
                 self.storage.disarm()
                 if not store.committed_step or self.history.commit_every is None:
                     break
-                self.trained.optimizer.restore()
+                if call == "reopen":  # It is closed whatever failed.
+                    self.open()
+                else:
+                    self.trained.optimizer.restore()
                 self.trained.assert_right()
         self.storage.disarm()
         try:
