@@ -44,10 +44,12 @@ class _Copy:
         self.target = target
         self.to_host = to_host
         self.taken: torch.Tensor | None = None  # What was read.
-        self.is_checked = False
+        self.is_checked = self.has_ended = False
 
     def take(self) -> None:
         """Be done as far as the device can tell."""
+        if self.has_ended:
+            return
         if self.taken is None:
             self.taken = self.source.clone()
             if not self.to_host:
@@ -61,7 +63,8 @@ class _Copy:
         else:
             self.check()
             self.cuda.incoming.remove(self)
-        del self.source, self.target, self.taken
+        self.has_ended = True
+        del self.source, self.target, self.taken  # Others may have the memory now.
 
     def reads(self, memory: torch.Tensor) -> bool:
         """Return whether what is read begins in this memory, or this in that."""
@@ -80,7 +83,7 @@ class _Stream:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.items: list[_Copy | _Event] = []  # An event among them is one waited for.
-        self.ended = 0
+        self.taken = self.ended = 0  # So many of them are done, for the device and for all.
         self.seen = 0  # What was computed before that time is done before what comes next.
         cuda.streams.append(self)
 
@@ -117,10 +120,13 @@ class _Event:
             return self.stream.ended >= self.position
 
     def take(self) -> None:
-        for item in self.stream.items[self.stream.ended : self.position]:
-            item.take()
+        """Have all before it done as far as the device can tell."""
+        while self.stream.taken < self.position:
+            self.stream.taken += 1
+            self.stream.items[self.stream.taken - 1].take()
 
     def end(self) -> None:
+        """Have all before it done as far as anybody can tell."""
         while self.stream.ended < self.position:
             self.stream.items[self.stream.ended].end()
             self.stream.ended += 1
