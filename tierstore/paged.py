@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -150,7 +151,6 @@ class PagedStates:
             self._swap_out,
             mirrors=self._mirrors,
             free_gradients=self._config.free_gradients,
-            warn=not self._warned,
         )
         try:
             self._guard.sweeping = True
@@ -168,7 +168,14 @@ class PagedStates:
             raise
         finally:
             self._guard.sweeping = False
-            self._warned = not sweep.warns
+        changed = None if self._warned else sweep.first_changed()
+        if changed is not None:
+            self._warned = True
+            warnings.warn(
+                f"parameter {changed!r} was changed outside of the optimizer; its "
+                "master follows it. Later changes are adopted without a warning",
+                stacklevel=3,
+            )
 
     def prefetch(self) -> None:
         """Start to read what the next sweep will step, as far as buffers are free.

@@ -257,21 +257,26 @@ class Pager:
 
     def pending_writes(self) -> list[Transfer]:
         """Return the writes whose success was not yet seen; their pages' entries are right."""
-        transfers = [transfer for page in self._writing for transfer in page.transfers]
-        self._transit.settle(transfers)
-        return transfers
+        for page in self._writing:
+            self._transit.settle(page)
+        return [transfer for page in self._writing for transfer in page.transfers]
 
     def abandon(self, pages: Iterable[Page]) -> None:
-        """Wait for all transfers and take all buffers back, whatever became of the pages."""
+        """Wait for all that is under way and take all buffers back, whatever became of the pages.
+
+        Without a storage pages have nothing but their memory: they keep what it holds.
+        """
+        pages = list(pages)
+        self._transit.finish_late()
+        for page in pages:
+            self._transit.drop(page)
         if self._storage is None:
             return
-        self._transit.finish_late()
         self._storage.drain()
         self._writing.clear()
         self._early.clear()
         self.lost_write = False
         for page in pages:
-            self._transit.drop(page)
             if page.tier is not Tier.HOST:
                 page.buffer = None
             page.transfers = []
@@ -402,6 +407,7 @@ class Pager:
         except StorageError:
             self.lost_write = True
             raise
+        self._transit.settle(page)
         page.transfers, page.copy = [], None
         self._writing.remove(page)
         self._rest(page)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
+
+import torch
 
 from tierstore.mirrors import Mirror, Mirrors
 from tierstore.residency import Pager
@@ -22,7 +23,6 @@ class Sweep:
         swap_out: writes a held page to where it may be written.
         mirrors: bring gradients and parameters to the host; None: they are used where they are.
         free_gradients: whether to let go of each gradient after its use.
-        warn: whether to warn of a parameter that was changed outside of the optimizer.
     """
 
     def __init__(
@@ -33,20 +33,18 @@ class Sweep:
         *,
         mirrors: Mirrors | None,
         free_gradients: bool,
-        warn: bool,
     ) -> None:
         self._pager = pager
         self._pages = pages
         self._swap_out = swap_out
         self._mirrors = mirrors
         self._free_gradients = free_gradients
-        self.warns = warn
-        """Whether no warning was given yet."""
         self.reading = False
         """Whether the pager may have been asked for pages."""
         self.begun = False
         """Whether a page may have been stepped or written."""
         self.finished = False
+        self._changed: list[tuple[str, torch.Tensor]] = []
 
     def stepped_pages(self) -> Generator[PageView, None, None]:
         """Yield the pages to step, and write each one as soon as the next is asked for."""
@@ -62,7 +60,7 @@ class Sweep:
                 mirrors = stack.enter_context(contextlib.closing(self._mirrors.of(pages)))
             for page, mirror in zip(stream, mirrors, strict=False):
                 view = page.view(mirror or DIRECT)
-                self._adopt(view)
+                self._changed += view.adopt_parameters().items()
                 self.begun = True
                 if page.has_gradient:
                     yield view
@@ -77,12 +75,12 @@ class Sweep:
                             parameter.tensor.grad = None
         self.finished = True
 
-    def _adopt(self, view: PageView) -> None:
-        changed = view.adopt_parameters()
-        if changed and self.warns:
-            self.warns = False
-            warnings.warn(
-                f"parameter {changed[0]!r} was changed outside of the optimizer; its "
-                "master follows it. Later changes are adopted without a warning",
-                stacklevel=3,
-            )
+    def first_changed(self) -> str | None:
+        """Return a parameter that was changed outside of the optimizer, if one was.
+
+        To be asked after the sweep: to look at what a device found is to wait for it.
+        """
+        if not self._changed:
+            return None
+        names, flags = zip(*self._changed, strict=True)
+        return next(itertools.compress(names, torch.stack(flags).tolist()), None)

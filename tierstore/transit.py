@@ -165,9 +165,13 @@ class Transit:
             page.copy = self.device.copy_in(host, page.device_buffer)
 
     def write(self, page: Page, step: int, copy: str) -> None:
-        """Start to write the page's buffer, at once or when what leaves the device is there."""
+        """Start to write the page's buffer, at once or when what leaves the device is there.
+
+        Its entry is that of the write at once in the former case, after settle() in any.
+        """
         if page.copy is None or page.copy.done():
-            page.transfers = [self._start_write(page, step, copy)]
+            page.entry, transfer = self._start_write(page, step, copy)
+            page.transfers = [transfer]
         else:
             page.transfers = [_LateTransfer(self._late.submit(self._start_write, page, step, copy))]
 
@@ -188,19 +192,22 @@ class Transit:
         if page.copy is not None:
             page.copy.wait()
             page.copy = None
-        if page.tier is not Tier.DEVICE and page.device_buffer is not None:
+        if page.device_buffer is not None:
+            # The next content may come before what was computed with this one has ended.
             self.device.note_use(page.device_buffer)
-            self._staging.append(page.device_buffer)
-            page.device_buffer = None
+            if page.tier is not Tier.DEVICE:
+                self._staging.append(page.device_buffer)
+                page.device_buffer = None
 
-    def settle(self, transfers: Iterable[Transfer]) -> None:
-        """Have writes under way that were waiting for a copy: their pages' entries are right.
+    def settle(self, page: Page) -> None:
+        """Have a page's write under way, and its entry that of the write.
 
-        Raises what kept one from being so.
+        Until then who looks at the page sees what its file held before, however far the write
+        is: only the caller changes a page. Raises what kept the write from being under way.
         """
-        for transfer in transfers:
+        for transfer in page.transfers:
             if isinstance(transfer, _LateTransfer):
-                transfer.started()
+                page.entry = transfer.entry()
 
     def finish_late(self) -> None:
         """Block until no write waits for a copy any more, whatever became of it."""
@@ -213,20 +220,23 @@ class Transit:
         self._writes.close()
         self._staging.clear()
 
-    def _start_write(self, page: Page, step: int, copy: str) -> Transfer:
-        """Write what is in a page's buffer, or will be when the copy has ended."""
+    def _start_write(self, page: Page, step: int, copy: str) -> tuple[PageEntry, Transfer]:
+        """Write what is in a page's buffer, or will be when the copy has ended.
+
+        Changes nothing of the page, since it may run beside the thread whose page it is.
+        """
         assert self._storage is not None
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
         with record_function("tierstore::checksums"):
             checksums = self._checksums_of(page, step, page.layout.blocks)
-        page.entry = PageEntry(copy=copy, step=step, checksums=tuple(checksums))
+        entry = PageEntry(copy=copy, step=step, checksums=tuple(checksums))
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
         transfer = self._storage.write(page_file(page.index, copy), extent, memory)
         self._writes.show(f"page {page.index}", [transfer])
-        return transfer
+        return entry, transfer
 
     def _check(self, page: Page) -> None:
         """Compare the blocks that were read with the checksums of their commit."""
@@ -261,22 +271,27 @@ class Transit:
 class _LateTransfer:
     """A write that is started when the copy before it has ended."""
 
-    def __init__(self, future: Future[Transfer]) -> None:
+    def __init__(self, future: Future[tuple[PageEntry, Transfer]]) -> None:
         self._future = future
 
-    def started(self) -> Transfer:
-        """Return the write, once it is under way. Raises what kept it from being so."""
-        return self._future.result()
+    def entry(self) -> PageEntry:
+        """Return what is written, once that is under way. Raises what kept it from being so."""
+        entry, _ = self._future.result()
+        return entry
 
     def wait(self) -> None:
         """See Transfer.wait."""
-        self.started().wait()
+        _, transfer = self._future.result()
+        transfer.wait()
 
     def done(self) -> bool:
         """See Transfer.done."""
         if not self._future.done():
             return False
-        return self._future.exception() is not None or self._future.result().done()
+        if self._future.exception() is not None:
+            return True
+        _, transfer = self._future.result()
+        return transfer.done()
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

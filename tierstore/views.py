@@ -138,30 +138,32 @@ class PageView:
                 state.zero_()
             chunk.master.copy_(chunk.values)
 
-    def adopt_parameters(self) -> list[str]:
+    def adopt_parameters(self) -> dict[str, torch.Tensor]:
         """Take over parameters that someone else changed since they were last written.
 
         A parameter of low precision is its master, rounded; where it is not, it was
-        changed (by ``model.load_state_dict()``, say), and the master follows it.
+        changed (by ``model.load_state_dict()``, say), and the master follows it. Does not
+        wait for a device.
 
         Returns:
-            The names of the parameters that were changed.
+            Parameter name -> bool, no dimension: whether it was changed. Without those that
+            are known not to be.
         """
-        changed = []
+        changed: dict[str, torch.Tensor] = {}
         for shard in self.shards:
             if shard.spec.owns_master:
                 continue
+            name = shard.spec.name
             for chunk in shard.chunks:
-                if _rounds_to(chunk.master, chunk.values):
+                # A device would have to be waited for, to save less than that takes.
+                if chunk.values.device.type == "cpu" and _rounds_to(chunk.master, chunk.values):
                     continue
                 rounded = chunk.master.to(shard.spec.dtype)
                 differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
-                if differs.any():
-                    adopted = torch.where(
-                        differs, chunk.values.to(chunk.master.dtype), chunk.master
-                    )
-                    chunk.master.copy_(adopted)
-                    changed.append(shard.spec.name)
+                adopted = torch.where(differs, chunk.values.to(chunk.master.dtype), chunk.master)
+                chunk.master.copy_(adopted)
+                found = differs.any()
+                changed[name] = changed[name] | found if name in changed else found
         return changed
 
     def write_parameters(self) -> None:
@@ -191,9 +193,7 @@ class PageView:
 
 
 def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a master, rounded, is ``values``, of a 16-bit dtype, bit for bit."""
-    if values.device.type != "cpu":
-        return torch.equal(values.view(torch.int16), master.to(values.dtype).view(torch.int16))
+    """Return whether a master on the CPU, rounded, is ``values``, of a 16-bit dtype, in all bits."""
     if not values.ndim:
         values, master = values[None], master[None]
     # Piece by piece, so that what is rounded stays in the cache. By numpy, since torch compares
