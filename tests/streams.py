@@ -328,7 +328,7 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         stack.enter_context(mock.patch.object(paged, "open_device", CudaDevice))
         # Parameters on a device are not looked at before the sweep ends.
-        stack.enter_context(mock.patch.object(views, "_same_bits", return_value=False))
+        stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
         if not real_thread:
             threads = mock.patch.object(transit, "ThreadPoolExecutor")
             stack.enter_context(threads).side_effect = lambda *_, **__: _LateThread(cuda)

@@ -193,7 +193,7 @@ class PageView:
 
 
 def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether a master on the CPU, rounded, is ``values``, of a 16-bit dtype, in all bits."""
+    """Return whether a master on the CPU, rounded, is 16-bit ``values``, bit for bit."""
     if not values.ndim:
         values, master = values[None], master[None]
     # Piece by piece, so that what is rounded stays in the cache. By numpy, since torch compares
