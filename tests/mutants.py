@@ -7,18 +7,18 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests import resting_faults
 from tierstore import commit, manifest, run
 from tierstore.checkpoint import files, publish, retention
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.manifest import manifest_revision
-from tierstore.paged import PagedStates
 from tierstore.residency import Pager
 from tierstore.testing.faults import FaultyStorage
 from tierstore.testing.sim_faults import FaultSimulation
@@ -26,7 +26,7 @@ from tierstore.testing.sim_log import Weakening
 from tierstore.testing.sim_session import Memory, Protocol, Settings
 from tierstore.testing.sim_storage import RecordedStorage
 from tierstore.testing.simulation import Simulation
-from tierstore.transit import Page, Transit
+from tierstore.transit import Transit
 
 SITE_SEEDS = 40
 
@@ -59,6 +59,11 @@ BEGINNING = Settings(
     world_size=3, commit_every=1, keep_last=None, actions=1, kinds=("synchronize",)
 )
 """A run that is hardly more than its first commit."""
+
+SYNCHRONIZING = Settings(
+    world_size=1, commit_every=1, keep_last=None, actions=6, kinds=("synchronize",)
+)
+"""A run that does little else than commit."""
 
 REPLACING = Settings(
     world_size=1,
@@ -360,79 +365,21 @@ WRITTEN = [
 ]
 
 
-# -- What is wrong with pages that rest in memory.
-
-
-@contextlib.contextmanager
-def _left_out_of_commits() -> Iterator[None]:
-    original = PagedStates._begin_commit
-
-    def begin(self: PagedStates) -> None:
-        resting = [page for page in self._pages if page.is_changed and page.entry is not None]
-        for page in resting:
-            page.is_changed = False
-        original(self)
-        for page in resting:
-            page.is_changed = True
-
-    with mock.patch.object(PagedStates, "_begin_commit", begin):
-        yield
-
-
-_keep, _place, _abandon = Pager.keep, Pager.place, Pager.abandon
-_move_to_memory = Pager._move_to_memory
-
-
-def _kept_as_stored(self: Pager, page: Page) -> None:
-    _keep(self, page)
-    page.is_changed = page.entry is None
-
-
-def _changes_dropped(self: Pager, *args: Any) -> None:
-    def drop(page: Page) -> None:
-        page.is_changed = False
-
-    _place(self, *args[:-1], drop)
-
-
-def _written_over_itself(self: Pager, *args: Any) -> None:
-    def write(page: Page) -> None:
-        if page.entry is None:
-            args[-1](page)
-        else:
-            self.write(page, step=page.entry.step, copy=page.entry.copy)
-
-    _place(self, *args[:-1], write)
-
-
-def _read_again(self: Pager, page: Page, *args: Any) -> None:
-    _move_to_memory(self, page, *args)
-    page.in_memory = page.in_memory and page.entry is None
-
-
-def _memory_kept(self: Pager, pages: Iterable[Page]) -> None:
-    pages = list(pages)
-    resting = [page for page in pages if page.in_memory]
-    _abandon(self, pages)
-    for page in resting:
-        page.in_memory = True
-
-
 WRITTEN += [
     Mutant(name=name, patched=patched)
     for name, patched in (
-        ("a commit leaves out pages that rest in memory", _left_out_of_commits),
+        ("a commit leaves out pages that rest in memory", resting_faults.left_out_of_commits),
         (
             "a page that rests in memory is not known to be newer than its file",
-            _patch(Pager, "keep", _kept_as_stored),
+            _patch(Pager, "keep", resting_faults.kept_as_stored),
         ),
         (
             "a move forgets what is newer than its file",
-            _patch(Pager, "place", _changes_dropped),
+            _patch(Pager, "place", resting_faults.changes_dropped),
         ),
         (
             "a move writes pages over what the last commit needs",
-            _patch(Pager, "place", _written_over_itself),
+            _patch(Pager, "place", resting_faults.written_over_itself),
         ),
     )
 ]
@@ -440,7 +387,7 @@ WRITTEN += [
 WRITTEN.append(
     Mutant(
         name="a page moved from memory to memory is read from its file",
-        patched=_patch(Pager, "_move_to_memory", _read_again),
+        patched=_patch(Pager, "_move_to_memory", resting_faults.read_again),
         settings=MOVING,
     )
 )
@@ -481,13 +428,15 @@ UNDER_FAULTS = [
         ),
         ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
         ("errors of flush are ignored", _ignored("flush")),
-        ("errors of sync_directory are ignored", _ignored("sync_directory")),
         ("errors of rename are ignored", _ignored("rename")),
         (
             "errors of reading and writing are ignored while a step goes on",
             _patch(Pager, "_wait", _only_reads),
         ),
-        ("restore() keeps what rests in memory", _patch(Pager, "abandon", _memory_kept)),
+        (
+            "restore() keeps what rests in memory",
+            _patch(Pager, "abandon", resting_faults.memory_kept),
+        ),
     )
 ]
 
@@ -500,4 +449,11 @@ UNDER_FAULTS.append(
     )
 )
 
-# Why these may survive: part of the name -> reason.
+UNDER_FAULTS.append(
+    Mutant(
+        name="errors of sync_directory are ignored",
+        patched=_ignored("sync_directory"),
+        under_faults=True,
+        settings=SYNCHRONIZING,
+    )
+)
