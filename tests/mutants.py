@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests import resting_faults
 from tierstore import commit, manifest, run
 from tierstore.checkpoint import files, publish, retention
 from tierstore.errors import CorruptionError, StorageError
@@ -22,7 +23,7 @@ from tierstore.residency import Pager
 from tierstore.testing.faults import FaultyStorage
 from tierstore.testing.sim_faults import FaultSimulation
 from tierstore.testing.sim_log import Weakening
-from tierstore.testing.sim_session import Protocol, Settings
+from tierstore.testing.sim_session import Memory, Protocol, Settings
 from tierstore.testing.sim_storage import RecordedStorage
 from tierstore.testing.simulation import Simulation
 from tierstore.transit import Transit
@@ -59,6 +60,11 @@ BEGINNING = Settings(
 )
 """A run that is hardly more than its first commit."""
 
+SYNCHRONIZING = Settings(
+    world_size=1, commit_every=1, keep_last=None, actions=6, kinds=("synchronize",)
+)
+"""A run that does little else than commit."""
+
 REPLACING = Settings(
     world_size=1,
     commit_every=None,
@@ -72,6 +78,16 @@ SPECIAL = {"run._erase_commits": BEGINNING}
 
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""
+
+MOVING = Settings(
+    world_size=1,
+    commit_every=3,
+    keep_last=None,
+    actions=12,
+    kinds=("move",),
+    memories=(Memory(host_memory=2**20, device_memory=2**20),),
+)
+"""A run that moves pages from memory to memory."""
 
 
 def mutants() -> list[Mutant]:
@@ -349,6 +365,34 @@ WRITTEN = [
 ]
 
 
+WRITTEN += [
+    Mutant(name=name, patched=patched)
+    for name, patched in (
+        ("a commit leaves out pages that rest in memory", resting_faults.left_out_of_commits),
+        (
+            "a page that rests in memory is not known to be newer than its file",
+            _patch(Pager, "keep", resting_faults.kept_as_stored),
+        ),
+        (
+            "a move forgets what is newer than its file",
+            _patch(Pager, "place", resting_faults.changes_dropped),
+        ),
+        (
+            "a move writes pages over what the last commit needs",
+            _patch(Pager, "place", resting_faults.written_over_itself),
+        ),
+    )
+]
+
+WRITTEN.append(
+    Mutant(
+        name="a page moved from memory to memory is read from its file",
+        patched=_patch(Pager, "_move_to_memory", resting_faults.read_again),
+        settings=MOVING,
+    )
+)
+
+
 _wait = Pager._wait
 
 
@@ -384,11 +428,14 @@ UNDER_FAULTS = [
         ),
         ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
         ("errors of flush are ignored", _ignored("flush")),
-        ("errors of sync_directory are ignored", _ignored("sync_directory")),
         ("errors of rename are ignored", _ignored("rename")),
         (
             "errors of reading and writing are ignored while a step goes on",
             _patch(Pager, "_wait", _only_reads),
+        ),
+        (
+            "restore() keeps what rests in memory",
+            _patch(Pager, "abandon", resting_faults.memory_kept),
         ),
     )
 ]
@@ -402,4 +449,11 @@ UNDER_FAULTS.append(
     )
 )
 
-# Why these may survive: part of the name -> reason.
+UNDER_FAULTS.append(
+    Mutant(
+        name="errors of sync_directory are ignored",
+        patched=_ignored("sync_directory"),
+        under_faults=True,
+        settings=SYNCHRONIZING,
+    )
+)

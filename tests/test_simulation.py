@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import torch
 from tests.mutants import Mutant, mutants
 from tests.simulating import DOCUMENT, killer, replayed
 from tierstore.testing.sim_faults import FaultSimulation
+from tierstore.testing.sim_history import MOVING_KINDS
 from tierstore.testing.sim_log import Weakening
-from tierstore.testing.sim_session import Protocol, Settings
+from tierstore.testing.sim_session import Memory, Protocol, Settings
 from tierstore.testing.simulation import Simulation
 
 ROWS = re.findall(r"^\| (.+) \| `([\d/]+)` \| .* \|$", DOCUMENT.read_text(), re.MULTILINE)
@@ -74,8 +76,8 @@ def test_many_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert counts["schedules"] >= 100_000
 
 
-def small(commit_every: int | None) -> Settings:
-    return Settings(world_size=1, commit_every=commit_every, keep_last=1, actions=5)
+def small(commit_every: int | None, **settings: Any) -> Settings:
+    return Settings(world_size=1, commit_every=commit_every, keep_last=1, actions=5, **settings)
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -83,6 +85,14 @@ def small(commit_every: int | None) -> Settings:
 def test_every_crash_of_a_small_run(commit_every: int | None, seed: int) -> None:
     simulation = Simulation(seed, settings=small(commit_every))
     assert sum(1 for _ in simulation.every_crash()) > 500
+
+
+@pytest.mark.parametrize("commit_every", [2, None])
+def test_every_crash_of_a_small_run_with_pages_in_memory(commit_every: int | None) -> None:
+    kinds = ("synchronize", *MOVING_KINDS)
+    memory = Memory(host_memory=2**15, device_memory=2**15)
+    settings = small(commit_every, kinds=kinds, memories=(memory,))
+    assert sum(1 for _ in Simulation(2, settings=settings).every_crash()) > 200
 
 
 @pytest.mark.long

@@ -184,12 +184,12 @@ class FaultSimulation(Simulation):
             raise Violation(violation.schedule, found, violation.log) from None
 
     def _carried_out(self, name: str, session: Session, plan: Plan) -> list[BaseException | None]:
-        """Do what was planned. A checkpoint that fails is no reason for one rank to stop."""
+        """Do what was planned. One rank goes on after a checkpoint or a prefetch that fails."""
         outcomes = session.perform(plan)
         while (
             self.settings.world_size == 1
             and isinstance(outcomes[0], TierstoreError)
-            and plan.actions[session.progress[0]].kind == "checkpoint"
+            and plan.actions[session.progress[0]].kind in ("checkpoint", "prefetch")
         ):
             self._note_published(name, session)
             outcomes = session.perform(plan, start=session.progress[0] + 1)

@@ -41,6 +41,9 @@ SINGLE_COPY_KINDS: tuple[str, ...] = (*KINDS, "replace", *["synchronize"] * 5)
 PUBLISHING_KINDS: tuple[str, ...] = ("checkpoint",)
 """The same for a run that is about little else."""
 
+MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
+"""What a run does in addition whose pages rest in memory."""
+
 States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Parameter name -> master and momentum, both float32."""
 
@@ -64,7 +67,8 @@ class Action:
     """Something that the program does, and the version that is there to be committed then."""
 
     kind: str
-    """step, rates, replace, commit, synchronize, checkpoint, reopen or overwrite."""
+    """step, rates, replace, commit, synchronize, checkpoint, move, prefetch, reopen or
+    overwrite."""
     value: Any = None
     version: int
     """Index of the version that this may commit, among those of the plan."""
@@ -238,6 +242,14 @@ class Plan:
             return
         token = self._generator.randbytes(2).hex()
         self._act("checkpoint", f"step-{self._now.step}-{token}")
+
+    def _move(self) -> None:
+        """Each rank to a tier of its own."""
+        tiers = ("nvme", "nvme", "host", "device")
+        self._act("move", tuple(self._generator.choice(tiers) for _ in self._now.states))
+
+    def _prefetch(self) -> None:
+        self._act("prefetch")
 
     def _reopen(self) -> None:
         self._act("reopen")

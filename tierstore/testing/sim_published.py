@@ -56,5 +56,8 @@ def _tensor(files: Mapping[str, bytes], metadata: object, key: str) -> torch.Ten
             slice(offset, offset + size)
             for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
         )
-        result[place] = torch.load(io.BytesIO(data), weights_only=True)
+        try:
+            result[place] = torch.load(io.BytesIO(data), weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise AssertionError(f"a record of {key} cannot be read") from error
     return result

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
+from tierstore.errors import BudgetError
 from tierstore.peers import Peers
 from tierstore.storage.base import Storage
 from tierstore.store import TierStore
 from tierstore.testing.sim_disk import Disk
 from tierstore.testing.sim_history import (
     KINDS,
+    MOVING_KINDS,
     PAGE_BYTES,
     PUBLISHING_KINDS,
     SINGLE_COPY_KINDS,
@@ -27,6 +30,31 @@ from tierstore.testing.sim_storage import RecordedDealtStorage, RecordedStorage
 
 FOLDER = "/checkpoints"
 """Where checkpoints are published."""
+
+# Of the files of a small page, which pages of PAGE_BYTES // 2 take as well: seven of them then.
+_FILE_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a store may use; see TierStore."""
+
+    host_memory: int
+    device_memory: int = 0
+    buffers: int | None = None
+
+
+STREAMED = (Memory(host_memory=2**20, buffers=2), Memory(host_memory=2**20, buffers=3))
+"""No page rests in memory, until it is moved there."""
+
+RESTING = (
+    Memory(host_memory=7 * _FILE_BYTES),  # All on the host.
+    Memory(host_memory=6 * _FILE_BYTES),  # Two of them; four buffers for the others.
+    Memory(host_memory=5 * _FILE_BYTES, device_memory=2 * _FILE_BYTES),  # Some in each tier.
+    Memory(host_memory=7 * _FILE_BYTES, device_memory=7 * _FILE_BYTES),  # All on the device.
+    STREAMED[0],
+)
+"""What some runs have the choice of, whose model is cut into seven pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +79,17 @@ class Settings:
     """Of actions besides steps and commits; each is as frequent as it is named."""
     directories: int = 1
     """How many the pages of each rank are dealt over, each on a disk of its own."""
+    page_bytes: int = PAGE_BYTES
+    """Of each page, about."""
+    memories: tuple[Memory, ...] = STREAMED
+    """Those of the ranks, in turn; each restart begins with the next."""
 
     @classmethod
     def drawn(cls, generator: random.Random) -> Settings:
-        """Draw settings: mostly one rank, sometimes three; mostly a bit of everything."""
+        """Draw settings: mostly one rank, sometimes three; mostly a bit of everything.
+
+        Pages of a third of the runs rest in memory, are moved, and are read ahead of steps.
+        """
         theme = generator.choice(("mixed", "mixed", "mixed", "one copy", "publishing"))
         world_size = generator.choice((1, 1, 3))
         commit_every: int | None = generator.choice((1, 1, 1, 2))
@@ -64,12 +99,26 @@ class Settings:
             commit_every, kinds = None, SINGLE_COPY_KINDS
         elif theme == "publishing":
             keep_last, kinds = 1, PUBLISHING_KINDS
-        return cls(
+        drawn = cls(
             world_size=world_size,
             commit_every=commit_every,
             keep_last=keep_last,
             actions=generator.randrange(3, 9 if world_size > 1 else 16),
             kinds=kinds,
+        )
+        # Last: what came before this is drawn as it was without it.
+        return drawn.resting(generator) if generator.random() < 1 / 3 else drawn
+
+    def resting(self, generator: random.Random) -> Settings:
+        """Return these settings for a run whose pages rest in memory, some of them or all."""
+        # Where each step is committed, no page in memory is newer than its file.
+        every = self.commit_every and generator.choice((1, 2, 2, 3))
+        return replace(
+            self,
+            commit_every=every,
+            kinds=(*self.kinds, *MOVING_KINDS),
+            page_bytes=PAGE_BYTES // 2,
+            memories=tuple(generator.sample(RESTING, 3)),
         )
 
 
@@ -171,11 +220,14 @@ class Session:
             self._protocol.storage(RecordedStorage(self.log, rank, files, directory))
             for directory, files in enumerate(self._files[rank])
         ]
+        memories = self._settings.memories
+        memory = memories[(rank + self.log.generation) % len(memories)]
         store = TierStore(
             parts[0] if len(parts) == 1 else RecordedDealtStorage(parts, overwrite=overwrite),
-            page_bytes=PAGE_BYTES,
-            host_memory=2**20,
-            buffers=2 + rank % 2,
+            page_bytes=self._settings.page_bytes,
+            host_memory=memory.host_memory,
+            device_memory=memory.device_memory,
+            buffers=memory.buffers,
             commit_every=self._settings.commit_every,
             resume=not overwrite,
             overwrite=overwrite,
@@ -205,6 +257,11 @@ class Session:
             model.set_rates(action.value)
         elif action.kind == "commit":
             store.commit(action.value)
+        elif action.kind == "move":
+            with suppress(BudgetError):  # Nothing was changed.
+                store.move(action.value[rank])
+        elif action.kind == "prefetch":
+            store.prefetch()
         elif action.kind == "synchronize":
             store.synchronize()
             log.mark(rank, "committed", action.version)
