@@ -375,11 +375,11 @@ WRITTEN += [
         ),
         (
             "a move forgets what is newer than its file",
-            _patch(Pager, "place", resting_faults.changes_dropped),
+            _patch(Pager, "make_way", resting_faults.changes_dropped),
         ),
         (
             "a move writes pages over what the last commit needs",
-            _patch(Pager, "place", resting_faults.written_over_itself),
+            _patch(Pager, "make_way", resting_faults.written_over_itself),
         ),
     )
 ]

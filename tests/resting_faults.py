@@ -28,7 +28,7 @@ def left_out_of_commits() -> Iterator[None]:
         yield
 
 
-_keep, _place, _abandon = Pager.keep, Pager.place, Pager.abandon
+_keep, _make_way, _abandon = Pager.keep, Pager.make_way, Pager.abandon
 _move_to_memory = Pager._move_to_memory
 
 
@@ -41,7 +41,7 @@ def changes_dropped(self: Pager, *args: Any) -> None:
     def drop(page: Page) -> None:
         page.is_changed = False
 
-    _place(self, *args[:-1], drop)
+    _make_way(self, *args[:-1], drop)
 
 
 def written_over_itself(self: Pager, *args: Any) -> None:
@@ -51,7 +51,7 @@ def written_over_itself(self: Pager, *args: Any) -> None:
         else:
             self.write(page, step=page.entry.step, copy=page.entry.copy)
 
-    _place(self, *args[:-1], write)
+    _make_way(self, *args[:-1], write)
 
 
 def read_again(self: Pager, page: Page, *args: Any) -> None:
