@@ -75,11 +75,11 @@ PLANS = {
     ),
     "default": Plan(
         state_bytes=GIB,
-        page_bytes=64 * MIB,
+        page_bytes=32 * MIB,
         rounds=15,
         steps=1,
         growth_bytes=(400_000_000, 1_600_000_000, 6_400_000_000),
-        growth_rounds=5,
+        growth_rounds=15,
     ),
 }
 

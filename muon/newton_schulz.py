@@ -13,6 +13,8 @@ import torch
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
+# From here on fewer operations take less time.
+_LARGE_ROWS = 512
 _STRIP_ROWS = 256
 _MEASURED_ROUNDS = 8
 
@@ -39,17 +41,59 @@ def orthogonalize_(
     Returns:
         The update, of the same shape and dtype, bit for bit what ``torch.optim.Muon``
         computes from the same contiguous matrix: a tall one is worked on as a transposed view.
+        On a CPU a matrix of at least 512 rows and 1.5 times as many columns, or the other way
+        round, is as exact, of other bits: there the same takes fewer operations.
     """
-    a, b, c = coefficients
     is_tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if is_tall else matrix
     # The Frobenius norm bounds the largest singular value, which must not exceed one.
     wide.div_(wide.norm().clamp(min=eps))
-    for _ in range(steps):
-        gram = _symmetric_addmm(None, wide, wide.T, beta=0, alpha=1)
-        polynomial = _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
-        wide = torch.addmm(wide, polynomial, wide, beta=a)
+    rows, columns = wide.shape
+    if wide.is_cpu and rows >= _LARGE_ROWS and 2 * columns >= 3 * rows:
+        wide = _iterate_on_gram(wide, coefficients, steps)
+    else:
+        wide = _iterate(wide, coefficients, steps)
     return wide.T if is_tall else wide
+
+
+def _iterate(
+    wide: torch.Tensor, coefficients: tuple[float, float, float], steps: int
+) -> torch.Tensor:
+    a, b, c = coefficients
+    for _ in range(steps):
+        gram = wide @ wide.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.addmm(wide, polynomial, wide, beta=a)
+    return wide
+
+
+def _iterate_on_gram(
+    wide: torch.Tensor, coefficients: tuple[float, float, float], steps: int
+) -> torch.Tensor:
+    """Do the same with fewer operations: several steps on A = X X^T, then one product with X.
+
+    All that a step multiplies are polynomials in A, so they commute and are symmetric: with
+    R = b A + c A^2 a step takes A to (a I + R) A (a I + R), and the product of all a I + R,
+    kept as s I + S, to (a I + R) (s I + S). What rounding adds to S grows up to a times with
+    each step, so it is applied, and A made anew, before that is a tenth: in bfloat16 after two
+    steps (all five at once diverge), in float32 after the last.
+    """
+    a, b, c = coefficients
+    together = steps
+    if abs(a) > 1:
+        together = max(1, int(math.log(0.1 / torch.finfo(wide.dtype).eps, abs(a))))
+    for start in range(0, steps, together):
+        gram = _symmetric_addmm(None, wide, wide.T)
+        rest = _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
+        scale, product = a, rest
+        for _ in range(min(together, steps - start) - 1):
+            half = _symmetric_addmm(gram, rest, gram, beta=a)
+            gram = _symmetric_addmm(half, half, rest, beta=a)
+            rest = _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
+            addend = (product * a).add_(rest, alpha=scale)
+            scale, product = a * scale, _symmetric_addmm(addend, rest, product)
+        wide = torch.addmm(wide, product, wide, beta=scale)
+    return wide
 
 
 def _symmetric_addmm(
@@ -57,33 +101,28 @@ def _symmetric_addmm(
     left: torch.Tensor,
     right: torch.Tensor,
     *,
-    beta: float,
-    alpha: float,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> torch.Tensor:
     """Return ``beta * addend + alpha * left @ right``, known to be symmetric.
 
-    In bfloat16 on a CPU each element is summed in the same order whatever the other rows and
-    columns are. So there the lower half is computed, strip by strip, and mirrored: the same
-    bits in about 0.7 of the time. In float32 other bits would come out.
+    The lower half is computed, strip by strip, and mirrored.
     """
     size = left.size(0)
-    count = size // _STRIP_ROWS
-    if count < 2 or not left.is_cpu or left.dtype != torch.bfloat16:
-        if addend is None:
-            return left @ right
-        return torch.addmm(addend, left, right, beta=beta, alpha=alpha)
     product = left.new_empty(size, size)
-    addend = product if addend is None else addend
-    # Equal strips: a single row at the end would be summed in another order.
+    if addend is None:
+        addend, beta = product, 0
+    count = size // _STRIP_ROWS
     bounds = [size * index // count for index in range(count + 1)]
     for start, end in pairwise(bounds):
+        strip = product[start:end, :end]
         torch.addmm(
             addend[start:end, :end],
             left[start:end],
             right[:, :end],
             beta=beta,
             alpha=alpha,
-            out=product[start:end, :end],
+            out=strip,
         )
     for start, end in pairwise(bounds):
         product[start:end, end:] = product[end:, start:end].T
@@ -91,15 +130,13 @@ def _symmetric_addmm(
 
 
 def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
-    """Return the dtype that orthogonalizes such a matrix faster on a device.
-
-    That is float32 only where bfloat16 takes more than 1.5 times as long: below that the choice
-    would be noise, and bfloat16 is half the bytes.
+    """Return the dtype to orthogonalize such a matrix in: bfloat16, unless it is slow there.
 
     On some CPUs bfloat16 is hundreds of times slower than on others, so that only a
-    measurement tells. It is made on a matrix of at most 256 rows and columns, by one thread:
-    several wait for each other for as long as other work has their cores. Both take turns, and
-    the shortest time of each counts.
+    measurement tells; float32 is returned where it takes less than two thirds of the time. It
+    is made on a matrix of at most 256 rows and columns, by one thread: several wait for each
+    other for as long as other work has their cores. Both take turns, and the shortest time of
+    each counts.
 
     Args:
         shape: (rows, columns).
@@ -110,13 +147,15 @@ def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for _ in range(_MEASURED_ROUNDS):
+        for number in range(_MEASURED_ROUNDS):
             for dtype in seconds:
                 seconds[dtype] = min(seconds[dtype], _seconds(matrix.to(dtype, copy=True)))
+            slowness = seconds[torch.bfloat16] / seconds[torch.float32]
+            if number and slowness > 10:  # More rounds could take minutes, and change nothing.
+                break
     finally:
         torch.set_num_threads(threads)
-    is_slow = seconds[torch.bfloat16] > 1.5 * seconds[torch.float32]
-    return torch.float32 if is_slow else torch.bfloat16
+    return torch.float32 if slowness > 1.5 else torch.bfloat16
 
 
 def _seconds(matrix: torch.Tensor) -> float:

@@ -64,8 +64,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: None or "original", or "match_rms_adamw"; see ``torch.optim.Muon``.
         momentum_dtype: dtype of the momentum; None: that of each parameter.
         store: where the state lives; None keeps all of it in memory.
-        ns_dtype: dtype that Newton-Schulz computes in, or "auto": bfloat16 or float32,
-            whichever is measured to be faster where steps are computed. A run keeps it.
+        ns_dtype: dtype that Newton-Schulz computes in, or "auto": bfloat16, or float32 where
+            that is measured to be much faster. A run keeps it.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
 
     Raises:

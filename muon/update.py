@@ -8,9 +8,11 @@ is a tensor of one element is computed with in its own precision.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
+_PIECE_ELEMENTS = 1 << 18
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 
 
@@ -36,11 +38,12 @@ def momentum_(
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     wide = torch.promote_types(wide, momentum_buffer.dtype)
-    grad = grad.to(wide)
-    average = momentum_buffer.to(wide)  # The buffer itself where it is wide already.
-    average.lerp_(grad, 1 - momentum)
-    momentum_buffer.copy_(average)
-    out.copy_(grad.lerp(average, momentum) if nesterov else average)
+    for grad_piece, buffer, out_piece in _pieces(grad, momentum_buffer, out):
+        wide_grad = grad_piece.to(wide)
+        average = buffer.to(wide)  # The buffer itself where it is wide already.
+        average.lerp_(wide_grad, 1 - momentum)
+        buffer.copy_(average)
+        out_piece.copy_(wide_grad.lerp(average, momentum) if nesterov else average)
 
 
 def muon_(
@@ -60,8 +63,9 @@ def muon_(
         adjusted_lr: learning rate of the update.
         weight_decay: decoupled, as in AdamW.
     """
-    master.mul_(float(1 - lr * weight_decay))
-    master.add_(update, alpha=-float(adjusted_lr))
+    decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
+    for master_piece, update_piece in _pieces(master, update):
+        master_piece.mul_(decay).add_(update_piece, alpha=alpha)
 
 
 def adjust_lr(
@@ -103,11 +107,28 @@ def adamw_(
         eps: added to the root of the second mean.
         weight_decay: decoupled: the master shrinks by ``lr * weight_decay``.
     """
-    grad = grad.to(exp_avg.dtype)
     beta1, beta2 = betas
-    if weight_decay != 0:
-        master.mul_(float(1 - lr * weight_decay))
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
-    master.addcdiv_(exp_avg, denominator, value=-float(lr / (1 - beta1**step)))
+    decay, size = float(1 - lr * weight_decay), float(lr / (1 - beta1**step))
+    for values, grad_piece, mean, mean_sq in _pieces(master, grad, exp_avg, exp_avg_sq):
+        wide_grad = grad_piece.to(mean.dtype)
+        if weight_decay != 0:
+            values.mul_(decay)
+        mean.lerp_(wide_grad, 1 - beta1)
+        mean_sq.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
+        denominator = (mean_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
+        values.addcdiv_(mean, denominator, value=-size)
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the same rows of tensors of one shape, so many that temporaries stay in the cache.
+
+    Memory for larger ones is taken from the system and given back each time, which on a CPU
+    takes several times as long as what is computed. Tensors on a GPU come whole.
+    """
+    first = tensors[0]
+    if not first.is_cpu or first.numel() <= _PIECE_ELEMENTS:
+        yield tensors
+        return
+    rows = max(1, _PIECE_ELEMENTS * len(first) // first.numel())
+    for start in range(0, len(first), rows):
+        yield tuple(tensor[start : start + rows] for tensor in tensors)

@@ -46,22 +46,34 @@ def test_ns_dtype_is_measured_once_and_kept_by_the_run(
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
 
 
-def test_the_dtype_that_measures_faster_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_taken_where_it_measures_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     real = newton_schulz.orthogonalize_
     clock, calls = 0.0, 0
+    slow: dict[torch.dtype, float] = {}
+    threads_seen = set[int]()
 
     def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
         nonlocal clock, calls
         calls += 1
+        threads_seen.add(torch.get_num_threads())
         # Other work keeps the processor busy in a stretch that meets both.
-        clock += slow.get(matrix.dtype, 1.0) + (1000.0 if calls % 16 in range(1, 6) else 0.0)
+        clock += slow.get(matrix.dtype, 1.0) + (1000.0 if calls in range(5, 10) else 0.0)
         return real(matrix)
 
     monkeypatch.setattr(newton_schulz, "orthogonalize_", orthogonalize)
     monkeypatch.setattr(newton_schulz.time, "perf_counter", lambda: clock)
-    for dtype, other in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
-        slow = {other: 300.0}
+    threads = torch.get_num_threads()
+    for dtype, slow in (
+        (torch.bfloat16, {torch.float32: 300.0}),
+        (torch.bfloat16, {torch.bfloat16: 1.4}),  # No more than noise.
+        (torch.float32, {torch.bfloat16: 1.7}),
+        (torch.float32, {torch.bfloat16: 5000.0}),
+    ):
+        calls = 0
         assert newton_schulz.fastest_dtype((1000, 30), torch.device("cpu")) == dtype
+        assert calls == (4 if slow.get(torch.bfloat16) == 5000.0 else 16)
+        assert threads_seen == {1}
+        assert torch.get_num_threads() == threads
     with pytest.raises(ValueError, match="Muon needs"):
         muon.Muon([torch.nn.Parameter(torch.ones(2))], ns_dtype="auto")
     with pytest.raises(ValueError, match="ns_dtype must be one of"):
