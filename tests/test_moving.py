@@ -220,6 +220,7 @@ def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
         toy.store.close()
 
 
+@pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
 @pytest.mark.parametrize(
     ("call", "compute"),
@@ -230,9 +231,9 @@ def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
     ],
 )
 def test_memory_of_a_placement_that_failed_is_given_back(
-    call: str, compute: str, error: type[BaseException]
+    call: str, compute: str, error: type[BaseException], closing: bool
 ) -> None:
-    """Before restore() takes it again, though the error still has its traceback."""
+    """By close(), or before restore() takes it again, though the error still has its traceback."""
     specs, late = matrices(6), matrices(8, prefix="late")
     host_memory, device_memory = budgets_for(specs, 4, 6 if "device" in call else 0)
     if compute == "host":
@@ -264,12 +265,14 @@ def test_memory_of_a_placement_that_failed_is_given_back(
                 failure = caught
                 for name, *_ in late:
                     toy.parameters.pop(name, None)
-                assert toy.store.restore() == 1
-                toy.assert_at(1)
-                toy.step()
+                if not closing:
+                    assert toy.store.restore() == 1
+                    toy.assert_at(1)
+                    toy.step()
             ledger.failing = None
             assert ledger.on_host <= host_memory
             toy.store.close()
+            assert not ledger.now
         if failure is None:
             break
     assert failing > 1
