@@ -266,6 +266,10 @@ class _Task(Future[Any]):
         self._thread.run_to(self)
         return super().result(timeout)
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._thread.run_to(self)
+        return super().exception(timeout)
+
 
 class _LateThread:
     """A ThreadPoolExecutor of one thread, which is so slow that it does what is waited for."""
