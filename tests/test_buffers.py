@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.streams import fake_cuda, is_mapped
 from tierstore.buffers import BufferPool
 from tierstore.units import SECTOR_BYTES
 
@@ -19,3 +20,17 @@ def test_memory_is_all_buffers_in_one_piece(count: int, nbytes: int) -> None:
     assert found.count(0) == 0
     for value in range(1, count + 1):
         assert found.count(value) == pool.buffer_bytes
+
+
+@pytest.mark.parametrize("kept", ["tensor", "memory"])
+def test_page_locked_memory_is_unregistered_before_it_is_unmapped(kept: str) -> None:
+    """And not before the last view of it is gone."""
+    with fake_cuda() as cuda:
+        pool = BufferPool(2, SECTOR_BYTES, page_locked=True)
+        (address,) = cuda.locked
+        view = getattr(pool.acquire(), kept)
+        del pool
+        assert cuda.locked
+        del view
+        assert not cuda.locked
+        assert not is_mapped(address, SECTOR_BYTES)
