@@ -278,6 +278,35 @@ def test_memory_of_a_placement_that_failed_is_given_back(
     assert failing > 1
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
+def test_the_first_placement_may_be_tried_again(error: type[BaseException]) -> None:
+    """There is nothing to lose yet."""
+    specs = matrices(6)
+    host_memory, device_memory = budgets_for(specs, 3, 2)
+    with counting() as ledger:
+        ledger.error = error
+        toy = Toy(
+            MemoryStorage(),
+            [],
+            page_bytes=SMALL_PAGES,
+            buffers=None,
+            host_memory=host_memory,
+            device_memory=device_memory,
+        )
+        for failing in (1, 3, 6):  # The buffers, a page of the host, one of the device.
+            ledger.failing = failing
+            with pytest.raises(error):
+                toy.attach(specs)
+            toy.groups.clear()
+            assert not ledger.now
+        toy.attach(specs)
+        toy.step()
+        toy.assert_at(1)
+        assert ledger.on_host <= host_memory
+        assert ledger.on_device <= device_memory
+        toy.store.close()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("stepped", [0, 2])

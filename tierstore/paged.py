@@ -111,7 +111,7 @@ class PagedStates:
         all_pages = [*self._pages, *pages]
         device = device_of([*self._groups, *groups])
         placement = self._placement(all_pages, device, self._tier)
-        if self._device is None:
+        if not self._groups:
             self._device = open_device(device)
         self._place(all_pages, placement)
         if self._storage is not None and not self._guard.awaits_restore:
@@ -313,11 +313,11 @@ class PagedStates:
         except BaseException as error:
             # In its traceback would live on what was taken so far, and it is taken anew.
             traceback.clear_frames(error.__traceback__)
-            if self._storage:
+            if self._storage and self._pages:
                 self._guard.fail(error)
-            else:  # What pages hold is still in one tier or the other.
+            else:  # Nothing is lost: without a storage, pages are whole in one tier or the other.
                 self._pager.forget(pages[len(self._pages) :])
-                self._displaced = self._pages
+                self._displaced = self._pages or None
             raise
         self._displaced = None
 
