@@ -145,6 +145,9 @@ def _lock_pages(arena: _Arena, address: int, nbytes: int) -> None:
             format_bytes(nbytes),
             error,
         )
+        # CUDA keeps the error for whoever launches a kernel next: be that here.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         return
     arena.unregister = functools.partial(runtime.cudaHostUnregister, address)
 
