@@ -202,7 +202,9 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RunMismatchError, CheckpointError: it is of another model; nothing was changed.
         """
-        self._attach_groups()
+        # A store that failed goes back to the groups it has; the next step attaches the others.
+        with contextlib.suppress(tierstore.StoreFailedError):
+            self._attach_groups()
         fixed = [{key: group[key] for key in _FIXED if key in group} for group in self.param_groups]
         step = self.store.restore(checkpoint)
         for group, values in zip(self.param_groups, fixed, strict=True):

@@ -12,6 +12,8 @@ that nobody changes what they read, or what they write to, is looked at when the
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +29,12 @@ from tierstore import paged, transit, views
 from tierstore.device import CudaDevice
 
 GARBAGE = 205
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Return whether all this memory, of whole pages, is this process's own."""
+    found = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    return ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found) == 0
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +176,8 @@ class FakeCuda:
         self._random = random.Random(seed)
         self._pace = pace
         self._clock = 0
-        self._locked: dict[int, int] = {}  # Address -> bytes.
+        self.locked: dict[int, int] = {}
+        """Address -> bytes of what is page-locked."""
         self._uses: dict[int, int] = {}  # Address -> when something was last computed there.
 
     @property
@@ -239,16 +248,17 @@ class FakeCuda:
 
     def _is_locked(self, tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()
-        return any(start <= address < start + size for start, size in self._locked.items())
+        return any(start <= address < start + size for start, size in self.locked.items())
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
         with self.mutex:
-            self._locked[address] = nbytes
+            self.locked[address] = nbytes
         return 0
 
     def unregister(self, address: int) -> None:
         with self.mutex:
-            del self._locked[address]
+            if not is_mapped(address, self.locked.pop(address)):
+                self.hazards.append("memory was unmapped while it was page-locked")
 
 
 class _Task(Future[Any]):
@@ -265,6 +275,10 @@ class _Task(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         self._thread.run_to(self)
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._thread.run_to(self)
+        return super().exception(timeout)
 
 
 class _LateThread:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,27 @@ def test_a_store_without_a_directory_goes_on_after_an_interrupt() -> None:
         in_mid_sweep(toy, interrupt)
     toy.step()
     assert toy.store.read_states()
+
+
+AT_EXIT = """
+import atexit, sys
+from pathlib import Path
+from tests.toy import Toy
+toy = Toy(Path(sys.argv[1]) if sys.argv[1:] else None, page_bytes=4096)
+atexit.register(toy.store.close)
+toy.step()
+if sys.argv[1:]:
+    toy.store.synchronize()
+"""
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_closing_as_the_interpreter_exits(directory: bool, tmp_path: Path) -> None:
+    """When no thread can be started any more."""
+    arguments = [str(tmp_path)] if directory else []
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, *arguments], check=True, capture_output=True, text=True
+    )
+    assert not ended.stderr
+    if directory:
+        resumed(tmp_path, 1).store.close()

@@ -31,30 +31,40 @@ class Ledger:
 
     def __init__(self) -> None:
         self._arenas: list[tuple[weakref.ref[mmap.mmap], int]] = []
-        self.on_host = self.on_device = 0
+        self.on_host = self.on_device = self.on_both = 0
         self.failing: int | None = None
-        """Which of the next arenas cannot be populated."""
+        """Which of the next allocations fails."""
         self.error: type[BaseException] = KeyboardInterrupt
         self._device = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes that are allocated, of host and device together."""
+        return self._host + self._device
+
+    @property
+    def _host(self) -> int:
+        alive = ((reference(), nbytes) for reference, nbytes in self._arenas)
+        return sum(nbytes for arena, nbytes in alive if arena is not None and not arena.closed)
 
     def took_arena(self, arena: mmap.mmap, nbytes: int) -> None:
         if nbytes > SECTOR_BYTES:  # Or it is that of no buffers.
             self._arenas.append((weakref.ref(arena), nbytes))
-        alive = ((reference(), nbytes) for reference, nbytes in self._arenas)
-        now = sum(nbytes for arena, nbytes in alive if arena is not None and not arena.closed)
-        self.on_host = max(self.on_host, now)
+        self.on_host = max(self.on_host, self._host)
+        self.on_both = max(self.on_both, self.now)
 
-    def populating(self) -> None:
+    def allocating(self) -> None:
         if self.failing is not None:
             self.failing -= 1
             if not self.failing:
                 self.failing = None
-                raise self.error("while memory is populated")
+                raise self.error("while memory is allocated")
 
     def took_device(self, buffer: DeviceBuffer) -> None:
         nbytes = buffer.tensor.numel()
         self._device += nbytes
         self.on_device = max(self.on_device, self._device)
+        self.on_both = max(self.on_both, self.now)
         weakref.finalize(buffer.tensor, self._free_device, nbytes)
 
     def _free_device(self, nbytes: int) -> None:
@@ -73,10 +83,11 @@ def counting(*, apart: bool = False) -> Iterator[Ledger]:
         return arena
 
     def counted_populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
-        ledger.populating()
+        ledger.allocating()
         populate(arena, offset, nbytes)
 
     def counted_allocate(device: PlainDevice, nbytes: int) -> DeviceBuffer:
+        ledger.allocating()
         buffer = allocate(device, nbytes)
         ledger.took_device(buffer)
         return buffer
@@ -152,6 +163,7 @@ def test_moving_without_a_directory_takes_one_page_more() -> None:
             toy.step()
             toy.assert_at(step)
         assert ledger.on_host == ledger.on_device == pages
+        assert ledger.on_both == pages + pages // len(specs)
         assert_counted(toy, ledger)
 
 
@@ -208,6 +220,7 @@ def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
         toy.store.close()
 
 
+@pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
 @pytest.mark.parametrize(
     ("call", "compute"),
@@ -218,9 +231,9 @@ def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
     ],
 )
 def test_memory_of_a_placement_that_failed_is_given_back(
-    call: str, compute: str, error: type[BaseException]
+    call: str, compute: str, error: type[BaseException], closing: bool
 ) -> None:
-    """Before restore() takes it again, though the error still has its traceback."""
+    """By close(), or before restore() takes it again, though the error still has its traceback."""
     specs, late = matrices(6), matrices(8, prefix="late")
     host_memory, device_memory = budgets_for(specs, 4, 6 if "device" in call else 0)
     if compute == "host":
@@ -252,12 +265,102 @@ def test_memory_of_a_placement_that_failed_is_given_back(
                 failure = caught
                 for name, *_ in late:
                     toy.parameters.pop(name, None)
-                assert toy.store.restore() == 1
-                toy.assert_at(1)
-                toy.step()
+                if not closing:
+                    assert toy.store.restore() == 1
+                    toy.assert_at(1)
+                    toy.step()
             ledger.failing = None
             assert ledger.on_host <= host_memory
             toy.store.close()
+            assert not ledger.now
+        if failure is None:
+            break
+    assert failing > 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
+def test_the_first_placement_may_be_tried_again(error: type[BaseException]) -> None:
+    """There is nothing to lose yet."""
+    specs = matrices(6)
+    host_memory, device_memory = budgets_for(specs, 3, 2)
+    with counting() as ledger:
+        ledger.error = error
+        toy = Toy(
+            MemoryStorage(),
+            [],
+            page_bytes=SMALL_PAGES,
+            buffers=None,
+            host_memory=host_memory,
+            device_memory=device_memory,
+        )
+        for failing in (1, 3, 6):  # The buffers, a page of the host, one of the device.
+            ledger.failing = failing
+            with pytest.raises(error):
+                toy.attach(specs)
+            toy.groups.clear()
+            assert not ledger.now
+        toy.attach(specs)
+        toy.step()
+        toy.assert_at(1)
+        assert ledger.on_host <= host_memory
+        assert ledger.on_device <= device_memory
+        toy.store.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stepped", [0, 2])
+@pytest.mark.parametrize(
+    ("call", "compute"),
+    [
+        *itertools.product(["move", "late group"], ["device", "host"]),
+        ("move back", "device"),
+    ],
+)
+def test_a_store_without_a_directory_goes_on_after_a_placement_that_failed(
+    call: str, compute: str, stepped: int, apart: bool, error: type[BaseException]
+) -> None:
+    """With all it held, and whatever is called next: a step, the same again, or a look."""
+    specs, late = matrices(6), matrices(4, prefix="late")
+    for failing in range(1, 20):
+        for following in ("step", "again", "read", "write"):
+            with counting(apart=apart) as ledger:
+                ledger.error = error
+                toy = Toy(None, [specs], page_bytes=SMALL_PAGES, compute=compute)  # type: ignore[arg-type]
+                if call == "move back":
+                    toy.store.move("device")
+                for _ in range(stepped):
+                    toy.step()
+                before = ledger.now
+
+                def act(toy: Toy = toy) -> None:
+                    if call == "late group":
+                        toy.attach(late)
+                    else:
+                        toy.store.move("host" if call == "move back" else "device")
+
+                ledger.failing, failure = failing, None
+                try:
+                    act()
+                except error as caught:
+                    ledger.failing, failure = None, caught
+                    for name, *_ in late:
+                        toy.parameters.pop(name, None)
+                    if following == "again":
+                        act()
+                        toy.step()
+                    elif following == "write":
+                        toy.store.write_states(toy.store.read_states())
+                    elif following == "step":
+                        toy.step()
+                    if call != "late group":
+                        toy.assert_at(toy.store.step)
+                    if following != "again":
+                        assert toy.store.read_states().keys() == {name for name, *_ in specs}
+                        assert ledger.now == before
+                ledger.failing = None
+                toy.store.close()
+                assert not ledger.now
         if failure is None:
             break
     assert failing > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import muon
 import tierstore
 from tests import training
 from tests.toy import FIRST, FOURTH, MODEL, RANK, Toy, open_muon, resumed, unchanged_parameters
+from tierstore import buffers
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
@@ -189,3 +191,59 @@ def test_a_parameter_of_a_known_name_is_refused(tmp_path: Path) -> None:
         toy.attach([FIRST])
     toy.store.close()
     resumed(tmp_path, 1).store.close()
+
+
+def interrupt_populating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt what next takes memory on the host, once."""
+    populate = buffers._populate
+
+    def interrupted(arena: mmap.mmap, offset: int, nbytes: int) -> None:
+        monkeypatch.setattr(buffers, "_populate", populate)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(buffers, "_populate", interrupted)
+
+
+def test_restoring_after_a_late_group_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is attached by the next step, as it would have been."""
+    store, optimizer, parameters = open_muon(tmp_path)
+    training.set_gradients(parameters, 1)
+    optimizer.step()
+    store.synchronize()
+    committed = training.snapshot(optimizer, parameters)
+    late = torch.nn.Parameter(torch.ones(40, 60))
+    optimizer.add_param_group({"params": [("late", late)], "algorithm": "adamw"})
+    late.grad = torch.ones_like(late)
+    interrupt_populating(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(tierstore.StoreFailedError):
+        optimizer.step()
+    assert optimizer.restore() == 1
+    training.assert_identical(training.snapshot(optimizer, parameters), committed)
+    optimizer.step()
+    assert not torch.equal(late, torch.ones_like(late))
+    store.close()
+
+
+def test_an_interrupt_before_the_first_step_or_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be called again: nothing was done yet."""
+    store, optimizer, parameters = open_muon(tmp_path)
+    training.set_gradients(parameters, 1)
+    interrupt_populating(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.step()
+    expected = training.snapshot(optimizer, parameters)
+    store.close()
+    store, optimizer, parameters = open_muon(tmp_path, resume=True)
+    interrupt_populating(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.restore()
+    assert optimizer.restore() == 1
+    training.assert_identical(training.snapshot(optimizer, parameters), expected)
+    store.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import mmap
-import weakref
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +101,23 @@ class BufferPool:
         self._free = list(self._all)
 
 
-def _map(nbytes: int) -> mmap.mmap:
+class _Arena(mmap.mmap):
+    """Memory of the system, taken back from CUDA before it is unmapped.
+
+    A finalizer of ``weakref`` would be called when it is unmapped already.
+    """
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        # At the end of the process CUDA may be gone already, and takes care itself.
+        if self.unregister is not None and not sys.is_finalizing():
+            self.unregister()
+
+
+def _map(nbytes: int) -> _Arena:
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return _Arena(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise _no_memory(nbytes) from error
 
@@ -118,7 +134,7 @@ def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
             arena[position] = 0
 
 
-def _lock_pages(arena: mmap.mmap, address: int, nbytes: int) -> None:
+def _lock_pages(arena: _Arena, address: int, nbytes: int) -> None:
     """Register memory with CUDA for as long as it lives."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(address, nbytes, 0))
@@ -129,9 +145,11 @@ def _lock_pages(arena: mmap.mmap, address: int, nbytes: int) -> None:
             format_bytes(nbytes),
             error,
         )
+        # CUDA keeps the error for whoever launches a kernel next: be that here.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         return
-    # At the end of the process CUDA may be gone already, and takes care itself.
-    weakref.finalize(arena, runtime.cudaHostUnregister, address).atexit = False
+    arena.unregister = functools.partial(runtime.cudaHostUnregister, address)
 
 
 def _no_memory(nbytes: int) -> BudgetError:

@@ -111,10 +111,9 @@ class PagedStates:
         all_pages = [*self._pages, *pages]
         device = device_of([*self._groups, *groups])
         placement = self._placement(all_pages, device, self._tier)
-        if self._device is None:
+        if not self._groups:
             self._device = open_device(device)
-        with self._guard.failing(interrupts=True):
-            self._place(all_pages, placement)
+        self._place(all_pages, placement)
         if self._storage is not None and not self._guard.awaits_restore:
             self._allocate(self._storage, pages)
         self._groups += groups
@@ -140,6 +139,7 @@ class PagedStates:
             ValueError: a parameter or gradient does not fit what was attached.
         """
         self._guard.require_restored()
+        self._place_again()
         for group in self._groups:
             for parameter in group.parameters:
                 check_unchanged(parameter, self._specs[parameter.name])
@@ -231,6 +231,7 @@ class PagedStates:
             first step it is the parameter, and other states are zero.
         """
         self._guard.require_restored()
+        self._place_again()
         wanted = self._specs.keys() if names is None else names
         try:
             return read_states(self._pager, self._pages, wanted)
@@ -259,6 +260,7 @@ class PagedStates:
             if name not in self._specs:
                 raise ValueError(f"there is no parameter {name!r} in this store")
             check_states(self._specs[name], states)
+        self._place_again()
         self._write_pages(lambda view: fill_states(view, values), scalars or {})
 
     @property
@@ -288,8 +290,8 @@ class PagedStates:
         """Move all pages to a tier now."""
         if self._device is not None:
             placement = self._placement(self._pages, self._device.device, tier)
+            self._place(self._pages, placement)
             with self._guard.failing(interrupts=True):
-                self._place(self._pages, placement)
                 self._pager.load(self._pages)
         self._tier = tier
 
@@ -309,16 +311,22 @@ class PagedStates:
             beside = self._mirrors.nbytes if self._mirrors else 0
             self._pager.place(pages, placement, stepped_on, beside=beside)
         except BaseException as error:
-            # In its traceback would live on what was taken so far, and restore() takes it anew.
+            # In its traceback would live on what was taken so far, and it is taken anew.
             traceback.clear_frames(error.__traceback__)
+            if self._storage and self._pages:
+                self._guard.fail(error)
+            else:  # Nothing is lost: without a storage, pages are whole in one tier or the other.
+                self._pager.forget(pages[len(self._pages) :])
+                self._displaced = self._pages or None
             raise
         self._displaced = None
 
     def _place_again(self) -> None:
-        """Place pages of which nothing in memory counts, if an earlier placement failed."""
+        """Place pages anew if that failed: from their files, or from memory if they have none."""
         if self._displaced is not None and self._device is not None:
-            # Of those that were to be attached the error still knows.
-            self._pager.forget(self._displaced)
+            if self._storage:
+                # Of those that were to be attached the error still knows.
+                self._pager.forget(self._displaced)
             self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
 
     def _swap_out(self, page: Page) -> None:

@@ -142,17 +142,17 @@ class Pager:
         if page.copy is not None:
             page.copy.wait()
             page.copy = None
+        # Whatever interrupts this leaves the page with what it had: memory changes with the tier.
         if tier is Tier.HOST:
-            page.buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
+            buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
             if page.device_buffer is not None:
-                device.copy_out(page.device_buffer, page.buffer.tensor[:nbytes]).wait()
-                page.device_buffer = None
+                device.copy_out(page.device_buffer, buffer.tensor[:nbytes]).wait()
+            page.buffer, page.device_buffer, page.tier = buffer, None, tier
         else:
-            page.device_buffer = device.allocate(nbytes)
+            memory = device.allocate(nbytes)
             if page.buffer is not None:
-                device.copy_in(page.buffer.tensor[:nbytes], page.device_buffer).wait()
-                page.buffer = None
-        page.tier = tier
+                device.copy_in(page.buffer.tensor[:nbytes], memory).wait()
+            page.buffer, page.device_buffer, page.tier = None, memory, tier
 
     # -- The stream.
 

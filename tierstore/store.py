@@ -345,7 +345,7 @@ class TierStore(PagedStates):
             if self._storage:
                 stack.callback(self._storage.close)
                 stack.callback(self._commits.close)
-            stack.callback(self._pager.close, self._pages)
+            stack.callback(self._pager.close, self._displaced or self._pages)
             if self._mirrors is not None:
                 stack.callback(self._mirrors.close)
             # Its error is in the log, and not the one to raise where there is another.

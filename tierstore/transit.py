@@ -100,6 +100,7 @@ class Transit:
         self._staging: deque[DeviceBuffer] = deque()
         # Starts writes of what is still on its way from the device. No thread before that.
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
+        self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
 
     def provide_staging(self, device: Device, sizes: Sequence[int]) -> int:
@@ -173,7 +174,8 @@ class Transit:
             page.entry, transfer = self._start_write(page, step, copy)
             page.transfers = [transfer]
         else:
-            page.transfers = [_LateTransfer(self._late.submit(self._start_write, page, step, copy))]
+            self._last_late = self._late.submit(self._start_write, page, step, copy)
+            page.transfers = [_LateTransfer(self._last_late)]
 
     def leave_device(self, page: Page) -> None:
         """Start to copy a page that was stepped on the device to its buffer."""
@@ -211,7 +213,9 @@ class Transit:
 
     def finish_late(self) -> None:
         """Block until no write waits for a copy any more, whatever became of it."""
-        self._late.submit(lambda: None).result()
+        if self._last_late is not None:
+            self._last_late.exception()
+            self._last_late = None
 
     def close(self) -> None:
         """Give the device's memory back."""
