@@ -326,7 +326,11 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
         )
         # A copy that is under way keeps its tensors here anyway.
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
-        stack.enter_context(mock.patch.object(paged, "open_device", CudaDevice))
+        # Where pages rest is decided for a GPU; tensors that are made for it are plain ones.
+        on_gpu = mock.patch.object(paged, "device_of", return_value=torch.device("cuda"))
+        stack.enter_context(on_gpu)
+        plain = mock.patch.object(paged, "open_device")
+        stack.enter_context(plain).side_effect = lambda _: CudaDevice(torch.device("cpu"))
         # Parameters on a device are not looked at before the sweep ends.
         stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
         if not real_thread:

@@ -129,14 +129,17 @@ def test_moving_between_steps(
         trained.store.close()
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
-def test_without_a_directory(tier: str) -> None:
+@pytest.mark.parametrize("tier", ["device", "host", None])
+def test_without_a_directory(tier: str | None) -> None:
     with fake_cuda():
         trained = Trained(None)
-        trained.store.move(tier)
+        if tier is not None:
+            trained.store.move(tier)
         for _ in range(3):
             trained.step()
         trained.assert_right()
+        pages_in = trained.store.stats().pages_in
+        assert pages_in.keys() == {tier or "device"}  # Where steps are computed.
         trained.step()
         trained.store.close()  # While the last pages are on their way; fake_cuda() looks.
 
