@@ -237,6 +237,8 @@ def main(
     if device.type == "cuda" and not torch.cuda.is_available():
         typer.echo("not measured: there is no CUDA device")
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # The one that now_s() waits for.
     plan = PLANS["small" if small else "default"]
     console = Console(width=120)
     copies = measure_copies(device, plan)
