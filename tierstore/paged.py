@@ -303,14 +303,14 @@ class PagedStates:
         device = self._device
         on_host = self._config.compute == "host"
         stepped_on = PlainDevice() if on_host else device
+        beside = MIRRORS * _mirror_bytes(pages) if on_host else 0
         try:
-            if self._mirrors is not None:
+            if self._mirrors is not None and self._mirrors.nbytes != beside:
                 self._mirrors.close()
                 self._mirrors = None
             self._pager.make_way(pages, placement, stepped_on, self._write)
-            if on_host:
+            if on_host and self._mirrors is None:
                 self._mirrors = Mirrors(device, _mirror_bytes(pages))
-            beside = self._mirrors.nbytes if self._mirrors else 0
             self._pager.place(pages, placement, stepped_on, beside=beside)
         except BaseException as error:
             # In its traceback would live on what was taken so far, and restore() takes it anew.
