@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def test_small_run_on_the_cpu(tmp_path: Path) -> None:
     ]
     assert set(rows["on the GPU"]["ratio"]) == {1.0}
     assert min(row["step_s"] for row in rows.values()) > 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"forward", "backward", "tierstore::check"} <= names
     picture = tmp_path / "timeline.png"
     done = run_benchmark("timeline.py", "--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
