@@ -32,11 +32,11 @@ class Ledger:
     def __init__(self) -> None:
         self._arenas: list[tuple[weakref.ref[mmap.mmap], int]] = []
         self.on_host = self.on_device = 0
-        self.arenas_taken = 0
         self.failing: int | None = None
         """Which of the next arenas cannot be populated."""
         self.error: type[BaseException] = KeyboardInterrupt
         self._device = 0
+        self.arenas_taken = 0
 
     def took_arena(self, arena: mmap.mmap, nbytes: int) -> None:
         if nbytes > SECTOR_BYTES:  # Or it is that of no buffers.
@@ -189,6 +189,21 @@ def test_a_late_group_has_pages_of_both_tiers_change_places() -> None:
         toy.store.close()
 
 
+@pytest.mark.parametrize("compute", ["device", "host"])
+def test_moving_to_where_all_pages_are_takes_nothing_anew(compute: str) -> None:
+    with counting() as ledger:
+        toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, compute=compute)
+        toy.step()
+        taken = ledger.arenas_taken
+        assert taken
+        toy.store.move("nvme")
+        assert ledger.arenas_taken == taken
+        toy.step()
+        toy.assert_at(2)
+        assert_counted(toy, ledger)
+        toy.store.close()
+
+
 def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
     host_memory = 3_000 * KIB
     with counting() as ledger:
@@ -206,21 +221,6 @@ def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
         toy.attach([matrix("late", 64)])
         toy.step()
         assert ledger.on_host <= host_memory
-        assert_counted(toy, ledger)
-        toy.store.close()
-
-
-@pytest.mark.parametrize("compute", ["device", "host"])
-def test_moving_to_where_all_pages_are_takes_nothing_anew(compute: str) -> None:
-    with counting() as ledger:
-        toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, compute=compute)
-        toy.step()
-        taken = ledger.arenas_taken
-        assert taken
-        toy.store.move("nvme")
-        assert ledger.arenas_taken == taken
-        toy.step()
-        toy.assert_at(2)
         assert_counted(toy, ledger)
         toy.store.close()
 

@@ -145,10 +145,10 @@ class PagedStates:
                 device to find out, that is told when the next sweep begins.
         """
         self._guard.require_restored()
-        self._warn_of_changed()
         for group in self._groups:
             for parameter in group.parameters:
                 check_unchanged(parameter, self._specs[parameter.name])
+        self._warn_of_changed()
         self._commit_if_due()
         step = self._history.step
         sweep = Sweep(
