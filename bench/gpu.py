@@ -112,9 +112,18 @@ def copy_by_torch(device: torch.device, page_bytes: int, copied_bytes: int) -> C
     return copy
 
 
-def copy_by_pages(device: torch.device, page_bytes: int, copied_bytes: int) -> Callable[[], float]:
+def open_in_memory(page_bytes: int, tier: str | None = None) -> tierstore.TierStore:
+    """Return a store without files, with its pages in a tier, or else where steps are computed."""
+    store = tierstore.TierStore(None, page_bytes=page_bytes)
+    if tier is not None:
+        store.move(tier)
+    return store
+
+
+def copy_by_pages(
+    store: tierstore.TierStore, device: torch.device, copied_bytes: int
+) -> Callable[[], float]:
     """Return a sweep that computes nothing, and says how many GiB/s each way took."""
-    store = tierstore.TierStore(None, host_memory=2 * copied_bytes, page_bytes=page_bytes)
     idle = Idle(make_parameters(copied_bytes, device), MOMENTUM, store)
 
     def sweep() -> float:
@@ -136,22 +145,27 @@ class Copies:
     """Pages over torch in the same round: quartiles, with the extremes around them."""
     torch_ratio: tuple[float, ...]
     """The same of torch's second turn over its first."""
+    pages_in: dict[str, int]
+    """Tier -> number of pages that rested there."""
 
 
 def measure_copies(device: torch.device, plan: Plan) -> Copies:
     """Let pages and torch take turns."""
     by_torch = copy_by_torch(device, plan.page_bytes, plan.copied_bytes)
-    by_pages = copy_by_pages(device, plan.page_bytes, plan.copied_bytes)
-    by_torch()
-    rounds = [
-        (by_torch(), by_pages(), by_torch())
-        for _ in track(range(plan.rounds), description="copies")
-    ]
+    with open_in_memory(plan.page_bytes, "host") as store:
+        by_pages = copy_by_pages(store, device, plan.copied_bytes)
+        by_torch()
+        rounds = [
+            (by_torch(), by_pages(), by_torch())
+            for _ in track(range(plan.rounds), description="copies")
+        ]
+        pages_in = store.stats().pages_in
     return Copies(
         torch_gib_per_s=statistics.median(first for first, _, _ in rounds),
         pages_gib_per_s=statistics.median(pages for _, pages, _ in rounds),
         ratio=spread([pages / statistics.mean((a, b)) for a, pages, b in rounds]),
         torch_ratio=spread([b / a for a, _, b in rounds]),
+        pages_in=pages_in,
     )
 
 
@@ -160,22 +174,26 @@ def make_contenders(
 ) -> dict[str, Contender]:
     """Return one contender for each place where state can be, each with a model of its own."""
 
-    def contender(path: Path | None, options: dict[str, Any], **more: Any) -> Contender:
-        store = tierstore.TierStore(path, page_bytes=plan.page_bytes, **options)
+    def contender(store: tierstore.TierStore, **options: Any) -> Contender:
         stack.enter_context(store)
         model = Tower(plan, device)
-        return Contender(model, muon.Muon(muon.param_groups(model), store=store, **more))
+        return Contender(model, muon.Muon(muon.param_groups(model), store=store, **options))
 
-    streamed = {"host_memory": 16 * plan.page_bytes, "buffers": 4}
+    def open_streamed(name: str, compute: str = "device") -> tierstore.TierStore:
+        return tierstore.TierStore(
+            directory / name,
+            host_memory=16 * plan.page_bytes,
+            page_bytes=plan.page_bytes,
+            buffers=4,
+            compute=compute,
+        )
+
     return {
-        "on the GPU": contender(None, {"device_memory": "64GiB"}),
-        "in host memory": contender(None, {}),
-        "on NVMe": contender(directory / "nvme", streamed, prefetch_in_backward=True),
+        "on the GPU": contender(open_in_memory(plan.page_bytes)),
+        "in host memory": contender(open_in_memory(plan.page_bytes, "host")),
+        "on NVMe": contender(open_streamed("nvme"), prefetch_in_backward=True),
         "on NVMe, stepped on the host": contender(
-            directory / "host",
-            {**streamed, "compute": "host"},
-            prefetch_in_backward=True,
-            ns_dtype="auto",
+            open_streamed("host", "host"), prefetch_in_backward=True, ns_dtype="auto"
         ),
     }
 
@@ -219,6 +237,8 @@ def main(
     if device.type == "cuda" and not torch.cuda.is_available():
         typer.echo("not measured: there is no CUDA device")
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # The one that now_s() waits for.
     plan = PLANS["small" if small else "default"]
     console = Console(width=120)
     copies = measure_copies(device, plan)
@@ -235,6 +255,7 @@ def main(
             drained=False,
             rounds=plan.rounds,
         )
+        pages_in = {case: each.store.stats().pages_in for case, each in contenders.items()}
         if trace is not None:
             write_trace(contenders["on NVMe"], trace)
     console.print(report(steps))
@@ -244,6 +265,7 @@ def main(
         device=device_name,
         copies=asdict(copies),
         steps=asdict(steps),
+        pages_in=pages_in,
     )
 
 

@@ -35,6 +35,7 @@ from rich.progress import track
 from rich.table import Table
 from sweep import Idle
 from torch import nn
+from torch.profiler import record_function
 
 import muon
 import tierstore
@@ -174,7 +175,10 @@ class Contender:
     def turn(self) -> Turn:
         """Do one training step and wait until the disk is idle again."""
         times_s = [now_s()]
-        self._model(self._model.inputs).square().mean().backward()
+        with record_function("forward"):
+            loss = self._model(self._model.inputs).square().mean()
+        with record_function("backward"):
+            loss.backward()
         times_s.append(now_s())
         self._optimizer.step()
         times_s.append(now_s())

@@ -32,6 +32,7 @@ KINDS = {
     "adamw": ("training thread", "#756bb1"),
     "check": ("training thread", "#bdbdbd"),
     "checksums": ("training thread", "#737373"),
+    "late checksums": ("late writes", "#737373"),
     "stall": ("training thread", "#de2d26"),
     "swap_in": ("swap_in", "#31a354"),
     "swap_out": ("swap_out", "#006d2c"),
@@ -40,6 +41,8 @@ KINDS = {
     "HtoD": ("GPU: copies in", "#31a354"),
     "DtoH": ("GPU: copies out", "#006d2c"),
 }
+
+TRAINING = {kind for kind, (lane, _) in KINDS.items() if lane == "training thread"} - {"checksums"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,16 +116,24 @@ def read_spans(trace: Path) -> list[Span]:
     data = trace.read_bytes()
     events = json.loads(gzip.decompress(data) if trace.suffix == ".gz" else data)["traceEvents"]
     found = [
-        (kind, event["ts"], event["dur"])
+        (kind, event)
         for event in events
         if event.get("ph") == "X" and (kind := _kind_of(event)) in KINDS
     ]
     if not found:
         raise typer.BadParameter(f"{trace} has no ranges of tierstore or muon")
-    began = min(start for _, start, _ in found)
+    began = min(event["ts"] for _, event in found)
+    # On a GPU a thread of its own makes them, when pages have come back from there.
+    training = {event.get("tid") for kind, event in found if kind in TRAINING}
     return [
-        Span(kind=kind, start_s=(start - began) / 1e6, duration_s=duration / 1e6)
-        for kind, start, duration in found
+        Span(
+            kind="late checksums"
+            if kind == "checksums" and event.get("tid") not in training
+            else kind,
+            start_s=(event["ts"] - began) / 1e6,
+            duration_s=event["dur"] / 1e6,
+        )
+        for kind, event in found
     ]
 
 

@@ -87,10 +87,25 @@ class _Copy:
         self.is_checked = True
 
 
+class _Fetch:
+    """A copy on the current stream to memory that torch keeps for as long as it takes."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.value = source.clone()
+        self.host = ~self.value
+
+    def take(self) -> None:
+        """See _Copy.take."""
+
+    def end(self) -> None:
+        """See _Copy.end."""
+        self.host.copy_(self.value)
+
+
 class _Stream:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
-        self.items: list[_Copy | _Event] = []  # An event among them is one waited for.
+        self.items: list[_Copy | _Fetch | _Event] = []  # An event among them is one waited for.
         self.taken = self.ended = 0  # So many of them are done, for the device and for all.
         self.seen = 0  # What was computed before that time is done before what comes next.
         cuda.streams.append(self)
@@ -230,6 +245,12 @@ class FakeCuda:
                 self.incoming.append(copy)
                 self.computes_in(target)
 
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        with self.mutex:
+            fetch = _Fetch(source)
+            self.current.items.append(fetch)
+            return fetch.host
+
     def computes_in(self, memory: torch.Tensor) -> None:
         """Note that something is computed in this device memory from now on.
 
@@ -340,7 +361,18 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
         )
         # A copy that is under way keeps its tensors here anyway.
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
-        stack.enter_context(mock.patch.object(paged, "open_device", CudaDevice))
+        convert = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            is_fetch = args == ("cpu",) and options == {"non_blocking": True}
+            return cuda.fetch(tensor) if is_fetch else convert(tensor, *args, **options)
+
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
+        # Where pages rest is decided for a GPU; tensors that are made for it are plain ones.
+        on_gpu = mock.patch.object(paged, "device_of", return_value=torch.device("cuda"))
+        stack.enter_context(on_gpu)
+        plain = mock.patch.object(paged, "open_device")
+        stack.enter_context(plain).side_effect = lambda _: CudaDevice(torch.device("cpu"))
         # Parameters on a device are not looked at before the sweep ends.
         stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
         if not real_thread:

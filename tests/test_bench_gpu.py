@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import importlib
+import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.benching import report_of, run_benchmark
+from tests.benching import BENCH, report_of, run_benchmark
+from tests.streams import fake_cuda
 
 
 def test_small_run_on_the_cpu(tmp_path: Path) -> None:
@@ -24,10 +28,30 @@ def test_small_run_on_the_cpu(tmp_path: Path) -> None:
     ]
     assert set(rows["on the GPU"]["ratio"]) == {1.0}
     assert min(row["step_s"] for row in rows.values()) > 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"forward", "backward", "tierstore::check"} <= names
     picture = tmp_path / "timeline.png"
     done = run_benchmark("timeline.py", "--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pages_rest_where_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plain memory cannot show: that state in host memory is not on the GPU."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    gpu = importlib.import_module("gpu")
+    plan, cpu = gpu.PLANS["small"], torch.device("cpu")
+    monkeypatch.setattr(gpu, "copy_by_torch", lambda *_: lambda: 1.0)
+    with fake_cuda():
+        assert gpu.measure_copies(cpu, plan).pages_in.keys() == {"host"}
+        with ExitStack() as stack:
+            contenders = gpu.make_contenders(tmp_path, stack, plan, cpu)
+            assert {case: [*each.store.stats().pages_in] for case, each in contenders.items()} == {
+                "on the GPU": ["device"],
+                "in host memory": ["host"],
+                "on NVMe": ["nvme"],
+                "on NVMe, stepped on the host": ["nvme"],
+            }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

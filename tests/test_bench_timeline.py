@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "timeline.py"
+from tests.benching import BENCH
+
+SCRIPT = BENCH / "timeline.py"
 
 
 def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +55,27 @@ def test_a_trace_of_another_run(category: str, name: str, tmp_path: Path) -> Non
     done = draw("--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     assert min(size_of(picture)) > 100
+
+
+def test_checksums_have_the_lane_of_their_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    timeline = importlib.import_module("timeline")
+    trace = tmp_path / "trace.json"
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1, "dur": 2, "tid": tid}
+        for name, tid in (
+            ("tierstore::checksums", 7),
+            ("tierstore::check", 7),
+            ("tierstore::checksums", 8),
+            ("tierstore::swap_out 3", 9),
+        )
+    ]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    kinds = [span.kind for span in timeline.read_spans(trace)]
+    assert kinds == ["checksums", "check", "late checksums", "swap_out"]
+    assert timeline.KINDS["checksums"][0] != timeline.KINDS["late checksums"][0]
 
 
 def test_a_trace_without_ranges_is_refused(tmp_path: Path) -> None:

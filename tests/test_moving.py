@@ -36,6 +36,7 @@ class Ledger:
         """Which of the next allocations fails."""
         self.error: type[BaseException] = KeyboardInterrupt
         self._device = 0
+        self.arenas_taken = 0
 
     @property
     def now(self) -> int:
@@ -49,6 +50,7 @@ class Ledger:
 
     def took_arena(self, arena: mmap.mmap, nbytes: int) -> None:
         if nbytes > SECTOR_BYTES:  # Or it is that of no buffers.
+            self.arenas_taken += 1
             self._arenas.append((weakref.ref(arena), nbytes))
         self.on_host = max(self.on_host, self._host)
         self.on_both = max(self.on_both, self.now)
@@ -195,6 +197,21 @@ def test_a_late_group_has_pages_of_both_tiers_change_places() -> None:
             assert torch.equal(states_of["master"], torch.full((32, 512), 1 - steps / 4))
         assert ledger.on_host <= host_memory
         assert ledger.on_device <= device_memory
+        assert_counted(toy, ledger)
+        toy.store.close()
+
+
+@pytest.mark.parametrize("compute", ["device", "host"])
+def test_moving_to_where_all_pages_are_takes_nothing_anew(compute: str) -> None:
+    with counting() as ledger:
+        toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, compute=compute)
+        toy.step()
+        taken = ledger.arenas_taken
+        assert taken
+        toy.store.move("nvme")
+        assert ledger.arenas_taken == taken
+        toy.step()
+        toy.assert_at(2)
         assert_counted(toy, ledger)
         toy.store.close()
 

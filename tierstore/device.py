@@ -59,6 +59,9 @@ class Device(Protocol):
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
         """Copy tensors from the host; what is computed afterwards finds them."""
 
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
+        """Return where on the host a small tensor will be, as computed before, and its copy."""
+
     def note_use(self, memory: DeviceBuffer) -> None:
         """Keep the memory as it is until all that was issued so far has ended."""
 
@@ -99,6 +102,10 @@ class PlainDevice:
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
         """See Device.copy_up."""
         return self.copy_down(hosts, targets)
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
+        """See Device.fetch."""
+        return tensor, _Ended()
 
     def note_use(self, memory: DeviceBuffer) -> None:
         """See Device.note_use."""
@@ -171,6 +178,11 @@ class CudaDevice:
         ended = self._recorded(self._in)
         current.wait_event(ended)
         return _EventCopy(ended)
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
+        """See Device.fetch."""
+        host = tensor.to("cpu", non_blocking=True)  # Into page-locked memory of torch.
+        return host, _EventCopy(self._recorded(torch.cuda.current_stream(self.device)))
 
     def note_use(self, memory: DeviceBuffer) -> None:
         """See Device.note_use."""

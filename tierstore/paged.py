@@ -25,7 +25,7 @@ from tierstore.residency import Pager
 from tierstore.run import abandon_in_children, open_run
 from tierstore.states import fill_states, read_states, write_pages
 from tierstore.storage.base import Storage
-from tierstore.sweep import Sweep
+from tierstore.sweep import Changed, Sweep
 from tierstore.transit import Page
 from tierstore.units import SECTOR_BYTES, align_up
 from tierstore.views import PageView
@@ -63,6 +63,7 @@ class PagedStates:
         self._displaced: Sequence[Page] | None = None  # Those of a placement that did not end.
         self._specs: dict[str, ParameterSpec] = {}
         self._history = History()
+        self._changed: Changed | None = None  # By others, as the last sweep found.
         self._warned = False
         self._storage = storage
         self._pager = Pager(None, run_id="", checksums=False)
@@ -137,12 +138,17 @@ class PagedStates:
                 first page was handed out, nothing was changed and the step may be retried.
             SweepError: the loop was left before its last page.
             ValueError: a parameter or gradient does not fit what was attached.
+
+        Warns:
+            UserWarning: a parameter was changed outside of the optimizer. Where it takes a
+                device to find out, that is told when the next sweep begins.
         """
         self._guard.require_restored()
         self._place_again()
         for group in self._groups:
             for parameter in group.parameters:
                 check_unchanged(parameter, self._specs[parameter.name])
+        self._warn_of_changed()
         self._commit_if_due()
         step = self._history.step
         sweep = Sweep(
@@ -168,14 +174,12 @@ class PagedStates:
             raise
         finally:
             self._guard.sweeping = False
-        changed = None if self._warned else sweep.first_changed()
-        if changed is not None:
-            self._warned = True
-            warnings.warn(
-                f"parameter {changed!r} was changed outside of the optimizer; its "
-                "master follows it. Later changes are adopted without a warning",
-                stacklevel=3,
-            )
+        if sweep.changed and not self._warned:
+            device = PlainDevice() if self._mirrors else self._device
+            assert device is not None
+            self._changed = Changed(sweep.changed, device)
+            if self._changed.is_known():  # Or the next sweep looks, and nobody waits now.
+                self._warn_of_changed()
 
     def prefetch(self) -> None:
         """Start to read what the next sweep will step, as far as buffers are free.
@@ -301,14 +305,14 @@ class PagedStates:
         device = self._device
         on_host = self._config.compute == "host"
         stepped_on = PlainDevice() if on_host else device
+        beside = MIRRORS * _mirror_bytes(pages) if on_host else 0
         try:
-            if self._mirrors is not None:
+            if self._mirrors is not None and self._mirrors.nbytes != beside:
                 self._mirrors.close()
                 self._mirrors = None
             self._pager.make_way(pages, placement, stepped_on, self._write)
-            if on_host:
+            if on_host and self._mirrors is None:
                 self._mirrors = Mirrors(device, _mirror_bytes(pages))
-            beside = self._mirrors.nbytes if self._mirrors else 0
             self._pager.place(pages, placement, stepped_on, beside=beside)
         except BaseException as error:
             # In its traceback would live on what was taken so far, and it is taken anew.
@@ -328,6 +332,17 @@ class PagedStates:
                 # Of those that were to be attached the error still knows.
                 self._pager.forget(self._displaced)
             self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
+
+    def _warn_of_changed(self) -> None:
+        changed, self._changed = self._changed, None
+        name = changed.first() if changed is not None else None
+        if name is not None:
+            self._warned = True
+            warnings.warn(
+                f"parameter {name!r} was changed outside of the optimizer; its "
+                "master follows it. Later changes are adopted without a warning",
+                stacklevel=4,
+            )
 
     def _swap_out(self, page: Page) -> None:
         """Bring a page that was stepped to where it rests.

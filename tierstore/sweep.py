@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
+from tierstore.device import Device
 from tierstore.mirrors import Mirror, Mirrors
 from tierstore.residency import Pager
 from tierstore.transit import Page
@@ -44,7 +45,8 @@ class Sweep:
         self.begun = False
         """Whether a page may have been stepped or written."""
         self.finished = False
-        self._changed: list[tuple[str, torch.Tensor]] = []
+        self.changed: list[tuple[str, torch.Tensor]] = []
+        """Names of parameters, and whether they were changed; see adopt_parameters()."""
 
     def stepped_pages(self) -> Generator[PageView, None, None]:
         """Yield the pages to step, and write each one as soon as the next is asked for."""
@@ -60,7 +62,7 @@ class Sweep:
                 mirrors = stack.enter_context(contextlib.closing(self._mirrors.of(pages)))
             for page, mirror in zip(stream, mirrors, strict=False):
                 view = page.view(mirror or DIRECT)
-                self._changed += view.adopt_parameters().items()
+                self.changed += view.adopt_parameters().items()
                 self.begun = True
                 if page.has_gradient:
                     yield view
@@ -75,12 +77,24 @@ class Sweep:
                             parameter.tensor.grad = None
         self.finished = True
 
-    def first_changed(self) -> str | None:
-        """Return a parameter that was changed outside of the optimizer, if one was.
 
-        To be asked after the sweep: to look at what a device found is to wait for it.
-        """
-        if not self._changed:
-            return None
-        names, flags = zip(*self._changed, strict=True)
-        return next(itertools.compress(names, torch.stack(flags).tolist()), None)
+class Changed:
+    """Parameters that a sweep found changed, as soon as the device has told.
+
+    Args:
+        found: names, and bools of no dimension on the device.
+        device: where that is.
+    """
+
+    def __init__(self, found: Sequence[tuple[str, torch.Tensor]], device: Device) -> None:
+        self._names = [name for name, _ in found]
+        self._flags, self._copy = device.fetch(torch.stack([flag for _, flag in found]))
+
+    def is_known(self) -> bool:
+        """Return whether first() would return at once."""
+        return self._copy.done()
+
+    def first(self) -> str | None:
+        """Return the name of the first one, if there is one."""
+        self._copy.wait()
+        return next(itertools.compress(self._names, self._flags.tolist()), None)
