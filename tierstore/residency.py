@@ -297,9 +297,9 @@ class Pager:
         pages = list(pages)
         self.abandon(pages)
         self._transit.close()
-        self._pool = BufferPool(0, 0)
         for page in pages:
             page.buffer = page.device_buffer = None
+        self._free_pool()
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
