@@ -33,8 +33,8 @@ class TierStore(PagedStates):
         directory: the run directory, on a disk; made if absent. A list of several, on
             several disks, has the pages dealt over them, in proportion to the bandwidth
             measured as the run begins; a run that is resumed needs all of them, in any
-            order. A ``Storage`` stands for itself. None keeps every page in memory: nothing
-            is read, written or committed.
+            order. A ``Storage`` stands for itself. None keeps every page in memory, of the
+            device that computes unless moved: nothing is read, written or committed.
         host_memory: most bytes that page buffers and pages that rest in host memory may take
             together: an int, or a string such as "16GiB". What the buffers leave keeps as many
             pages in memory as fit.
