@@ -41,8 +41,8 @@ def orthogonalize_(
     Returns:
         The update, of the same shape and dtype, bit for bit what ``torch.optim.Muon``
         computes from the same contiguous matrix: a tall one is worked on as a transposed view.
-        On a CPU a matrix of at least 512 rows and 1.5 times as many columns, or the other way
-        round, is as exact, of other bits: there the same takes fewer operations.
+        On a CPU, where the shorter side is at least 512 and the longer one 1.5 times that, it is
+        as exact, of other bits: there the same takes fewer operations.
     """
     is_tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if is_tall else matrix
@@ -115,14 +115,13 @@ def _symmetric_addmm(
     count = size // _STRIP_ROWS
     bounds = [size * index // count for index in range(count + 1)]
     for start, end in pairwise(bounds):
-        strip = product[start:end, :end]
         torch.addmm(
             addend[start:end, :end],
             left[start:end],
             right[:, :end],
             beta=beta,
             alpha=alpha,
-            out=strip,
+            out=product[start:end, :end],
         )
     for start, end in pairwise(bounds):
         product[start:end, end:] = product[end:, start:end].T
