@@ -41,15 +41,14 @@ def orthogonalize_(
     Returns:
         The update, of the same shape and dtype, bit for bit what ``torch.optim.Muon``
         computes from the same contiguous matrix: a tall one is worked on as a transposed view.
-        On a CPU, where the shorter side is at least 512 and the longer one 1.5 times that, it is
-        as exact, of other bits: there the same takes fewer operations.
+        On a CPU, where the shorter side is at least 512, it has other bits: there the same is
+        done with fewer operations.
     """
     is_tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if is_tall else matrix
     # The Frobenius norm bounds the largest singular value, which must not exceed one.
     wide.div_(wide.norm().clamp(min=eps))
-    rows, columns = wide.shape
-    if wide.is_cpu and rows >= _LARGE_ROWS and 2 * columns >= 3 * rows:
+    if wide.is_cpu and wide.size(0) >= _LARGE_ROWS:
         wide = _iterate_on_gram(wide, coefficients, steps)
     else:
         wide = _iterate(wide, coefficients, steps)
@@ -76,12 +75,15 @@ def _iterate_on_gram(
     R = b A + c A^2 a step takes A to (a I + R) A (a I + R), and the product of all a I + R,
     kept as s I + S, to (a I + R) (s I + S). What rounding adds to S grows up to a times with
     each step, so it is applied, and A made anew, before that is a tenth: in bfloat16 after two
-    steps (all five at once diverge), in float32 after the last.
+    steps (all five at once diverge), in float32 after the last. Of a nearly square X a product
+    costs no more than of A, so that steps together gain nothing.
     """
     a, b, c = coefficients
-    together = steps
+    rows, columns = wide.shape
+    together = steps if 2 * columns >= 3 * rows else 1
     if abs(a) > 1:
-        together = max(1, int(math.log(0.1 / torch.finfo(wide.dtype).eps, abs(a))))
+        exact = int(math.log(0.1 / torch.finfo(wide.dtype).eps, abs(a)))
+        together = max(1, min(together, exact))
     for start in range(0, steps, together):
         gram = _symmetric_addmm(None, wide, wide.T)
         rest = _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)

@@ -44,8 +44,8 @@ class Muon(torch.optim.Optimizer):
 
     Arguments have the meanings and defaults of ``torch.optim.Muon``, and float32
     parameters with contiguous gradients get bit for bit what ``torch.optim.Muon`` and
-    ``torch.optim.AdamW(foreach=False)`` compute, but for large wide matrices on a CPU, whose
-    update is as exact and of other bits (see ``orthogonalize_``). Parameters of lower precision
+    ``torch.optim.AdamW(foreach=False)`` compute, but for large matrices on a CPU, whose
+    update is rounded otherwise (see ``orthogonalize_``). Parameters of lower precision
     have a float32 master, which the rule is applied to.
 
     Args:
