@@ -75,11 +75,14 @@ def _iterate_on_gram(
 
     All that a step multiplies are polynomials in A, so they commute and are symmetric: with
     P = a I + b A + c A^2 a step takes A to P A P, and the product Q of all P to P Q. Of P and
-    Q the mean of the diagonal is kept apart as a number, so that rounding adds little to what
-    is left. It still grows up to a times with each step, so after a few Q is applied and A
-    made anew; all five at once diverge. In the first steps nearly all singular values are
+    Q about the mean of the diagonal is kept apart as a number, so that rounding adds little to
+    what is left. It still grows up to a times with each step, so after a few Q is applied and
+    A made anew; all five at once diverge. In the first steps nearly all singular values are
     small, so Q is nearly a number and one step more does no harm. Of a nearly square X a
     product costs little more than of A, so that steps together gain nothing.
+
+    The numbers are rounded to few values, because torch keeps a compiled kernel for each that
+    the addend of a bfloat16 product is multiplied with.
     """
     rows, columns = wide.shape
     together = _steps_together(coefficients[0]) if columns >= 2 * rows else 0
@@ -94,13 +97,13 @@ def _iterate_on_gram(
             gram = _symmetric_addmm(half, half, rest, beta=scale)
             scale, rest = _polynomial(gram, coefficients, centred=True)
             addend = (product * scale).add_(rest, alpha=total)
-            # trace(R S) is the sum over R * S, since both are symmetric.
-            mean = (
-                float((rest * product).sum(dtype=torch.promote_types(wide.dtype, torch.float32)))
-                / rows
-            )
-            addend.diagonal().sub_(mean)
-            total, product = scale * total + mean, _symmetric_addmm(addend, rest, product)
+            trace = float(addend.diagonal().sum(dtype=_wide(wide.dtype)))
+            # The trace of a product of symmetric matrices.
+            trace += float((rest * product).sum(dtype=_wide(wide.dtype)))
+            number = scale * total
+            total = round(number + trace / rows)
+            addend.diagonal().add_(number - total)
+            product = _symmetric_addmm(addend, rest, product)
         wide = torch.addmm(wide, product, wide, beta=total)
         done += count
     return wide
@@ -116,18 +119,21 @@ def _polynomial(
 ) -> tuple[float, torch.Tensor]:
     """Return ``a I + b A + c A^2`` as a number times I, and the matrix that is left.
 
-    With ``centred`` the diagonal of that has mean zero.
+    With ``centred`` the diagonal of that has a mean of about zero.
     """
     a, b, c = coefficients
     if not centred or b == 0:
         return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
-    wide_dtype = torch.promote_types(gram.dtype, torch.float32)
-    trace = float(gram.diagonal().sum(dtype=wide_dtype))
-    norm = float(torch.linalg.vector_norm(gram, dtype=wide_dtype))
-    mean = (b * trace + c * norm**2) / len(gram)
+    trace = float(gram.diagonal().sum(dtype=_wide(gram.dtype)))
+    norm = float(torch.linalg.vector_norm(gram, dtype=_wide(gram.dtype)))
+    mean = round(4 * (b * trace + c * norm**2) / len(gram)) / 4
     addend = gram.clone()
     addend.diagonal().sub_(mean / b)
     return a + mean, _symmetric_addmm(addend, gram, gram, beta=b, alpha=c)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _symmetric_addmm(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,6 +228,22 @@ def test_newton_schulz_of_large_matrices_in_other_steps(spectrum: torch.Tensor, 
     usual = usual_newton_schulz(matrix, steps)
     ours = muon.orthogonalize_(matrix.clone(), steps=steps)
     assert (ours - exact).norm() < 2 * (usual - exact).norm()
+
+
+def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
+    """Kernels for bfloat16 are compiled and kept for each factor that an addend has."""
+    generator = torch.Generator().manual_seed(1)
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    for number in range(70):
+        matrix = torch.randn(512, 1024, generator=generator)
+        matrix[:, 0] += number  # Another spectrum each time.
+        muon.orthogonalize_(matrix.bfloat16())
+        if number == 10:
+            before = resident_bytes()
+    assert resident_bytes() - before < 20e6
 
 
 @pytest.mark.parametrize("coefficients", [(1.5, -0.5, 0.0), (1.2, 0.0, -0.2), (1.0, 0.0, 0.0)])
