@@ -81,8 +81,6 @@ def _iterate_on_gram(
     small, so Q is nearly a number and one step more does no harm. Of a nearly square X a
     product costs little more than of A, so that steps together gain nothing.
 
-    The numbers are rounded to few values, because torch keeps a compiled kernel for each that
-    the addend of a bfloat16 product is multiplied with.
     """
     rows, columns = wide.shape
     together = _steps_together(coefficients[0]) if columns >= 2 * rows else 0
@@ -101,7 +99,7 @@ def _iterate_on_gram(
             # The trace of a product of symmetric matrices.
             trace += float((rest * product).sum(dtype=_wide(wide.dtype)))
             number = scale * total
-            total = round(number + trace / rows)
+            total = _nearby(number + trace / rows, 1)
             addend.diagonal().add_(number - total)
             product = _symmetric_addmm(addend, rest, product)
         wide = torch.addmm(wide, product, wide, beta=total)
@@ -126,10 +124,19 @@ def _polynomial(
         return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
     trace = float(gram.diagonal().sum(dtype=_wide(gram.dtype)))
     norm = float(torch.linalg.vector_norm(gram, dtype=_wide(gram.dtype)))
-    mean = round(4 * (b * trace + c * norm**2) / len(gram)) / 4
+    mean = _nearby((b * trace + c * norm**2) / len(gram), 0.25)
     addend = gram.clone()
     addend.diagonal().sub_(mean / b)
     return a + mean, _symmetric_addmm(addend, gram, gram, beta=b, alpha=c)
+
+
+def _nearby(value: float, unit: float) -> float:
+    """Return a multiple of ``unit`` near the value, or 0 for what came of a NaN.
+
+    So there are few of them: torch keeps a compiled kernel for each number that the addend of a
+    bfloat16 product is multiplied with.
+    """
+    return unit * round(value / unit) if math.isfinite(value) else 0.0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

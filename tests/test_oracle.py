@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,13 @@ def test_newton_schulz_of_large_matrices_in_other_steps(spectrum: torch.Tensor, 
     usual = usual_newton_schulz(matrix, steps)
     ours = muon.orthogonalize_(matrix.clone(), steps=steps)
     assert (ours - exact).norm() < 2 * (usual - exact).norm()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_newton_schulz_of_large_matrices_passes_nan_on(value: float) -> None:
+    matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1))
+    matrix[3, 4] = value
+    assert muon.orthogonalize_(matrix).isnan().all()
 
 
 def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
