@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from itertools import pairwise
 
@@ -17,7 +16,7 @@ EPS = 1e-7
 # From here on fewer operations take less time.
 _LARGE_ROWS = 512
 _STRIP_ROWS = 256
-_GROWTH_MAX = 13  # So often an error of bfloat16, 1/128, is a tenth.
+_STEEPEST = 3.6  # Rounding errors of what rises more are larger than they are worth.
 _MEASURED_ROUNDS = 8
 
 
@@ -74,19 +73,19 @@ def _iterate_on_gram(
     """Do the same with fewer operations: several steps on A = X X^T, then one product with X.
 
     All that a step multiplies are polynomials in A, so they commute and are symmetric: with
-    P = a I + b A + c A^2 a step takes A to P A P, and the product Q of all P to P Q. Of P and
-    Q about the mean of the diagonal is kept apart as a number, so that rounding adds little to
-    what is left. It still grows up to a times with each step, so after a few Q is applied and
-    A made anew; all five at once diverge. In the first steps nearly all singular values are
-    small, so Q is nearly a number and one step more does no harm. Of a nearly square X a
-    product costs little more than of A, so that steps together gain nothing.
-
+    P = a I + b A + c A^2 a step takes A to P A P, and the product Q of all P to P Q. About the
+    mean of the diagonal of P is kept apart as a number, so that rounding adds little to what is
+    left. It still grows up to a times with each step, so after two Q is applied and A made anew;
+    all five at once diverge. In the first steps nearly all singular values are small, so Q is
+    nearly a number and one step more does no harm. Of a nearly square X a product costs little
+    more than of A, so that steps together gain nothing.
     """
     rows, columns = wide.shape
-    together = _steps_together(coefficients[0]) if columns >= 2 * rows else 0
+    is_worth_it = columns >= 2 * rows and abs(coefficients[0]) <= _STEEPEST
     done = 0
     while done < steps:
-        count = min(max(1, together + (done == 0)), steps - done)
+        together = (2 if done else 3) if is_worth_it else 1
+        count = min(together, steps - done)
         gram = _symmetric_addmm(None, wide, wide.T)
         scale, rest = _polynomial(gram, coefficients, centred=count > 1)
         total, product = scale, rest
@@ -95,21 +94,10 @@ def _iterate_on_gram(
             gram = _symmetric_addmm(half, half, rest, beta=scale)
             scale, rest = _polynomial(gram, coefficients, centred=True)
             addend = (product * scale).add_(rest, alpha=total)
-            trace = float(addend.diagonal().sum(dtype=_wide(wide.dtype)))
-            # The trace of a product of symmetric matrices.
-            trace += float((rest * product).sum(dtype=_wide(wide.dtype)))
-            number = scale * total
-            total = _nearby(number + trace / rows, 1)
-            addend.diagonal().add_(number - total)
-            product = _symmetric_addmm(addend, rest, product)
+            total, product = scale * total, _symmetric_addmm(addend, rest, product)
         wide = torch.addmm(wide, product, wide, beta=total)
         done += count
     return wide
-
-
-def _steps_together(a: float) -> int:
-    """Return how many steps add little to what rounding does."""
-    return int(math.log(_GROWTH_MAX, abs(a))) if abs(a) > 1 else sys.maxsize
 
 
 def _polynomial(
@@ -117,30 +105,22 @@ def _polynomial(
 ) -> tuple[float, torch.Tensor]:
     """Return ``a I + b A + c A^2`` as a number times I, and the matrix that is left.
 
-    With ``centred`` the diagonal of that has a mean of about zero.
+    The number is a, or with ``centred`` near the mean of the diagonal. It takes few values,
+    since torch keeps a compiled kernel for each that the addend of a bfloat16 product has.
     """
     a, b, c = coefficients
-    if not centred or b == 0:
+    dtype = torch.promote_types(gram.dtype, torch.float32)
+    mean = 0.0
+    if centred and b != 0:
+        trace = float(gram.diagonal().sum(dtype=dtype))
+        norm = float(torch.linalg.vector_norm(gram, dtype=dtype))
+        mean = (b * trace + c * norm**2) / len(gram)
+    if not 0.125 <= abs(mean) < 1e6:  # Too little to matter, or it diverges, or is a NaN.
         return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
-    trace = float(gram.diagonal().sum(dtype=_wide(gram.dtype)))
-    norm = float(torch.linalg.vector_norm(gram, dtype=_wide(gram.dtype)))
-    mean = _nearby((b * trace + c * norm**2) / len(gram), 0.25)
+    mean = round(4 * mean) / 4
     addend = gram.clone()
     addend.diagonal().sub_(mean / b)
     return a + mean, _symmetric_addmm(addend, gram, gram, beta=b, alpha=c)
-
-
-def _nearby(value: float, unit: float) -> float:
-    """Return a multiple of ``unit`` near the value, or 0 for what came of a NaN.
-
-    So there are few of them: torch keeps a compiled kernel for each number that the addend of a
-    bfloat16 product is multiplied with.
-    """
-    return unit * round(value / unit) if math.isfinite(value) else 0.0
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _symmetric_addmm(

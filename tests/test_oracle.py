@@ -238,6 +238,16 @@ def test_newton_schulz_of_large_matrices_passes_nan_on(value: float) -> None:
     assert muon.orthogonalize_(matrix).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("coefficients", [(1.2, 15.0, 3.0), (1.5, 0.5, 0.5)])
+def test_newton_schulz_of_large_matrices_may_diverge(
+    coefficients: tuple[float, float, float], dtype: torch.dtype
+) -> None:
+    matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
+    update = muon.orthogonalize_(matrix, coefficients=coefficients, steps=12)
+    assert not update.isfinite().all() or update.norm() > 1e6
+
+
 def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
     """Kernels for bfloat16 are compiled and kept for each factor that an addend has."""
     generator = torch.Generator().manual_seed(1)
@@ -251,7 +261,7 @@ def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
         muon.orthogonalize_(matrix.bfloat16())
         if number == 10:
             before = resident_bytes()
-    assert resident_bytes() - before < 20e6
+    assert resident_bytes() - before < 60e6  # 280e6 with a factor of its own in each product.
 
 
 @pytest.mark.parametrize("coefficients", [(1.5, -0.5, 0.0), (1.2, 0.0, -0.2), (1.0, 0.0, 0.0)])
@@ -266,8 +276,7 @@ def test_newton_schulz_of_large_matrices_with_other_coefficients(
     for _ in range(7):
         s = a * s + b * s**3 + c * s**5
     found = torch.linalg.svdvals(ours)
-    # As far as float32 goes, which numbers beside the matrices are measured in.
-    assert torch.allclose(found, s.sort(descending=True).values, rtol=1e-5)
+    assert torch.allclose(found, s.sort(descending=True).values, rtol=1e-10)
 
 
 def test_newton_schulz_below_512_rows_equals_torch() -> None:
