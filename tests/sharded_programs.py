@@ -51,10 +51,10 @@ def _placement_of(placement: Placement) -> Replicated | Sharded:
     match placement:
         case Replicate():
             return Replicated()
+        case _StridedShard():  # A Shard too, in earlier releases of torch.
+            return Sharded(dim=placement.dim, split_factor=int(placement.split_factor))
         case Shard():
             return Sharded(dim=placement.dim)
-        case _StridedShard():
-            return Sharded(dim=placement.dim, split_factor=int(placement.split_factor))
     raise ValueError(f"no rank holds elements of a tensor placed as {placement}")
 
 

@@ -4,7 +4,9 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +129,8 @@ def assert_sound(
             elements = [chunk.local.select(local).flatten() for chunk in owned]
             found = sorted(torch.cat(elements).tolist()) if elements else []
             assert found == sorted(local.flatten().tolist()[start:stop])
+            firsts = [chunk.local.offsets for chunk in owned]
+            assert firsts == sorted(firsts)
             held_here = held_chunks(shape, sharding, coordinate)
             for chunk in owned:
                 assert chunk.whole.numel
@@ -247,6 +251,17 @@ def test_runs_that_follow_each_other_are_one() -> None:
     assert held_chunks((3,), rows_on(2, split_factor=4), (1,)) == []
 
 
+def test_a_mesh_dimension_of_one_rank_cuts_nothing() -> None:
+    sharding = Sharding(
+        mesh_shape=(2, 1), placements=(Sharded(dim=0, split_factor=2), Sharded(dim=0))
+    )
+    found = [held_chunks((4,), sharding, (rank, 0)) for rank in range(2)]
+    assert found == [
+        [both(Chunk((0,), (1,)), (0,)), both(Chunk((2,), (1,)), (1,))],
+        [both(Chunk((1,), (1,)), (0,)), both(Chunk((3,), (1,)), (1,))],
+    ]
+
+
 def test_sizes_beyond_32_bits() -> None:
     (chunk,) = owned_chunks((2**33, 2**10), rows_on(2, 2), (1, 1))
     assert chunk == both(Chunk((3 * 2**31, 0), (2**31, 2**10)), (2**31, 0))
@@ -295,8 +310,7 @@ def test_impossible_cuts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("function", [local_shape, held_chunks, owned_chunks])
-def test_what_does_not_fit_the_mesh_or_the_tensor_is_refused(function: object) -> None:
-    assert callable(function)
+def test_what_does_not_fit_mesh_or_tensor_is_refused(function: Callable[..., Any]) -> None:
     for coordinate in [(), (2,), (-1,), (0, 0)]:
         with pytest.raises(ValueError, match=r"does not lie within a mesh of shape \[2\]"):
             function((4,), rows_on(2), coordinate)
@@ -325,15 +339,16 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> list[Placed]:
             theirs.close()
             connections.append(stack.enter_context(ours))
         found = []
-        for rank, connection in enumerate(connections):
-            for world_size in sharded_programs.WORLDS:
-                if rank < world_size:
-                    assert connection.poll(max(0.0, deadline - time.monotonic())), "too slow"
-                    found += connection.recv()
+        for world_size in sharded_programs.WORLDS:
+            for rank, connection in enumerate(connections[:world_size]):
+                left = max(0.0, deadline - time.monotonic())
+                assert connection.poll(left), f"rank {rank} of {world_size} takes too long"
+                found += connection.recv()
         return found
 
 
 def test_real_ranks_hold_what_is_said(placed: list[Placed]) -> None:
+    tensors: dict[tuple[int, str, tuple[int, ...], Sharding], dict[tuple[int, ...], torch.Tensor]]
     tensors = defaultdict(dict)
     for one in placed:
         local = torch.tensor(one.local_values, dtype=torch.int64).reshape(one.local_shape)

@@ -131,8 +131,8 @@ def owned_chunks(
 
     The R ranks whose coordinates differ along replicated dimensions of the mesh alone hold the
     same n elements. The r-th of them, in row-major order, owns [n * r // R, n * (r + 1) // R)
-    of the row-major order of the local tensor, so each element has one owner. In that order,
-    cut where chunks of ``flat_range_chunks`` and of ``held_chunks`` end.
+    of the row-major order of the local tensor, so each element has one owner. Each chunk lies
+    in one of ``held_chunks``; they come in the order of their offsets in the local tensor.
 
     Raises:
         ValueError: as ``held_chunks``.
