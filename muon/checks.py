@@ -24,6 +24,15 @@ def check_dtype(name: str, dtype: Any) -> None:
         raise ValueError(f"{name} must be one of {names}, got {dtype!r}")
 
 
+def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with dtypes for their names, which state dicts have instead."""
+    dtypes = {str(dtype): dtype for dtype in _DTYPES}
+    return {
+        key: dtypes.get(str(value), value) if key in ("ns_dtype", "momentum_dtype") else value
+        for key, value in group.items()
+    }
+
+
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Check that every hyperparameter of a group is in its range.
 
@@ -58,6 +67,8 @@ def _check_muon(group: Mapping[str, Any]) -> None:
     if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
         raise ValueError(f"ns_steps must be a whole number in [0, 100), got {group['ns_steps']}")
     check_dtype("ns_dtype", group["ns_dtype"])
+    if not isinstance(group["ns_batched"], bool):
+        raise ValueError(f"ns_batched must be True or False, got {group['ns_batched']!r}")
     if group["momentum_dtype"] is not None:
         check_dtype("momentum_dtype", group["momentum_dtype"])
 

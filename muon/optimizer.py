@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -16,8 +15,10 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
-from muon.checks import check_hyperparameters, check_saved
-from muon.rules import step_adamw, step_muon
+from muon.checks import check_hyperparameters, check_saved, with_dtypes
+from muon.pipeline import Exchanges
+from muon.rules import step_adamw
+from muon.state import PagedState
 
 _ADAMW_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -65,8 +66,17 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: None or "original", or "match_rms_adamw"; see ``torch.optim.Muon``.
         momentum_dtype: dtype of the momentum; None: that of each parameter.
         store: where the state lives; None keeps all of it in memory.
+        partition: where several ranks hold parameters whole, who owns them and their state:
+            "by_parameter", one rank each; "flat", each rank an equal range of all elements;
+            "auto", the first for Muon groups and the second for AdamW groups. DTensors that
+            are cut stay with the ranks that have them.
+        gather_memory: most bytes that a rank may take for matrices on their way between ranks:
+            an int, or a string such as "1GiB".
         ns_dtype: dtype that Newton-Schulz computes in, or "auto": bfloat16, or float32 where
-            that is measured to be much faster. A run keeps it.
+            that is measured to be much faster, on the first of several ranks. A run keeps it.
+        ns_batched: whether Newton-Schulz computes several small matrices of one shape at once,
+            which is quicker on a GPU. The last bits of an update then depend on which matrices
+            are stepped together, and so on ``page_bytes`` and on the number of ranks.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
 
     Raises:
@@ -88,7 +98,10 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum_dtype: torch.dtype | None = None,
         store: tierstore.TierStore | None = None,
+        partition: str = "auto",
+        gather_memory: int | str = "2GiB",
         ns_dtype: torch.dtype | str = torch.bfloat16,
+        ns_batched: bool = False,
         prefetch_in_backward: bool = False,
     ) -> None:
         defaults = {
@@ -102,16 +115,23 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
+            "ns_batched": ns_batched,
             "momentum_dtype": momentum_dtype,
         }
+        if partition not in ("auto", "by_parameter", "flat"):
+            raise ValueError(
+                f"partition must be 'auto', 'by_parameter' or 'flat', got {partition!r}"
+            )
         self.store = tierstore.TierStore(None) if store is None else store
+        self._partition = None if partition == "auto" else partition
+        self._exchanges = Exchanges(self.store, tierstore.parse_bytes(gather_memory))
         self._attached = 0
         self._prefetches = prefetch_in_backward
         self._prefetched = False
         super().__init__(params, defaults)
         # Read through to the pages. Never falsy, which torch's state-dict helpers take
         # for an optimizer that has to make its state with a step of its own.
-        self.state = _PagedState(self)  # type: ignore[assignment]
+        self.state = PagedState(self)  # type: ignore[assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
@@ -147,6 +167,11 @@ class Muon(torch.optim.Optimizer):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(prefetch)
 
+    @property
+    def bytes_exchanged(self) -> int:
+        """What this rank has sent to others of matrices and their updates."""
+        return self._exchanges.bytes_sent
+
     def prefetch(self) -> None:
         """Start to read the state that the next step begins with; see TierStore.prefetch()."""
         if self._attached:  # Before the first step there is none.
@@ -174,17 +199,24 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             check_hyperparameters(group)
         self._attach_groups()
-        steps = self._next_steps()
-        with self.store.sweep() as pages:
-            for page in pages:
+        self._exchanges.open(self.param_groups)
+        window = self.store.window_max
+        with self.store.sweep(window) as pages:
+            pipeline = self._exchanges.pipeline(pages, self.param_groups, window)
+            steps = {
+                name: scalars["step"] + 1.0
+                for name, scalars in self.store.scalars.items()
+                if name in pages.present
+            }
+            for number, page in enumerate(pages):
                 group = self.param_groups[page.group]
-                for shard in page.shards:
-                    if shard.parameter.tensor.grad is None:
-                        continue
-                    if group["algorithm"] == "muon":
-                        step_muon(shard, group)
-                    else:
-                        step_adamw(shard, group, steps[shard.parameter.name])
+                if group["algorithm"] == "muon":
+                    pipeline.step(number, page, group)
+                else:
+                    for shard in page.shards:
+                        if shard.has_gradient:
+                            step_adamw(shard, group, steps[shard.parameter.name])
+                pipeline.finish(number)
             for name, step in steps.items():
                 self.store.scalars[name]["step"] = step
         self._prefetched = False
@@ -209,7 +241,7 @@ class Muon(torch.optim.Optimizer):
         fixed = [{key: group[key] for key in _FIXED if key in group} for group in self.param_groups]
         step = self.store.restore(checkpoint)
         for group, values in zip(self.param_groups, fixed, strict=True):
-            group.update(values)
+            group.update({**with_dtypes(group), **values})
         return step
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +249,8 @@ class Muon(torch.optim.Optimizer):
 
         Its tensors are mappings of the page files, see ``TierStore.read_states()``: they cost
         no memory and stay as they are. Parameters of low precision have an entry "master"
-        beside their other states.
+        beside their other states. All ranks call it together, and have the same entries: those
+        of a DTensor are DTensors, placed as it is.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -227,12 +260,17 @@ class Muon(torch.optim.Optimizer):
         packed_states: dict[int, dict[str, torch.Tensor]] = {}
         index = 0
         for number, group in enumerate(self.param_groups):
-            packed = {key: value for key, value in group.items() if key != "params"}
+            # By name: torch's state-dict helpers know plain values only.
+            packed = {
+                key: str(value) if isinstance(value, torch.dtype) else value
+                for key, value in group.items()
+                if key != "params"
+            }
             packed["params"] = list(range(index, index + len(group["params"])))
             packed_groups.append(packed)
             for paged in self._paged_group(number).parameters:
                 scalars = self._scalar_states(number, paged.name)
-                packed_states[index] = {**scalars, **(states.get(paged.name) or _empty(paged))}
+                packed_states[index] = {**scalars, **states[paged.name]}
                 index += 1
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -244,7 +282,8 @@ class Muon(torch.optim.Optimizer):
         """Replace the state by one in the format of ``torch.optim``.
 
         That of ``torch.optim.Muon`` or ``torch.optim.AdamW`` over the same parameters in
-        the same order will do. Each state keeps the dtype it has here.
+        the same order will do, and so will whole tensors for what is a DTensor here. Each
+        state keeps the dtype it has here. All ranks call it together.
 
         Raises:
             ValueError: it is of other groups, or a parameter has other states than it has
@@ -281,17 +320,13 @@ class Muon(torch.optim.Optimizer):
         if self.store.compute == "host":
             device = torch.device("cpu")
         shape = max((parameter.shape for parameter in parameters), key=math.prod)
-        return newton_schulz.fastest_dtype(shape, device)
-
-    def _next_steps(self) -> dict[str, float]:
-        """Return the step count that each AdamW parameter with a gradient comes to."""
-        return {
-            name: self.store.scalars[name]["step"] + 1.0
-            for number, group in enumerate(self.param_groups)
-            if group["algorithm"] == "adamw"
-            for name, parameter in self._named(number)
-            if parameter.grad is not None
-        }
+        ranks = self.store.ranks
+        if ranks is None:
+            return newton_schulz.fastest_dtype(shape, device)
+        # One rank measures for all: what each finds may differ, and what they compute must not.
+        measured = newton_schulz.fastest_dtype(shape, device) if ranks.rank == 0 else None
+        dtype: torch.dtype = ranks.training.gather(measured)[0]
+        return dtype
 
     def _check_parameters(self, number: int) -> None:
         """Check that a group's parameters can be stepped and paged under names of their own."""
@@ -340,10 +375,13 @@ class Muon(torch.optim.Optimizer):
                 )
             # A copy, as in torch.optim: a tensor lr must not be shared with the state dict.
             groups.append(
-                deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
+                with_dtypes(
+                    deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
+                )
             )
-            if groups[-1].get("ns_dtype") is None:  # So torch's helpers fill what stock lacks.
-                groups[-1].pop("ns_dtype", None)
+            for key in ("ns_dtype", "ns_batched"):
+                if groups[-1].get(key) is None:  # So torch's helpers fill what stock lacks.
+                    groups[-1].pop(key, None)
             check_hyperparameters({**group, **groups[-1]})
             paged = self._paged_group(number).parameters
             for saved_id, parameter in zip(saved["params"], paged, strict=True):
@@ -388,11 +426,18 @@ class Muon(torch.optim.Optimizer):
                 states = {"exp_avg": wide, "exp_avg_sq": wide}
             parameters.append(
                 tierstore.PagedParameter(
-                    name=name, tensor=parameter, states=states, elementwise=not is_muon
+                    name=name,
+                    tensor=parameter,
+                    states=states,
+                    elementwise=not is_muon,
+                    partition=self._partition,
+                    cost=newton_schulz.cost((*parameter.shape,)) if is_muon else None,
                 )
             )
         return tierstore.PagedGroup(
-            parameters=parameters, hyperparameters=group, check=check_hyperparameters
+            parameters=parameters,
+            hyperparameters=group,
+            check=lambda hyperparameters: check_hyperparameters(with_dtypes(hyperparameters)),
         )
 
     def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -401,66 +446,6 @@ class Muon(torch.optim.Optimizer):
         names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             yield (names[index] if names else f"{number}.{index}"), parameter
-
-
-class _PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
-    """``optimizer.state``: has every parameter from the beginning."""
-
-    def __init__(self, optimizer: Muon) -> None:
-        self._optimizer = optimizer
-
-    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        for number, group in enumerate(self._optimizer.param_groups):
-            for index, candidate in enumerate(group["params"]):
-                if candidate is parameter:
-                    return _ParameterState(self._optimizer, number, index)
-        raise KeyError(parameter)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-
-    def __len__(self) -> int:
-        return sum(len(group["params"]) for group in self._optimizer.param_groups)
-
-
-class _ParameterState(Mapping[str, torch.Tensor]):
-    """The states of one parameter: their names are known, a value is read from its page."""
-
-    def __init__(self, optimizer: Muon, number: int, index: int) -> None:
-        self._optimizer = optimizer
-        self._paged = optimizer._paged_group(number).parameters[index]
-        self._scalars = optimizer._scalar_states(number, self._paged.name)
-        self._dtypes = _state_dtypes(self._paged)
-
-    def __getitem__(self, state: str) -> torch.Tensor:
-        if state in self._scalars:
-            return self._scalars[state]
-        if state not in self._dtypes:
-            raise KeyError(state)
-        self._optimizer._attach_groups()
-        states = self._optimizer.store.read_states([self._paged.name])
-        return (states.get(self._paged.name) or _empty(self._paged))[state]
-
-    def __iter__(self) -> Iterator[str]:
-        return chain(self._scalars, self._dtypes)
-
-    def __len__(self) -> int:
-        return len(self._scalars) + len(self._dtypes)
-
-    def __contains__(self, state: object) -> bool:
-        return state in self._scalars or state in self._dtypes
-
-
-def _state_dtypes(paged: tierstore.PagedParameter) -> dict[str, torch.dtype]:
-    """Return the paged states of a parameter; fp32 parameters have no master beside them."""
-    spec = paged.spec
-    return dict(spec.states if spec.owns_master else spec.all_states)
-
-
-def _empty(paged: tierstore.PagedParameter) -> dict[str, torch.Tensor]:
-    """Return the states of a parameter without elements, which is in no page."""
-    shape = paged.tensor.shape
-    return {state: torch.empty(shape, dtype=dtype) for state, dtype in _state_dtypes(paged).items()}
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

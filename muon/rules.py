@@ -1,8 +1,8 @@
-"""How each rule steps a shard of a page."""
+"""How each rule steps the shards of a page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,39 +13,70 @@ from muon import newton_schulz
 from muon.update import adamw_, adjust_lr, momentum_, muon_
 
 
-def step_muon(shard: tierstore.ShardView, group: Mapping[str, Any]) -> None:
-    """Step a whole matrix that has a gradient, however many chunks it is in."""
-    rows, columns = shard.parameter.tensor.shape
-    lr = group["lr"]
-    matrix = torch.empty(
-        rows, columns, dtype=group["ns_dtype"], device=shard.chunks[0].master.device
-    )
+def write_inputs(
+    shard: tierstore.ShardView, group: Mapping[str, Any], outs: Sequence[torch.Tensor]
+) -> None:
+    """Update the momentum of a shard; write what Newton-Schulz is to orthogonalize.
+
+    Args:
+        shard: of a parameter that has a gradient.
+        group: its hyperparameters.
+        outs: for each chunk of the shard a tensor of its shape, overwritten.
+    """
     with record_function("muon::momentum"):
-        for chunk in shard.chunks:
+        for chunk, out in zip(shard.chunks, outs, strict=True):
             assert chunk.grad is not None
             momentum_(
                 chunk.grad,
                 chunk.states["momentum_buffer"],
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
-                out=chunk.chunk.select(matrix),
+                out=out,
             )
+
+
+def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the update of each of some whole matrices, which are used up."""
     with record_function("muon::newton_schulz"):
-        update = newton_schulz.orthogonalize_(
-            matrix,
+        return newton_schulz.orthogonalize_all(
+            matrices,
+            batched=group["ns_batched"],
             coefficients=group["ns_coefficients"],
             steps=group["ns_steps"],
             eps=group["eps"],
         )
+
+
+def apply_updates(
+    shard: tierstore.ShardView, group: Mapping[str, Any], updates: Sequence[torch.Tensor]
+) -> None:
+    """Step the chunks of a shard, given the update of each."""
+    lr = group["lr"]
+    adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *shard.spec.shape)
     with record_function("muon::apply"):
-        for chunk in shard.chunks:
+        for chunk, update in zip(shard.chunks, updates, strict=True):
             muon_(
                 chunk.master,
-                chunk.chunk.select(update),
+                update,
                 lr=lr,
-                adjusted_lr=adjust_lr(lr, group["adjust_lr_fn"], rows, columns),
+                adjusted_lr=adjusted_lr,
                 weight_decay=group["weight_decay"],
             )
+
+
+def step_whole(shards: Sequence[tierstore.ShardView], group: Mapping[str, Any]) -> None:
+    """Step matrices that have a gradient and lie in the page whole, in however many chunks."""
+    shapes = [shard.spec.shape for shard in shards]
+    for batch in newton_schulz.batches(shapes, batched=group["ns_batched"]):
+        matrices = []
+        for index in batch:
+            device = shards[index].chunks[0].master.device
+            matrices.append(torch.empty(shapes[index], dtype=group["ns_dtype"], device=device))
+            outs = [chunk.chunk.select(matrices[-1]) for chunk in shards[index].chunks]
+            write_inputs(shards[index], group, outs)
+        for index, update in zip(batch, orthogonalize(matrices, group), strict=True):
+            updates = [chunk.chunk.select(update) for chunk in shards[index].chunks]
+            apply_updates(shards[index], group, updates)
 
 
 def step_adamw(shard: tierstore.ShardView, group: Mapping[str, Any], step: float) -> None:

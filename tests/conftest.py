@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.training")
+if TYPE_CHECKING:
+    from tests.rank_pool import RankPool
+
+pytest.register_assert_rewrite("tests.training", "tests.rank_checks", "tests.rank_order")
 
 # The tensors of most tests are small: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -22,6 +27,15 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.verifying import make_originals
 
     return make_originals(tmp_path_factory.mktemp("originals"))
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Processes that are ranks of gloo groups, for all tests."""
+    from tests.rank_pool import RankPool
+
+    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
+        yield ranks
 
 
 @pytest.fixture

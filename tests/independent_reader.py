@@ -51,9 +51,8 @@ class Content:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, and where it begins among the elements in row-major order."""
+    """A rectangle of a tensor."""
 
-    start: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -178,54 +177,73 @@ def refuse_dirty(folder: Path, newest: tuple[int, int]) -> None:
 
 
 def content_of(commits: list[dict[str, Any]], pages: list[list[Path]]) -> Content:
-    states: dict[str, dict[str, np.ndarray]] = {}
-    scalars: dict[str, dict[str, float]] = {}
+    first = commits[0]
+    shared = "subgroups" in first
+    require(all(("subgroups" in commit) == shared for commit in commits), "shared, or not")
+    if shared:
+        for field in ("groups", "page_bytes", "hyperparameters", "scalars"):
+            require(all(commit[field] == first[field] for commit in commits), f"other {field}")
+    with_groups = commits[:1] if shared else commits
+    parameters = [p for commit in with_groups for group in commit["groups"] for p in group]
+    data = {parameter["name"]: empty_states(parameter) for parameter in parameters}
+    require(len(data) == len(parameters), "a parameter is there twice")
+    times = {parameter["name"]: np.zeros(parameter["shape"], int) for parameter in parameters}
     for commit, files in zip(commits, pages, strict=True):
         layouts = list(layouts_of(commit))
         require(digest_of(layouts) == commit["layout"], "the layout is not the writer's")
-        flat = empty_states(commit)
-        require(not flat.keys() & states.keys(), "a parameter is on two ranks")
         for number, (layout, file) in enumerate(zip(layouts, files, strict=True)):
-            fill(flat, layout, read_page(commit, number, layout, file))
-        for parameter in (p for group in commit["groups"] for p in group):
-            states[parameter["name"]] = {
-                state: finished(flat[parameter["name"]][state], dtype, parameter["shape"])
-                for state, dtype in states_of(parameter).items()
-            }
+            fill(data, times, layout, read_page(commit, number, layout, file))
+    for name, counts in times.items():
+        require(bool((counts == 1).all()), f"an element of {name} is not there once")
+    scalars: dict[str, dict[str, float]] = {}
+    for commit in commits:
         scalars |= decode(commit["scalars"])
     return Content(
-        run_id=commits[0]["run_id"],
-        step=commits[0]["step"],
-        states=states,
+        run_id=first["run_id"],
+        step=first["step"],
+        states={
+            parameter["name"]: {
+                state: finished(data[parameter["name"]][state], dtype, parameter["shape"])
+                for state, dtype in states_of(parameter).items()
+            }
+            for parameter in parameters
+        },
         scalars=scalars,
-        hyperparameters=[decode(group) for group in commits[0]["hyperparameters"]],
-        extra=decode(commits[0]["extra"]),
+        hyperparameters=[decode(group) for group in first["hyperparameters"]],
+        extra=decode(first["extra"]),
     )
 
 
-def empty_states(commit: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Return for every state the bytes of all its elements, in row-major order, all zero."""
+def empty_states(parameter: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return for every state the bytes of all its elements, in a dimension of their own."""
     return {
-        parameter["name"]: {
-            state: np.zeros(math.prod(parameter["shape"]) * ITEM_BYTES[dtype], np.uint8)
-            for state, dtype in states_of(parameter).items()
-        }
-        for group in commit["groups"]
-        for parameter in group
+        state: np.zeros((*parameter["shape"], ITEM_BYTES[dtype]), np.uint8)
+        for state, dtype in states_of(parameter).items()
     }
 
 
-def fill(flat: dict[str, dict[str, np.ndarray]], layout: Layout, page: np.ndarray) -> None:
+def fill(
+    data: dict[str, dict[str, np.ndarray]],
+    times: dict[str, np.ndarray],
+    layout: Layout,
+    page: np.ndarray,
+) -> None:
+    """Copy the records of a page to where they belong, and count the elements of masters."""
     for record in layout.records:
         begin = record.offset + 512
         end = begin + record.nbytes
         require(page[record.offset : record.offset + 4].tobytes() == b"PK\3\4", "no record")
         require(page[end + 222 : end + 226].tobytes() == b"PK\5\6", "no end of a record")
-        start = record.chunk.start * ITEM_BYTES[record.dtype]
-        flat[record.name][record.state][start : start + record.nbytes] = page[begin:end]
+        chunk = record.chunk
+        place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        elements = page[begin:end].reshape(*chunk.sizes, ITEM_BYTES[record.dtype])
+        data[record.name][record.state][place] = elements
+        if record.state == "master":
+            times[record.name][place] += 1
 
 
 def finished(data: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:
+    data = data.reshape(-1)
     if dtype == "bfloat16":  # The upper half of a float32.
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     if dtype.startswith("float8"):
@@ -307,17 +325,30 @@ def states_of(parameter: dict[str, Any]) -> dict[str, str]:
 
 
 def layouts_of(commit: dict[str, Any]) -> Iterator[Layout]:
+    if "subgroups" in commit:
+        for number, shards in commit["subgroups"]:
+            group = commit["groups"][number]
+            yield layout_of([(group[i], list(map(chunk_of, chunks))) for i, chunks in shards])
+        return
     for group in commit["groups"]:
-        for shards in shards_of(group, commit["page_bytes"]):
-            yield layout_of(shards)
+        for ranges in shards_of(group, commit["page_bytes"]):
+            yield layout_of([(p, list(chunks_of(p, start, stop))) for p, start, stop in ranges])
 
 
-Shard = tuple[dict[str, Any], int, int]
+Shard = tuple[dict[str, Any], list[Chunk]]
 
 
-def shards_of(group: list[dict[str, Any]], page_bytes: int) -> Iterator[list[Shard]]:
-    """Yield the shards of one page after the other."""
-    page: list[Shard] = []
+def chunk_of(place: list[list[int]]) -> Chunk:
+    offsets, sizes = place
+    require(all(sizes), "a chunk without elements")
+    return Chunk(tuple(offsets), tuple(sizes))
+
+
+def shards_of(
+    group: list[dict[str, Any]], page_bytes: int
+) -> Iterator[list[tuple[dict[str, Any], int, int]]]:
+    """Yield the ranges of parameters in one page after the other."""
+    page: list[tuple[dict[str, Any], int, int]] = []
     room = page_bytes
     for parameter in group:
         numel = math.prod(parameter["shape"])
@@ -390,13 +421,13 @@ def chunks_of(parameter: dict[str, Any], start: int, stop: int) -> Iterator[Chun
     for first in range(start, stop, limit):
         last = min(first + limit, stop)
         while first < last:
-            chunk = Chunk(first, (), ())
+            chunk = Chunk((), ())
             for dimension, step in enumerate(steps):
                 if first % step == 0 and first + step <= last:
                     index = [first // steps[d] % shape[d] for d in range(len(shape))]
                     count = min(shape[dimension] - index[dimension], (last - first) // step)
                     sizes = (*[1] * dimension, count, *shape[dimension + 1 :])
-                    chunk = Chunk(first, tuple(index), sizes)
+                    chunk = Chunk(tuple(index), sizes)
                     break
             yield chunk
             first += chunk.numel
@@ -404,11 +435,11 @@ def chunks_of(parameter: dict[str, Any], start: int, stop: int) -> Iterator[Chun
 
 def layout_of(shards: list[Shard]) -> Layout:
     members: dict[tuple[str, bool], list[tuple[str, str, str, Chunk]]] = {}
-    for parameter, start, stop in shards:
+    for parameter, chunks in shards:
         for state, dtype in states_of(parameter).items():
             own = state == "master" and parameter["dtype"] == dtype
             section = members.setdefault((state, own), [])
-            for chunk in chunks_of(parameter, start, stop):
+            for chunk in chunks:
                 section.append((parameter["name"], state, dtype, chunk))
     sections = []
     position = 0

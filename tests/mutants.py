@@ -74,7 +74,7 @@ REPLACING = Settings(
 )
 """A run that keeps one copy and commits a step more than once."""
 
-SPECIAL = {"run._erase_commits": BEGINNING}
+SPECIAL = {"run.erase_commits": BEGINNING}
 
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""

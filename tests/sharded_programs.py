@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tierstore.sharding import Replicated, Sharded, Sharding
+from tierstore.dtensors import holding_of
+from tierstore.sharding import Sharding
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 # Odd counts, fewer than ranks, none.
@@ -37,25 +38,6 @@ class Placed:
     coordinate: tuple[int, ...]
     local_shape: tuple[int, ...]
     local_values: list[int]
-
-
-def sharding_of(tensor: DTensor) -> Sharding:
-    """How a tensor lies on its mesh; an unknown placement, Partial among them, is refused."""
-    return Sharding(
-        mesh_shape=tuple(tensor.device_mesh.shape),
-        placements=tuple(map(_placement_of, tensor.placements)),
-    )
-
-
-def _placement_of(placement: Placement) -> Replicated | Sharded:
-    match placement:
-        case Replicate():
-            return Replicated()
-        case _StridedShard():  # A Shard too, in earlier releases of torch.
-            return Sharded(dim=placement.dim, split_factor=int(placement.split_factor))
-        case Shard():
-            return Sharded(dim=placement.dim)
-    raise ValueError(f"no rank holds elements of a tensor placed as {placement}")
 
 
 def positions(*shape: int) -> torch.Tensor:
@@ -177,7 +159,7 @@ def _look(case: str, tensor: DTensor) -> Placed:
         world_size=dist.get_world_size(),
         case=case,
         shape=tuple(tensor.shape),
-        sharding=sharding_of(tensor),
+        sharding=holding_of(tensor, range(dist.get_world_size())).sharding,
         coordinate=tuple(coordinate),
         local_shape=tuple(local.shape),
         local_values=[int(value) for value in local.flatten().tolist()],

@@ -61,7 +61,7 @@ HARMLESS = {
     "fsync in commit.write_durably, called by run.open_run: too late": (
         "harmless: nothing needs the identity before a commit"
     ),
-    "in run._erase, called": "harmless: the new identity is synced next, and with it all this",
+    "in run.erase, called": "harmless: the new identity is synced next, and with it all this",
 }
 
 

@@ -18,6 +18,7 @@ import tierstore
 from tests.publishing import Ours, Reference, assert_equal, save_with_dcp
 from tests.test_tagged import same
 from tests.toy import Toy
+from tierstore.checkpoint import boxes, stored
 from tierstore.checkpoint.verify import verify
 
 
@@ -234,3 +235,30 @@ def test_hyperparameters_in_parts(tmp_path: Path) -> None:
         found = ours.optimizer.param_groups[0]
         assert_equal({key: found[key] for key in parts}, parts)
         ours.store.close()
+
+
+def test_tensors_that_were_stored_transposed(tmp_path: Path) -> None:
+    """A stock checkpoint keeps the strides that a tensor had."""
+    reference = Reference("layers").train(1)
+    for name, parameter in reference.model.named_parameters():
+        if name == "hidden.weight":
+            parameter.data = parameter.data.T.contiguous().T
+    save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
+    ours = Ours(tmp_path / "run", seed=3)
+    assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 1
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(parameter, reference.model.get_parameter(name)), name
+    ours.store.close()
+
+
+def test_a_large_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors of a checkpoint need not fit into memory, however many pages have a part."""
+    reference = Reference("layers").train(1)
+    save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
+    ours = Ours(tmp_path / "run", seed=3)
+    monkeypatch.setattr(stored.FileSystemReader, "read_data", None)  # Nobody needs it.
+    monkeypatch.setattr(boxes, "PIECE_BYTES", 200)
+    assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 1
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(parameter, reference.model.get_parameter(name)), name
+    ours.store.close()

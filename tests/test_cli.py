@@ -206,21 +206,23 @@ def test_a_run_directory_may_hold_what_else_there_is(run: Path, tmp_path: Path) 
     assert verify.verify(tmp_path / "out").good
 
 
-def test_what_is_no_run_of_one_rank_is_not_published(
-    run: Path, originals: Path, tmp_path: Path
-) -> None:
-    several = Path(shutil.copytree(run, tmp_path / "several"))
-    (several / "rank-00001").mkdir()
-    (several / "train.log").write_text("step 3\n")
+def test_what_is_no_run_is_not_published(run: Path, originals: Path, tmp_path: Path) -> None:
     for source, why in (
         (originals / "published", "is a checkpoint already: name a run directory"),
-        (several, "holds a run of several ranks: publish it from the job"),
         (run / RANK, "is what one rank has of a run: name the directory above it"),
     ):
         code, _, err = call("checkpoint", source, tmp_path / "out")
         assert code == 2
         assert err.startswith(f"tierstore: {source} {why}")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_directory_of_a_further_rank_does_not_matter(run: Path, tmp_path: Path) -> None:
+    """As a job of more ranks leaves it, which was refused."""
+    (run / "rank-00001").mkdir()
+    assert call("verify", run)[0] == 0
+    assert call("checkpoint", run, tmp_path / "out")[0] == 0
+    assert verify.verify(tmp_path / "out").good
 
 
 def test_a_run_in_use_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

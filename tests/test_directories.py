@@ -409,3 +409,22 @@ def test_a_page_that_changed_is_named_with_its_disk(two: list[Path]) -> None:
     with pytest.raises(tierstore.CorruptionError, match=rf"^{two[1] / RANK}/page-000004\.[ab]: "):
         run.store.restore()
     run.store.close()
+
+
+# ----------------------------------------------------------------- ranks that begin together
+
+
+def test_another_rank_may_begin_while_the_directory_is_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Path.iterdir
+
+    def listed_as_another_begins(self: Path) -> Any:
+        names = list(listed(self))
+        if self == tmp_path:
+            (tmp_path / "rank-00001").mkdir(exist_ok=True)
+        return iter(names)
+
+    monkeypatch.setattr(Path, "iterdir", listed_as_another_begins)
+    with tierstore.TierStore(tmp_path):
+        pass

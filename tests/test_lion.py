@@ -56,9 +56,8 @@ def plain_lion(steps: int) -> dict[str, torch.Tensor]:
                 update = torch.sign(torch.lerp(averages[name], parameter.grad, 1 - BETAS[0]))
                 parameter.data = parameter.data * (1 - LR * WEIGHT_DECAY) - LR * update
                 averages[name] = torch.lerp(averages[name], parameter.grad, 1 - BETAS[1])
-    kept = {name: average for name, average in averages.items() if average.numel()}
     return {f"parameter {name}": p.data for name, p in parameters.items()} | {
-        f"exp_avg of {name}": average for name, average in kept.items()
+        f"exp_avg of {name}": average for name, average in averages.items()
     }
 
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import muon
 import tierstore
 import tierstore.run
 from tests import crashing, training
@@ -402,35 +401,3 @@ sys.exit(ended)
 
 
 # ------------------------------------------------------------------------- several ranks
-
-
-def join_job(connection: Connection, rank: int, rendezvous: str, directory: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
-    )
-    messages = []
-    for place in (directory, None):
-        try:
-            tierstore.TierStore(place)
-        except ValueError as error:
-            messages.append(str(error))
-    try:
-        muon.Muon([torch.nn.Parameter(torch.ones(2, 2))])
-    except ValueError as error:
-        messages.append(str(error))
-    connection.send(messages)
-    torch.distributed.destroy_process_group()
-
-
-def test_a_job_of_two_ranks_is_refused(tmp_path: Path) -> None:
-    arguments = (str(tmp_path / "rendezvous"), tmp_path / "run")
-    with (
-        process(join_job, 0, *arguments) as (_, first),
-        process(join_job, 1, *arguments) as (_, second),
-    ):
-        for connection in (first, second):
-            messages = connection.recv()
-            assert len(messages) == 3
-            assert all("torch.distributed runs with 2 ranks" in text for text in messages)
-    assert not (tmp_path / "run").exists()

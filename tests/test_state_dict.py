@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -253,6 +254,28 @@ def test_helpers_of_dcp_take_no_phantom_step(flatten: bool) -> None:
     set_and_get(models[1], optimizers[1], saved, options)
     assert (optimizers[0].store.step, optimizers[1].store.step) == (1, 0)
     assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_begins_from_what_dcp_saved_of_it(flatten: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten, cpu_offload=True)
+    models = [nn.Linear(5, 4), nn.Linear(5, 4)]
+    groups = [muon.param_groups(model, lr=0.02) for model in models]
+    optimizer = muon.Muon(groups[0], ns_dtype=torch.float32, momentum_dtype=torch.float32)
+    models[0](torch.ones(5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = get_optimizer_state_dict(models[0], optimizer, options=options)
+    dcp.save({"model": models[0].state_dict(), "optimizer": saved}, checkpoint_id=tmp_path / "dcp")
+    with tierstore.TierStore(tmp_path / "run", buffers=2) as store:
+        other = muon.Muon(groups[1], store=store, momentum_dtype=torch.float32)
+        other.restore(tmp_path / "dcp")
+        assert_same(other.state_dict(), optimizer.state_dict())
+        assert other.param_groups[0]["ns_dtype"] == torch.float32
+        for model, each in zip(models, (optimizer, other), strict=True):
+            model(torch.ones(5)).sum().backward()
+            each.step()
+    assert_same(models[1].state_dict(), models[0].state_dict())
 
 
 def set_and_get(

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierstore.chunks import Chunk
     from tierstore.errors import (
         BudgetError,
         CheckpointError,
@@ -23,23 +24,33 @@ if TYPE_CHECKING:
     from tierstore.groups import PagedGroup, PagedParameter
     from tierstore.peers import Peers
     from tierstore.publication import Publication
+    from tierstore.rank_partition import SharedShard, SharedSubgroup
+    from tierstore.ranks import Ranks
     from tierstore.stats import Stats
     from tierstore.store import TierStore
+    from tierstore.sweep import SteppedPages
+    from tierstore.units import parse_bytes
     from tierstore.views import ChunkView, PageView, ShardView
 
 __version__ = "0.1.0"
 
 # Imported when first asked for, so that a command that needs no torch does not wait for it.
 _MODULES = {
+    "Chunk": "chunks",
     "ChunkView": "views",
     "PageView": "views",
     "PagedGroup": "groups",
     "PagedParameter": "groups",
     "Peers": "peers",
     "Publication": "publication",
+    "Ranks": "ranks",
+    "SharedShard": "rank_partition",
+    "SharedSubgroup": "rank_partition",
     "ShardView": "views",
     "Stats": "stats",
+    "SteppedPages": "sweep",
     "TierStore": "store",
+    "parse_bytes": "units",
 }
 
 
@@ -54,6 +65,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Chunk",
     "ChunkView",
     "CorruptionError",
     "PageView",
@@ -62,15 +74,20 @@ __all__ = [
     "PeerFailed",
     "Peers",
     "Publication",
+    "Ranks",
     "RunDirectoryError",
     "RunLockedError",
     "RunMismatchError",
     "ShardView",
+    "SharedShard",
+    "SharedSubgroup",
     "Stats",
+    "SteppedPages",
     "StorageError",
     "StoreClosedError",
     "StoreFailedError",
     "SweepError",
     "TierStore",
     "TierstoreError",
+    "parse_bytes",
 ]

@@ -21,6 +21,10 @@ from tierstore.units import SECTOR_BYTES
 
 logger = logging.getLogger("tierstore")
 
+RESHARDED_NAME = "resharded"
+"""In a run directory, the checkpoint that a run on other ranks begins from, until it has a commit
+of its own."""
+
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -136,11 +140,10 @@ def rank_directory(directory: Path, rank: int) -> Path:
 
 
 def _check_empty(directory: Path) -> None:
-    strange = sorted(
-        entry.name
-        for entry in directory.iterdir()
-        if entry.name != "lost+found" and not re.fullmatch(r"rank-\d{5}", entry.name)
-    )
+    names = sorted(entry.name for entry in directory.iterdir())  # Once: other ranks begin, too.
+    if any(re.fullmatch(r"rank-\d{5}", name) for name in names):
+        return  # Of other ranks; beside these anything may be.
+    strange = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
     if strange:
         raise RunDirectoryError(
             f"{directory} holds no tierstore run but other files ({', '.join(strange[:3])}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 
 class TierstoreError(Exception):
@@ -13,6 +15,7 @@ class StorageError(TierstoreError):
     """A transfer or a file operation did not happen in full.
 
     Attributes:
+        what: the operation.
         path: the file, as the operating system names it.
         offset: first byte of the transfer, or None where the operation has no range.
         nbytes: bytes asked for, or None likewise.
@@ -28,12 +31,25 @@ class StorageError(TierstoreError):
         offset: int | None = None,
         nbytes: int | None = None,
     ) -> None:
+        self.what = what
         self.path = path
         self.errno = errno
         self.offset = offset
         self.nbytes = nbytes
         place = path if offset is None else f"{path}, {nbytes} bytes at offset {offset}"
         super().__init__(f"{what} failed: {place}: {os.strerror(errno)} (errno {errno})")
+
+    def __reduce__(self) -> tuple[Callable[[], StorageError], tuple[()]]:
+        # An exception is pickled as its class and message, which are not what makes this one.
+        again = partial(
+            type(self),
+            self.what,
+            path=self.path,
+            errno=self.errno,
+            offset=self.offset,
+            nbytes=self.nbytes,
+        )
+        return again, ()
 
 
 class CorruptionError(TierstoreError):
@@ -84,3 +100,6 @@ class PeerFailed(TierstoreError):  # noqa: N818 - it tells of another's error.
         self.rank = rank
         self.reason = reason
         super().__init__(f"rank {rank} failed: {reason}")
+
+    def __reduce__(self) -> tuple[type[PeerFailed], tuple[int, str]]:
+        return type(self), (self.rank, self.reason)

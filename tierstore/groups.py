@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tierstore.dtensors import describe_placement, is_dtensor, local_tensor, same_placement
 from tierstore.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 _PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -91,6 +92,16 @@ class PagedParameter:
     """True if the update of an element depends on that element alone: then the store may
     cut the parameter at rows over several pages. False keeps it whole in one page."""
 
+    partition: str | None = None
+    """Where several ranks hold the parameter whole: "by_parameter" has one of them own it,
+    "flat" has each own an equal range of the elements of a subgroup. None: "flat" if
+    elementwise, else "by_parameter"."""
+
+    cost: int | None = None
+    """What it costs to own the whole parameter, beside others under a rule that is elementwise,
+    or is not, as this one's: owners are chosen so that ranks have about the same. None: its
+    number of elements."""
+
     def __post_init__(self) -> None:
         _check_parameter(self)
 
@@ -138,24 +149,37 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
             f"parameter {spec.name!r} was {spec.dtype} {list(spec.shape)} and is now "
             f"{tensor.dtype} {list(tensor.shape)}: convert the model before the first step"
         )
-    if tensor.grad is not None and tensor.grad.layout != torch.strided:
+    if tensor.grad is None:
+        return
+    if not same_placement(tensor.grad, tensor):
+        raise ValueError(
+            f"the gradient of {spec.name!r} is {describe_placement(tensor.grad)}, the parameter "
+            f"is {describe_placement(tensor)}: redistribute the gradient"
+        )
+    if tensor.grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
             "(for an embedding, sparse=False)"
         )
 
 
-def check_states(spec: ParameterSpec, states: Mapping[str, torch.Tensor]) -> None:
-    """Check that these are states of the parameter, and of its shape.
+def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
+    """Check that these are states of the parameter, of its shape, and whole or placed as it is.
 
     Raises:
         ValueError: naming the first that is not.
     """
+    spec = parameter.spec
     known = dict(spec.states if spec.owns_master else spec.all_states)
     for state, tensor in states.items():
         if state not in known or tuple(tensor.shape) != spec.shape:
             raise ValueError(
                 f"state {state!r} of shape {list(tensor.shape)} does not fit {spec.describe()}"
+            )
+        if is_dtensor(tensor) and not same_placement(tensor, parameter.tensor):
+            raise ValueError(
+                f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, the parameter "
+                f"is {describe_placement(parameter.tensor)}: give all of it, or redistribute it"
             )
 
 
@@ -173,10 +197,15 @@ def _check_parameter(parameter: PagedParameter) -> None:
             f"parameter {name!r} has {tensor.ndim} dimensions; at most {RECORD_DIMENSIONS_MAX} "
             "can be paged"
         )
-    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided:
+    if type(local_tensor(tensor)) is not torch.Tensor or tensor.layout != torch.strided:
         raise ValueError(
             f"parameter {name!r} is a {type(tensor.data).__name__} of layout {tensor.layout}; "
-            "this version pages plain dense tensors only"
+            "only plain dense tensors and DTensors of them can be paged"
+        )
+    if parameter.partition not in (None, "flat", "by_parameter"):
+        raise ValueError(
+            f"parameter {name!r}: partition must be 'flat', 'by_parameter' or None, got "
+            f"{parameter.partition!r}"
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(

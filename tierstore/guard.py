@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tierstore.errors import (
     RunDirectoryError,
@@ -20,7 +20,13 @@ logger = logging.getLogger("tierstore")
 class Guard:
     """The condition of one store, asked before every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        """Make the condition of a new store.
+
+        Args:
+            on_failure: told of what leaves the parameters or the pages between two steps.
+        """
+        self._on_failure = on_failure
         self._pid = os.getpid()
         self.closed = False
         self.failure: BaseException | None = None
@@ -39,6 +45,7 @@ class Guard:
         """Let nothing but restore() and close() work from now on."""
         self.failure = error
         logger.error("the store failed: %r", error)
+        self._on_failure(str(error) or type(error).__name__)
 
     @contextlib.contextmanager
     def failing(self, *, interrupts: bool) -> Iterator[None]:

@@ -52,6 +52,7 @@ class History:
         before: Manifest | None,
         groups: Sequence[PagedGroup],
         pages: Sequence[Page],
+        shared: bool,
     ) -> Manifest:
         """Return the manifest of this step: a copy of all that later steps will change.
 
@@ -61,6 +62,7 @@ class History:
             before: the commit before it, if there is one.
             groups: all groups; those without pages are left out.
             pages: theirs.
+            shared: whether other ranks have a part of the groups.
 
         Raises:
             TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
@@ -82,6 +84,7 @@ class History:
             groups=[[parameter.spec for parameter in group.parameters] for group in groups],
             layout=layout_digest(page.layout for page in pages),
             pages=entries,
+            subgroups=[page.layout.subgroup for page in pages] if shared else None,
             scalars=tagged.encode(self.scalars, name="scalars"),
             hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
             extra=extra if extra_step == self.step else None,

@@ -17,8 +17,10 @@ import xxhash
 
 from tierstore import tagged
 from tierstore.checksums import CHECKSUM_BYTES
+from tierstore.chunks import Chunk
 from tierstore.errors import CorruptionError, RunDirectoryError
 from tierstore.groups import ParameterSpec
+from tierstore.partition import ParameterShard, Subgroup
 from tierstore.records import RECORD_DIMENSIONS_MAX
 
 FORMAT_VERSION = 1
@@ -125,6 +127,9 @@ class Manifest:
     layout: str
     """Digest of where every chunk of every state lies in which page."""
     pages: Sequence[PageEntry]
+    subgroups: Sequence[Subgroup] | None
+    """What lies in each page, if ranks share the parameters; None: all of the groups, cut
+    by ``page_bytes``."""
     scalars: Any
     """Parameter name -> scalar name -> value, as tagged.encode() leaves it."""
     hyperparameters: Any
@@ -158,6 +163,8 @@ class Manifest:
                 for page in self.pages
             ],
         }
+        if self.subgroups is not None:
+            body["subgroups"] = _places(self.groups, self.subgroups)
         return seal("commit", body)
 
     @classmethod
@@ -177,7 +184,10 @@ class Manifest:
                 )
                 for page in body["pages"]
             ]
-            manifest = cls(**{**body, "groups": groups, "pages": pages})
+            subgroups = None
+            if "subgroups" in body:
+                subgroups = [_subgroup(groups, *page) for page in body["subgroups"]]
+            manifest = cls(**{**body, "groups": groups, "pages": pages, "subgroups": subgroups})
             _check(manifest)
             return manifest
 
@@ -190,6 +200,10 @@ def _check(manifest: Manifest) -> None:
     _require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)
     for page in manifest.pages:
         _require(page.copy in ("a", "b"), is_count(page.step))
+    if manifest.subgroups is not None:
+        _require(len(manifest.subgroups) == len(manifest.pages))
+        for subgroup in manifest.subgroups:  # A rank has no page where it owns nothing.
+            _require(len(subgroup.shards) > 0, *(len(s.chunks) > 0 for s in subgroup.shards))
     for spec in (spec for group in manifest.groups for spec in group):
         _require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
         _require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
@@ -199,6 +213,52 @@ def _check(manifest: Manifest) -> None:
     _require(isinstance(manifest.hyperparameters, list))
     _require(len(manifest.hyperparameters) == len(manifest.groups))
     _require(*(isinstance(tagged.decode(group), dict) for group in manifest.hyperparameters))
+
+
+def _places(groups: Sequence[Sequence[ParameterSpec]], subgroups: Sequence[Subgroup]) -> Any:
+    """Return what lies in each page: a group, and its parameters with their chunks."""
+    positions = [{spec.name: index for index, spec in enumerate(group)} for group in groups]
+    return [
+        [
+            subgroup.group,
+            [
+                [
+                    positions[subgroup.group][shard.parameter.name],
+                    [[chunk.offsets, chunk.sizes] for chunk in shard.chunks],
+                ]
+                for shard in subgroup.shards
+                if shard.chunks
+            ],
+        ]
+        for subgroup in subgroups
+    ]
+
+
+def _subgroup(groups: Sequence[Sequence[ParameterSpec]], group: Any, shards: Any) -> Subgroup:
+    """Return what lies in one page, from what _places() made of it."""
+    _require(is_count(group))
+    return Subgroup(
+        group,
+        tuple(
+            ParameterShard(
+                _at(groups[group], position),
+                tuple(_chunk(_at(groups[group], position), *places) for places in chunks),
+            )
+            for position, chunks in shards
+        ),
+    )
+
+
+def _at(group: Sequence[ParameterSpec], position: int) -> ParameterSpec:
+    _require(is_count(position))
+    return group[position]
+
+
+def _chunk(spec: ParameterSpec, offsets: Any, sizes: Any) -> Chunk:
+    _require(*map(is_count, (*offsets, *sizes)), all(sizes))
+    ends = (offset + size for offset, size in zip(offsets, sizes, strict=True))
+    _require(*(end <= extent for end, extent in zip(ends, spec.shape, strict=True)))
+    return Chunk(tuple(offsets), tuple(sizes))
 
 
 def is_count(value: object) -> bool:

@@ -7,7 +7,7 @@ updated parameters go up behind.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
@@ -15,12 +15,8 @@ from tierstore.buffers import BufferPool
 from tierstore.chunks import Chunk
 from tierstore.device import Copy, Device
 from tierstore.groups import PagedParameter
-from tierstore.page import PageLayout
-from tierstore.transit import Page
-from tierstore.units import align_up
-
-# One page is stepped, the next one's gradients come down, the last one's parameters go up.
-MIRRORS = 3
+from tierstore.transit import MOVING_PAGES, Page
+from tierstore.units import SECTOR_BYTES, align_up
 
 _ALIGNMENT = 64
 
@@ -38,13 +34,13 @@ class Mirror:
         self._gradients: dict[Key, torch.Tensor] = {}
         position = 0
         sources, targets = [], []
-        for (name, chunk), tensor, found in _places(page.layout, page.parameters):
-            nbytes = chunk.numel * tensor.dtype.itemsize
-            host = memory[position : position + nbytes].view(tensor.dtype).view(chunk.sizes)
+        for key, tensor, found in _places(page):
+            host = memory[position : position + tensor.nbytes].view(tensor.dtype)
+            host = host.view(tensor.shape)
             found_in = self._gradients if found else self._values
-            found_in[name, chunk] = host
-            position += align_up(nbytes, _ALIGNMENT)
-            sources.append(chunk.select(tensor))
+            found_in[key] = host
+            position += align_up(tensor.nbytes, _ALIGNMENT)
+            sources.append(tensor)
             targets.append(host)
         self._down = device.copy_down(sources, targets)
         self._up: Copy | None = None
@@ -61,17 +57,21 @@ class Mirror:
         """See Source.values."""
         return self._values[parameter.name, chunk]
 
+    def place(self, name: str, chunk: Chunk) -> Chunk:
+        """See Source.place."""
+        return self.page.direct.place(name, chunk)
+
     def send_back(self) -> None:
         """Start to copy the parameters to where they came from."""
-        parameters = self.page.parameters
+        page = self.page
         self._up = self._device.copy_up(
             list(self._values.values()),
-            [chunk.select(parameters[name].tensor.detach()) for name, chunk in self._values],
+            [page.direct.values(page.parameters[name], chunk) for name, chunk in self._values],
         )
 
     def has_left(self) -> bool:
-        """Return whether leave() would return at once."""
-        return self._up is None or self._up.done()
+        """Return whether the parameters were sent back, and are there."""
+        return self._up is not None and self._up.done()
 
     def leave(self) -> None:
         """Block until nothing uses the memory any more."""
@@ -85,13 +85,15 @@ class Mirrors:
 
     Args:
         device: where parameters and gradients are.
-        nbytes: those of the largest mirror; see mirror_bytes().
+        nbytes: those of all mirrors; see mirrors_bytes().
+        held: how many of them are used for steps at once.
     """
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, device: Device, nbytes: int, held: int) -> None:
         self._device = device
-        self._pool = BufferPool(MIRRORS, nbytes, page_locked=not device.is_host)
-        self._free = deque(self._pool.acquire().tensor for _ in range(MIRRORS))
+        count = held + MOVING_PAGES
+        self._pool = BufferPool(count, nbytes // count, page_locked=not device.is_host)
+        self._free = deque(self._pool.acquire().tensor for _ in range(count))
         self._behind: deque[Mirror] = deque()  # Their parameters may be on their way back.
 
     @property
@@ -127,23 +129,32 @@ class Mirrors:
         self._free.append(self._behind.popleft().memory)
 
 
-def mirror_bytes(layout: PageLayout, parameters: Mapping[str, PagedParameter]) -> int:
-    """Return how many bytes the mirror of a page takes when all parameters have gradients."""
+def mirrors_bytes(pages: Iterable[Page], held: int) -> int:
+    """Return how many bytes the mirrors of some pages take when all parameters have gradients.
+
+    Args:
+        pages: all that there may be a mirror of.
+        held: how many are used for steps at once.
+    """
+    # Of the others one is filled with gradients, and of one the parameters go back.
+    return (held + MOVING_PAGES) * max(map(_mirror_bytes, pages), default=0)
+
+
+def _mirror_bytes(page: Page) -> int:
     nbytes = 0
-    for name, chunk in layout.records:
-        itemsize = parameters[name].tensor.dtype.itemsize
+    for name, chunk in page.layout.records:
+        itemsize = page.parameters[name].tensor.dtype.itemsize
         nbytes += align_up(chunk.numel * itemsize, _ALIGNMENT)
         # A gradient may be of higher precision than its parameter.
         nbytes += align_up(chunk.numel * torch.float64.itemsize, _ALIGNMENT)
-    return nbytes
+    return align_up(nbytes, SECTOR_BYTES)
 
 
-def _places(
-    layout: PageLayout, parameters: Mapping[str, PagedParameter]
-) -> Iterable[tuple[Key, torch.Tensor, bool]]:
-    """Yield each chunk with the parameter, and with the gradient where there is one."""
-    for name, chunk in layout.records:
-        tensor = parameters[name].tensor
-        yield (name, chunk), tensor.detach(), False
-        if tensor.grad is not None:
-            yield (name, chunk), tensor.grad, True
+def _places(page: Page) -> Iterable[tuple[Key, torch.Tensor, bool]]:
+    """Yield each chunk of the parameters, and of the gradients where there is one."""
+    for name, chunk in page.layout.records:
+        parameter = page.parameters[name]
+        yield (name, chunk), page.direct.values(parameter, chunk), False
+        gradient = page.direct.gradient(parameter, chunk)
+        if gradient is not None:
+            yield (name, chunk), gradient, True

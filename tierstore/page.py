@@ -142,6 +142,8 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
     """Return the layout of a subgroup's page. Depends on the subgroup alone."""
     states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
     for shard in subgroup.shards:
+        if not shard.chunks:  # Another rank has it.
+            continue
         for state, dtype in shard.parameter.all_states:
             write_only = state == MASTER and shard.parameter.owns_master
             members = states.setdefault((state, write_only), [])

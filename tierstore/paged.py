@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from tierstore.agreement import names_with_gradient, share_groups
 from tierstore.commit import Commits
 from tierstore.config import StoreConfig
 from tierstore.device import Device, PlainDevice, open_device
 from tierstore.errors import SweepError, TierstoreError
-from tierstore.groups import PagedGroup, ParameterSpec, check_states, check_unchanged
+from tierstore.groups import PagedGroup, ParameterSpec
 from tierstore.guard import Guard
 from tierstore.history import History
-from tierstore.mirrors import MIRRORS, Mirrors, mirror_bytes
-from tierstore.pages import check_groups, create_files, device_of, make_pages
-from tierstore.peers import Peers
+from tierstore.mirrors import Mirrors, mirrors_bytes
+from tierstore.pages import (
+    LocalSubgroup,
+    check_groups,
+    create_files,
+    device_of,
+    make_subgroups,
+    pages_of,
+)
+from tierstore.peers import Alone, Peers, agree
 from tierstore.placement import Placement, Tier, place, place_all
+from tierstore.rank_partition import SharedSubgroup
+from tierstore.ranks import Ranks
 from tierstore.residency import Pager
 from tierstore.run import abandon_in_children, open_run
-from tierstore.states import fill_states, read_states, write_pages
+from tierstore.spread import Spread
+from tierstore.states import agree_to_read, agree_to_write, fill_states, read_states, write_pages
 from tierstore.storage.base import Storage
-from tierstore.sweep import Changed, Sweep
+from tierstore.sweep import Changes, SteppedPages, Sweep
 from tierstore.transit import Page
-from tierstore.units import SECTOR_BYTES, align_up
 from tierstore.views import PageView
+
+# The matrices of one subgroup are gathered, of one computed, and of one the updates come back.
+_WINDOW_MAX = 3
 
 
 class PagedStates:
@@ -38,7 +50,9 @@ class PagedStates:
         storage: the rank's files; closed if the run cannot be opened. None keeps every page
             in memory, where nothing is committed.
         config: the settings.
-        peers: all ranks.
+        peers: all ranks, to agree with.
+        ranks: all ranks of a job whose parameters are one model's; None: this rank's parameters
+            are its own.
         resume: go on with the run that is there.
         overwrite: delete it and begin a new one.
     """
@@ -48,23 +62,30 @@ class PagedStates:
         storage: Storage | None,
         config: StoreConfig,
         peers: Peers,
+        ranks: Ranks | None,
         *,
         resume: bool,
         overwrite: bool,
     ) -> None:
         self._config = config
+        self._page_bytes = config.page_bytes
         self._peers = peers
-        self._guard = Guard()
+        self._ranks = ranks
+        # Those that step together: other ranks go their own way from one commit to the next.
+        self._sharers: Peers = Alone() if ranks is None else peers
+        self._spread = None if ranks is None else Spread(ranks)
+        self._guard = Guard(on_failure=self._tell_others)
         self._groups: list[PagedGroup] = []
-        self._pages: list[Page] = []
+        self._subgroups: list[LocalSubgroup] = []
+        # Most pages that are stepped at once, whatever the buffers are, and with these.
+        self._held = self._window_max = 1 if ranks is None else _WINDOW_MAX
         self._device: Device | None = None  # That of the parameters.
         self._mirrors: Mirrors | None = None  # Only where that is not where steps are computed.
         self._tier: Tier | None = None  # Where move() brought all pages.
         self._displaced: Sequence[Page] | None = None  # Those of a placement that did not end.
         self._specs: dict[str, ParameterSpec] = {}
         self._history = History()
-        self._changed: Changed | None = None  # By others, as the last sweep found.
-        self._warned = False
+        self._changes = Changes()
         self._storage = storage
         self._pager = Pager(None, run_id="", checksums=False)
         if storage is not None:
@@ -83,9 +104,13 @@ class PagedStates:
             storage.close()
             raise
         self._guard.awaits_restore = found is not None
+        self._page_bytes = self._identity.page_bytes
         self._pager = Pager(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
         self._commits = Commits(
-            storage, self._peers, found, single_copy=self._config.commit_every is None
+            storage,
+            self._peers if self._ranks is None else self._ranks.commits,
+            found,
+            single_copy=self._config.commit_every is None,
         )
         abandon_in_children(storage)
 
@@ -93,22 +118,54 @@ class PagedStates:
         """Lay out pages for these groups, after those of groups attached before.
 
         Nothing is written yet. Call it at the first step or just before restore(), when
-        frameworks have put the parameters where they stay.
+        frameworks have put the parameters where they stay. All ranks call it together.
 
         Raises:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
                 message names the smallest budget that does.
-            ValueError, TypeError: two parameters of one name, or a hyperparameter that no
-                commit can hold.
+            ValueError, TypeError: a name twice, or a hyperparameter that no commit can hold.
+            RunMismatchError: the ranks have different parameters; the message names the first.
+            PeerFailed: any of these on another rank.
         """
         self._guard.require_usable()
-        specs = check_groups(groups, self._specs, first_group=len(self._groups))
-        pages = make_pages(
-            groups,
-            first_group=len(self._groups),
-            first_page=len(self._pages),
-            page_bytes=self._identity.page_bytes if self._storage else self._config.page_bytes,
+        specs: dict[str, ParameterSpec] = {}
+        agree(
+            self._sharers,
+            lambda: specs.update(check_groups(groups, self._specs, first_group=len(self._groups))),
         )
+        shared = None
+        if self._ranks is not None:
+            shared = share_groups(
+                self._ranks,
+                groups,
+                earlier=[each.shared for each in self._subgroups if each.shared is not None],
+                first_group=len(self._groups),
+                page_bytes=self._page_bytes,
+                compare_values=not self._guard.awaits_restore,
+            )
+        subgroups: list[LocalSubgroup] = []
+        agree(self._sharers, lambda: subgroups.extend(self._laid_out(groups, shared)))
+        if self._spread is not None and shared is not None:
+            self._spread.prepare(shared)
+        self._groups += groups
+        self._subgroups += subgroups
+        self._specs |= specs
+        self._agree_on_window()
+
+    def _laid_out(
+        self, groups: Sequence[PagedGroup], shared: Sequence[SharedSubgroup] | None
+    ) -> list[LocalSubgroup]:
+        """Return the subgroups of some groups, and have room for their pages."""
+        subgroups = make_subgroups(
+            groups,
+            shared,
+            rank=self._sharers.rank,
+            first_group=len(self._groups),
+            first_subgroup=len(self._subgroups),
+            first_page=len(self._pages),
+            page_bytes=self._page_bytes,
+        )
+        pages = pages_of(subgroups)
         all_pages = [*self._pages, *pages]
         device = device_of([*self._groups, *groups])
         placement = self._placement(all_pages, device, self._tier)
@@ -117,17 +174,31 @@ class PagedStates:
         self._place(all_pages, placement)
         if self._storage is not None and not self._guard.awaits_restore:
             self._allocate(self._storage, pages)
-        self._groups += groups
-        self._pages += pages
-        self._specs |= specs
+        return subgroups
+
+    @property
+    def _pages(self) -> list[Page]:
+        return pages_of(self._subgroups)
+
+    def _agree_on_window(self) -> None:
+        """Have as many subgroups in flight as the rank with the fewest buffers can."""
+        if self._ranks is not None:
+            limits = self._sharers.gather(self._pager.held_max)
+            self._window_max = min([self._held, *(each for each in limits if each is not None)])
 
     @contextlib.contextmanager
-    def sweep(self) -> Iterator[Iterator[PageView]]:
+    def sweep(self, window: int = 1) -> Iterator[SteppedPages]:
         """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
 
-        Yields the pages of which some parameter has a gradient, in order. The loop body
-        updates ``master`` and ``states`` of the chunks in place; the store then writes the
-        parameters and the page. A step that was not committed yet is committed first.
+        Yields the pages of which some parameter has a gradient on any rank, in order: of each
+        subgroup a page, be it empty. The loop body updates ``master`` and ``states`` of the
+        chunks in place; the store then writes the parameters and the page, and sends the
+        parameters to the ranks that hold them, too. A step that was not committed yet is
+        committed first.
+
+        Args:
+            window: how many pages are stepped at once: each is written when so many more were
+                asked for. At most ``window_max``, and the same on all ranks.
 
         If the loop raises or stops early after the first page was handed out, the
         parameters are of two steps and the store is failed. (A store without a directory,
@@ -138,31 +209,35 @@ class PagedStates:
                 first page was handed out, nothing was changed and the step may be retried.
             SweepError: the loop was left before its last page.
             ValueError: a parameter or gradient does not fit what was attached.
+            PeerFailed: any of these on another rank.
 
         Warns:
             UserWarning: a parameter was changed outside of the optimizer. Where it takes a
                 device to find out, that is told when the next sweep begins.
         """
         self._guard.require_restored()
+        if not 1 <= window <= self._window_max:
+            raise ValueError(f"window must be from 1 to {self._window_max}, got {window}")
         self._place_again()
-        for group in self._groups:
-            for parameter in group.parameters:
-                check_unchanged(parameter, self._specs[parameter.name])
-        self._warn_of_changed()
+        present = names_with_gradient(self._sharers, self._groups, self._specs)
+        self._changes.warn(wait=True)
         self._commit_if_due()
         step = self._history.step
         sweep = Sweep(
             self._pager,
-            self._pages,
+            self._subgroups,
             self._swap_out,
             mirrors=self._mirrors,
+            spread=self._spread,
             free_gradients=self._config.free_gradients,
+            present=present,
+            window=window,
         )
         try:
             self._guard.sweeping = True
             self._history.step = step + 1
             with contextlib.closing(sweep.stepped_pages()) as pages:
-                yield pages
+                yield SteppedPages(pages, present, sweep.stepped)
             if not sweep.finished:
                 raise SweepError("the sweep was left before its last page")
             self._history.wrote(len(self._groups))
@@ -174,12 +249,10 @@ class PagedStates:
             raise
         finally:
             self._guard.sweeping = False
-        if sweep.changed and not self._warned:
-            device = PlainDevice() if self._mirrors else self._device
-            assert device is not None
-            self._changed = Changed(sweep.changed, device)
-            if self._changed.is_known():  # Or the next sweep looks, and nobody waits now.
-                self._warn_of_changed()
+        device = PlainDevice() if self._mirrors else self._device
+        if device is not None:
+            self._changes.note(sweep.changed, device)
+            self._changes.warn(wait=False)  # Or the next sweep looks, and nobody waits now.
 
     def prefetch(self) -> None:
         """Start to read what the next sweep will step, as far as buffers are free.
@@ -200,6 +273,16 @@ class PagedStates:
             else:
                 self._fail(error)
             raise
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """All ranks of the job that the parameters are one model of; None where there is one."""
+        return self._ranks
+
+    @property
+    def window_max(self) -> int:
+        """How many pages sweep() may have stepped at once, the same on all ranks."""
+        return self._window_max
 
     @property
     def compute(self) -> str:
@@ -226,19 +309,20 @@ class PagedStates:
         """Return the states of some parameters, or of all, as they are now.
 
         The tensors are private mappings of the page files: they cost no memory, and stay as
-        they are while training goes on. (Pieces of a parameter that is cut over pages are
-        put together in an unnamed file; without a directory all are copies.)
+        they are. (What this rank has in pieces, or gets from others, is put together in an
+        unnamed file; without a directory all are copies.) All ranks ask together for the same.
 
         Returns:
-            Parameter name -> state name -> tensor of the parameter's shape. The state
-            "master" is there only for parameters that are not their own master; before the
-            first step it is the parameter, and other states are zero.
+            Parameter name -> state name -> tensor of the parameter's shape, a DTensor as that
+            may be one, on the host. The state "master" is there only for parameters that are
+            not their own; before the first step it is the parameter, and other states are zero.
         """
         self._guard.require_restored()
-        self._place_again()
         wanted = self._specs.keys() if names is None else names
+        agree_to_read(self._sharers, wanted)
+        self._place_again()
         try:
-            return read_states(self._pager, self._pages, wanted)
+            return read_states(self._pager, self._groups, self._subgroups, self._spread, wanted)
         except BaseException as error:
             if not self._may_retry(error):
                 self._fail(error)
@@ -253,17 +337,14 @@ class PagedStates:
         """Replace states, outside of a step. States not named become zero, or the parameter.
 
         Args:
-            values: as read_states() returns them; converted to the dtype of each state.
+            values: as read_states() returns them, or whole; converted to each state's dtype.
             scalars: what to update ``scalars`` with, together with the pages.
 
         Raises:
-            ValueError: an unknown name, or a wrong shape. Nothing was changed.
+            ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
         """
         self._guard.require_restored()
-        for name, states in values.items():
-            if name not in self._specs:
-                raise ValueError(f"there is no parameter {name!r} in this store")
-            check_states(self._specs[name], states)
+        agree_to_write(self._sharers, self._groups, values)
         self._place_again()
         self._write_pages(lambda view: fill_states(view, values), scalars or {})
 
@@ -287,7 +368,7 @@ class PagedStates:
             return Placement(tiers=(tier or here,) * len(pages), buffers=0, buffer_bytes=0)
         budget = self._config.budget
         if self._config.compute == "host":
-            budget = replace(budget, reserved=MIRRORS * _mirror_bytes(pages))
+            budget = replace(budget, reserved=mirrors_bytes(pages, self._held))
         return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
 
     def _bring_to(self, tier: Tier) -> None:
@@ -297,7 +378,6 @@ class PagedStates:
             self._place(self._pages, placement)
             with self._guard.failing(interrupts=True):
                 self._pager.load(self._pages)
-        self._tier = tier
 
     def _place(self, pages: Sequence[Page], placement: Placement) -> None:
         assert self._device is not None
@@ -305,15 +385,15 @@ class PagedStates:
         device = self._device
         on_host = self._config.compute == "host"
         stepped_on = PlainDevice() if on_host else device
-        beside = MIRRORS * _mirror_bytes(pages) if on_host else 0
+        beside = mirrors_bytes(pages, self._held) if on_host else 0
         try:
             if self._mirrors is not None and self._mirrors.nbytes != beside:
                 self._mirrors.close()
                 self._mirrors = None
             self._pager.make_way(pages, placement, stepped_on, self._write)
             if on_host and self._mirrors is None:
-                self._mirrors = Mirrors(device, _mirror_bytes(pages))
-            self._pager.place(pages, placement, stepped_on, beside=beside)
+                self._mirrors = Mirrors(device, beside, self._held)
+            self._pager.place(pages, placement, stepped_on, beside=beside, held=self._held)
         except BaseException as error:
             # In its traceback would live on what was taken so far, and it is taken anew.
             traceback.clear_frames(error.__traceback__)
@@ -332,17 +412,6 @@ class PagedStates:
                 # Of those that were to be attached the error still knows.
                 self._pager.forget(self._displaced)
             self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
-
-    def _warn_of_changed(self) -> None:
-        changed, self._changed = self._changed, None
-        name = changed.first() if changed is not None else None
-        if name is not None:
-            self._warned = True
-            warnings.warn(
-                f"parameter {name!r} was changed outside of the optimizer; its "
-                "master follows it. Later changes are adopted without a warning",
-                stacklevel=4,
-            )
 
     def _swap_out(self, page: Page) -> None:
         """Bring a page that was stepped to where it rests.
@@ -369,9 +438,17 @@ class PagedStates:
             for name, values in scalars.items():
                 self._history.scalars[name] = dict(values)
             self._history.wrote(len(self._groups))
+            self._spread_all()
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _spread_all(self) -> None:
+        """Send all parameters from their owners to the other ranks that hold them."""
+        if self._spread is not None:
+            for subgroup in self._subgroups:
+                self._spread.begin(subgroup, subgroup.direct, subgroup.parameters)
+            self._spread.finish()
 
     def _commit_is_due(self) -> bool:
         every = self._config.commit_every
@@ -395,6 +472,7 @@ class PagedStates:
             before=self._commits.begun,
             groups=self._groups,
             pages=self._pages,
+            shared=self._ranks is not None,
         )
         with self._pager.stalled(), self._guard.failing(interrupts=False):
             self._commits.begin(manifest, writes)
@@ -405,14 +483,15 @@ class PagedStates:
 
         An interrupt may have come anywhere within the pager.
         """
-        return isinstance(error, TierstoreError) and not self._pager.lost_write
+        alone = self._ranks is None  # Other ranks may stand in the middle of the step.
+        return alone and isinstance(error, TierstoreError) and not self._pager.lost_write
+
+    def _tell_others(self, reason: str) -> None:
+        if self._ranks is not None:
+            self._ranks.fail(reason)
 
     def _fail(self, error: BaseException) -> None:
-        if self._storage:  # Without one there is nothing to go back to.
+        if self._storage:
             self._guard.fail(error)
-
-
-def _mirror_bytes(pages: Sequence[Page]) -> int:
-    """Return the bytes of the largest mirror of these pages."""
-    nbytes = max((mirror_bytes(page.layout, page.parameters) for page in pages), default=0)
-    return align_up(nbytes, SECTOR_BYTES)
+        else:  # There is nothing to go back to, so this rank may go on; the others cannot.
+            self._tell_others(str(error) or type(error).__name__)

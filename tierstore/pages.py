@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -12,12 +13,14 @@ import xxhash
 
 from tierstore import tagged
 from tierstore.errors import CorruptionError, RunMismatchError, StorageError
-from tierstore.groups import PagedGroup, ParameterSpec
+from tierstore.groups import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.manifest import Manifest, page_file
-from tierstore.page import PageLayout, lay_out_groups
+from tierstore.page import PageLayout, lay_out, lay_out_groups
+from tierstore.rank_partition import SharedSubgroup
 from tierstore.storage.base import Storage
 from tierstore.transit import Page
 from tierstore.units import format_bytes
+from tierstore.views import Direct, PageView, Source
 
 
 def check_groups(
@@ -44,16 +47,81 @@ def check_groups(
     return specs
 
 
-def make_pages(
-    groups: Sequence[PagedGroup], *, first_group: int, first_page: int, page_bytes: int
-) -> list[Page]:
-    """Lay out the pages of some groups, numbered from ``first_page`` on."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalSubgroup:
+    """A subgroup, and what this rank has of it."""
+
+    index: int
+    layout: PageLayout
+    parameters: Mapping[str, PagedParameter]
+    """All of the subgroup, by name."""
+    direct: Direct
+    """Where they and their gradients are."""
+    page: Page | None
+    """None where this rank owns nothing of it."""
+    shared: SharedSubgroup | None
+    """What each rank owns of it; None where there is one rank."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there is a page that was never written."""
+        return self.page is not None and self.page.is_fresh
+
+    def view(self, source: Source, present: Collection[str]) -> PageView:
+        """Return the tensors to step, given the names of parameters that have a gradient."""
+        memory = torch.empty(0, dtype=torch.uint8) if self.page is None else self.page.memory
+        return PageView(self.layout, self.parameters, memory, source, present)
+
+
+def make_subgroups(
+    groups: Sequence[PagedGroup],
+    shared: Sequence[SharedSubgroup] | None,
+    *,
+    rank: int,
+    first_group: int,
+    first_subgroup: int,
+    first_page: int,
+    page_bytes: int,
+) -> list[LocalSubgroup]:
+    """Lay out the pages of some groups.
+
+    Args:
+        groups: the groups.
+        shared: their subgroups on all ranks; None: there is one rank.
+        rank: this one.
+        first_group: number of the first group.
+        first_subgroup: number of the first subgroup.
+        first_page: number of the first page; subgroups that this rank owns nothing of have none.
+        page_bytes: about how large a page may be.
+    """
     members = {parameter.name: parameter for group in groups for parameter in group.parameters}
-    layouts = lay_out_groups(_own(groups), page_bytes, first_group=first_group)
-    return [
-        Page(index, layout, {name: members[name] for name in layout.parameter_names})
-        for index, layout in enumerate(layouts, start=first_page)
-    ]
+    if shared is None:
+        layouts = lay_out_groups(_own(groups), page_bytes, first_group=first_group)
+    else:
+        layouts = [lay_out(subgroup.of(rank)) for subgroup in shared]
+    subgroups = []
+    for number, layout in enumerate(layouts):
+        parameters = {name: members[name] for name in layout.parameter_names}
+        direct, page = Direct({} if shared is None else shared[number].places(rank)), None
+        if layout.nbytes:
+            page = Page(first_page, layout, parameters, direct)
+            first_page += 1
+        subgroups.append(
+            LocalSubgroup(
+                index=first_subgroup + number,
+                layout=layout,
+                parameters=parameters,
+                direct=direct,
+                page=page,
+                shared=None if shared is None else shared[number],
+            )
+        )
+    return subgroups
+
+
+def pages_of(subgroups: Iterable[LocalSubgroup]) -> list[Page]:
+    """Return the pages of some subgroups, in order."""
+    return [subgroup.page for subgroup in subgroups if subgroup.page is not None]
 
 
 def device_of(groups: Sequence[PagedGroup]) -> torch.device:
@@ -152,6 +220,12 @@ def check_same_model(
                 "and its param groups as they were, or start over with overwrite=True"
             )
     if manifest.layout != layout_digest(page.layout for page in pages):
+        if manifest.subgroups is not None:
+            raise RunMismatchError(
+                "the run has the parameters of this model, but ranks held or owned them in "
+                "another way: give them the placements and the partition that they had, or "
+                "begin a new run with restore(checkpoint=OUT) after `tierstore checkpoint RUN OUT`"
+            )
         raise RunMismatchError(
             "the run has the parameters of this model, but another version of tierstore laid "
             "them out in other pages: resume it with the version that wrote it"

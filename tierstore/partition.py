@@ -9,7 +9,7 @@ stays whole in one subgroup, however large. The result depends on the specs and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tierstore.chunks import Chunk, flat_range_chunks
@@ -33,74 +33,114 @@ class Subgroup:
     shards: tuple[ParameterShard, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The elements of one parameter that fill pages, one after the other."""
+
+    parameter: ParameterSpec
+    """Says what an element takes, and at which rows it may be cut."""
+
+    numel: int
+    """How many elements there are."""
+
+    ranks: int = 1
+    """How many ranks have an equal share of each page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The elements [start, stop) of one of several rows."""
+
+    row: int
+    start: int
+    stop: int
+
+
 def partition_group(
     group: int, parameters: Sequence[ParameterSpec], page_bytes: int
 ) -> list[Subgroup]:
-    """Cut one param group into subgroups whose pages hold about ``page_bytes`` each.
+    """Cut one param group of one rank into subgroups whose pages hold about ``page_bytes`` each.
 
     Parameters without elements get no shard. The records of a page take more than
     ``page_bytes`` only where one parameter that may not be cut does; the padding of
     sections comes on top.
     """
-    subgroups: list[Subgroup] = []
-    shards: list[ParameterShard] = []
+    rows = [Row(parameter=each, numel=math.prod(each.shape)) for each in parameters]
+    return [
+        Subgroup(
+            group,
+            tuple(
+                ParameterShard(
+                    parameters[piece.row],
+                    tuple(record_chunks(parameters[piece.row], piece.start, piece.stop)),
+                )
+                for piece in pieces
+            ),
+        )
+        for pieces in cut_rows(rows, page_bytes)
+    ]
+
+
+def cut_rows(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
+    """Return the pieces of each page; none is empty."""
+    pages: list[list[Piece]] = []
+    pieces: list[Piece] = []
     room = page_bytes
 
-    def close_subgroup() -> None:
+    def close_page() -> None:
         nonlocal room
-        if shards:
-            subgroups.append(Subgroup(group, tuple(shards)))
-        shards.clear()
+        if pieces:
+            pages.append(pieces.copy())
+        pieces.clear()
         room = page_bytes
 
-    for parameter in parameters:
-        numel = math.prod(parameter.shape)
-        unit = _unit_numel(parameter, page_bytes)
+    for index, row in enumerate(rows):
+        unit = _unit_numel(row, page_bytes)
         start = 0
-        while start < numel:
-            stop = _stop_within(parameter, start, unit, room)
+        while start < row.numel:
+            stop = _stop_within(row, start, unit, room)
             if stop == start:  # Not even one unit fits in what is left of this page.
-                if shards:
-                    close_subgroup()
+                if pieces:
+                    close_page()
                     continue
-                stop = min(start + unit, numel)
-            chunks = tuple(_record_chunks(parameter, start, stop))
-            shards.append(ParameterShard(parameter, chunks))
-            room -= _chunks_nbytes(parameter, chunks)
+                stop = min(start + unit, row.numel)
+            pieces.append(Piece(row=index, start=start, stop=stop))
+            room -= _nbytes(row, start, stop)
             start = stop
-    close_subgroup()
-    return subgroups
+    close_page()
+    return pages
 
 
-def _unit_numel(parameter: ParameterSpec, page_bytes: int) -> int:
+def _unit_numel(row: Row, page_bytes: int) -> int:
     """Return how many consecutive elements must stay together.
 
-    The whole parameter where it may not be cut; else a row, or a row of a row where that
-    is too large for half a page.
+    All of them where the parameter may not be cut; else a row of it, or a row of a row where
+    that is too large for half a page.
     """
+    parameter = row.parameter
     if not parameter.elementwise:
-        return math.prod(parameter.shape)
-    numel_max = page_bytes // 2 // _bytes_per_element(parameter)
+        return row.numel
+    numel_max = page_bytes * row.ranks // 2 // _bytes_per_element(parameter)
     rows = (
         math.prod(parameter.shape[dimension:]) for dimension in range(1, len(parameter.shape) + 1)
     )
     return next((numel for numel in rows if numel <= numel_max), 1)
 
 
-def _stop_within(parameter: ParameterSpec, start: int, unit: int, room: int) -> int:
-    """Return the largest allowed end of a shard from ``start`` that fits in ``room`` bytes."""
-    numel = math.prod(parameter.shape)
-    units = min(-(-(numel - start) // unit), room // (unit * _bytes_per_element(parameter)))
+def _stop_within(row: Row, start: int, unit: int, room: int) -> int:
+    """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
+    unit_bytes = unit * _bytes_per_element(row.parameter)
+    units = min(-(-(row.numel - start) // unit), room * row.ranks // unit_bytes)
     # The framing of records takes room too, how much depends on the chunks: step down.
     while units > 0:
-        stop = min(start + units * unit, numel)
-        if _chunks_nbytes(parameter, _record_chunks(parameter, start, stop)) <= room:
+        stop = min(start + units * unit, row.numel)
+        if _nbytes(row, start, stop) <= room:
             return stop
         units -= 1
     return start
 
 
-def _record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
+def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the chunks of a flat range, each small enough for one record of every state."""
     itemsize = max(dtype.itemsize for _, dtype in parameter.all_states)
     numel_max = RECORD_DATA_BYTES_MAX // itemsize
@@ -115,7 +155,12 @@ def _bytes_per_element(parameter: ParameterSpec) -> int:
     return sum(dtype.itemsize for _, dtype in parameter.all_states)
 
 
-def _chunks_nbytes(parameter: ParameterSpec, chunks: Iterable[Chunk]) -> int:
-    return sum(
-        record_nbytes(chunk.sizes, dtype) for chunk in chunks for _, dtype in parameter.all_states
+def _nbytes(row: Row, start: int, stop: int) -> int:
+    """Return how many bytes of a page the records of a piece take."""
+    chunks = record_chunks(row.parameter, start, stop)
+    nbytes = sum(
+        record_nbytes(chunk.sizes, dtype)
+        for chunk in chunks
+        for _, dtype in row.parameter.all_states
     )
+    return -(-nbytes // row.ranks)

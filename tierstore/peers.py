@@ -45,7 +45,7 @@ def agree(peers: Peers, act: Callable[[], T]) -> list[T]:
 
     Raises:
         Exception: what ``act`` raised here.
-        PeerFailed: it raised on another rank only.
+        PeerFailed: it raised on another rank only, or that one does something else.
     """
     failure: Exception | None = None
     value: T | None = None
@@ -53,10 +53,18 @@ def agree(peers: Peers, act: Callable[[], T]) -> list[T]:
         value = act()
     except Exception as error:  # Whatever it is, the others wait for an answer.
         failure = error
-    outcomes = peers.gather((value, None if failure is None else str(failure)))
+    here = act.__qualname__
+    outcomes = peers.gather((here, value, None if failure is None else str(failure)))
     if failure is not None:
         raise failure
-    for rank, (_, reason) in enumerate(outcomes):
-        if reason is not None:
-            raise PeerFailed(rank, reason)
-    return [value for value, _ in outcomes]
+    for rank, outcome in enumerate(outcomes):
+        there = outcome[0] if isinstance(outcome, tuple) else "another call"
+        if there != here:
+            raise PeerFailed(
+                rank,
+                f"makes another call than this rank ({there}, here {here}): all ranks call step(), "
+                "state_dict() and the like together, in the same order",
+            )
+        if outcome[2] is not None:
+            raise PeerFailed(rank, outcome[2])
+    return [outcome[1] for outcome in outcomes]

@@ -88,7 +88,7 @@ class Pager:
             page.buffer = page.device_buffer = None
             page.tier, page.in_memory = Tier.NVME, False
             self._rest(page)
-        self._transit.provide_staging(device, [])
+        self._transit.provide_staging(device, [], 0)
         for page, tier in moving:
             if page in copied and tier is Tier.DEVICE:
                 self._move_to_memory(page, tier, device)
@@ -96,7 +96,7 @@ class Pager:
             self._free_pool()
 
     def place(
-        self, pages: Sequence[Page], placement: Placement, device: Device, *, beside: int
+        self, pages: Sequence[Page], placement: Placement, device: Device, *, beside: int, held: int
     ) -> None:
         """Have every page where a placement wants it, and provide its buffers.
 
@@ -108,6 +108,7 @@ class Pager:
             placement: likewise.
             device: likewise.
             beside: bytes of host memory that others than pages have, to be counted with theirs.
+            held: most pages that are given out at once.
         """
         if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
             self._pool = BufferPool(
@@ -122,7 +123,7 @@ class Pager:
                 self._move_to_memory(page, tier, device)
         self._reserved = int(self._storage is not None and Tier.DEVICE in placement.tiers)
         sizes = {tier: [p.layout.nbytes for p in pages if p.tier is tier] for tier in Tier}
-        staging = self._transit.provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME])
+        staging = self._transit.provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME], held)
         host_bytes = beside + self._pool.nbytes + sum(sizes[Tier.HOST])
         self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
         self.device_bytes_peak = max(self.device_bytes_peak, staging + sum(sizes[Tier.DEVICE]))
@@ -130,6 +131,14 @@ class Pager:
     @property
     def _pool_shape(self) -> tuple[int, int]:
         return self._pool.count, self._pool.buffer_bytes
+
+    @property
+    def held_max(self) -> int | None:
+        """How many pages may be given out at once; None for any number."""
+        if not self._pool.count:
+            return None
+        # The next one needs a buffer, and so may one that is written from the device.
+        return max(1, self._pool.count - 1 - self._reserved)
 
     def _free_pool(self) -> None:
         if self._storage is not None:
@@ -180,11 +189,11 @@ class Pager:
     ) -> Generator[Page, None, None]:
         """Yield pages in order, each held, with the chosen sections read and checked.
 
-        The caller gives each one back, by write(), keep() or release(), before the next. The
-        one it has, and those being read, are dropped when it stops early or a read fails.
-        After an interrupt within the pager, abandon() has to follow.
+        The caller gives each one back, by write(), keep() or release(), before it asks for
+        more than it may hold. Those it has, and those being read, are dropped when it stops
+        early or a read fails. After an interrupt within the pager, abandon() has to follow.
         """
-        waiting, ahead = deque(pages), deque[Page]()
+        waiting, ahead, held = deque(pages), deque[Page](), deque[Page]()
         try:
             self._drop_unwanted(waiting, sections)
             while waiting or ahead:
@@ -194,10 +203,13 @@ class Pager:
                 # this thread does with the page.
                 self._read_ahead(waiting, ahead, sections)
                 self._arrive(ahead[0])
-                yield ahead[0]
+                held.append(ahead[0])
                 ahead.popleft()
+                yield held[-1]
+                while held and held[0].state is not PageState.HELD:
+                    held.popleft()
         finally:
-            self._drop([*ahead, *self._early])
+            self._drop(dict.fromkeys([*held, *ahead, *self._early]))
             self._early.clear()
 
     def write(self, page: Page, *, step: int, copy: str) -> None:

@@ -13,8 +13,7 @@ import os
 import re
 import secrets
 import weakref
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from tierstore.commit import DIRTY_NAME, clear_dirty, read_mark, write_durably
 from tierstore.errors import CorruptionError, RunDirectoryError
@@ -61,21 +60,6 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-def refuse_several_ranks() -> None:
-    """Refuse to run in one of several processes of a job.
-
-    Raises:
-        ValueError: torch.distributed is initialized with more than one rank.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world_size = torch.distributed.get_world_size()
-        if world_size > 1:
-            raise ValueError(
-                f"torch.distributed runs with {world_size} ranks; this version of tierstore "
-                "works in one process only"
-            )
-
-
 def open_run(
     storage: Storage, peers: Peers, *, resume: bool, overwrite: bool, page_bytes: int
 ) -> tuple[RunIdentity, Manifest | None]:
@@ -107,8 +91,8 @@ def open_run(
 
     if any(agree(peers, look)) and resume:
         return find_run(storage, peers)
-    agree(peers, lambda: _erase_commits(storage))
-    agree(peers, lambda: _erase(storage))
+    agree(peers, lambda: erase_commits(storage))
+    agree(peers, lambda: erase(storage))
     run_id = peers.gather(secrets.token_hex(16))[0]
     identity = RunIdentity(
         run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
@@ -124,7 +108,16 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
         RunDirectoryError: there is none, or it is another rank's.
         PeerFailed: either of these on another rank.
     """
-    identities = agree(peers, lambda: _read_identity(storage, peers))
+    found = agree(peers, lambda: _identity_in(storage))
+    for other in found:
+        if other is not None and other.world_size != peers.world_size:
+            raise RunDirectoryError(
+                f"{storage.location} belongs to rank {(found[peers.rank] or other).rank} of "
+                f"{other.world_size}, this is rank {peers.rank} of {peers.world_size}: start the "
+                f"job with {other.world_size} ranks, or pass reshard=True to go on with "
+                f"{peers.world_size}"
+            )
+    identities = agree(peers, lambda: _checked(found[peers.rank], storage, peers.rank))
     identity = identities[peers.rank]
     for rank, other in enumerate(identities):
         if other.run_id != identity.run_id:
@@ -135,20 +128,73 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
     return identity, recover(storage, identity, peers)
 
 
-def _read_identity(storage: Storage, peers: Peers) -> RunIdentity:
-    where = f"{storage.location}/{IDENTITY_NAME}"
+def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]]:
+    """Return the commit of each rank of a run whose locked directories are all here.
+
+    Args:
+        storages: of rank 0, 1, ...; those after the last rank of the run have nothing in them.
+
+    Raises:
+        RunDirectoryError: a rank is missing, or they are of several runs; or as in recover().
+    """
+    first = _checked(_identity_in(storages[0]), storages[0], 0)
+    ranks = storages[: first.world_size]
+    for storage in storages[first.world_size :]:
+        if _holds_run(storage):
+            raise RunDirectoryError(
+                f"{storage.location} is no rank of the run of {first.world_size} ranks in "
+                f"{storages[0].location}: remove it, if it is what is left of an older run"
+            )
+    if len(ranks) < first.world_size:
+        raise RunDirectoryError(
+            f"the run in {storages[0].location} has {first.world_size} ranks, and of "
+            f"{first.world_size - len(ranks)} of them there is no directory beside it: if they "
+            "are on the disks of other machines, publish from the job, with store.checkpoint()"
+        )
+    identities = [_checked(_identity_in(each), each, rank) for rank, each in enumerate(ranks)]
+    for storage, identity in zip(ranks, identities, strict=True):
+        if (identity.run_id, identity.world_size) != (first.run_id, first.world_size):
+            raise RunDirectoryError(
+                f"{storage.location} is of another run than {storages[0].location}: bring those "
+                "of one run together"
+            )
+    found = [_Found(*each) for each in zip(ranks, identities, strict=True)]
+    newest = _newest([each.require_one() for each in found], ranks[0])
+    if newest is None:
+        raise RunDirectoryError(
+            f"no step was committed by all ranks of {storages[0].location} yet, so there is none "
+            "to publish"
+        )
+    for each in found:
+        each.go_back_to(newest)
+    return [(storage, each.whole[newest]) for storage, each in zip(ranks, found, strict=True)]
+
+
+def _identity_in(storage: Storage) -> RunIdentity | None:
     if IDENTITY_NAME not in storage.list():
+        return None
+    where = f"{storage.location}/{IDENTITY_NAME}"
+    return RunIdentity.from_bytes(storage.get(IDENTITY_NAME), where)
+
+
+def _checked(identity: RunIdentity | None, storage: Storage, rank: int) -> RunIdentity:
+    """Return an identity after checking that there is one, of this rank."""
+    where = f"{storage.location}/{IDENTITY_NAME}"
+    if identity is None:
         raise RunDirectoryError(
             f"{where} is missing, though the run has commits: restore the directory from a "
             "copy, or pass overwrite=True to start over"
         )
-    identity = RunIdentity.from_bytes(storage.get(IDENTITY_NAME), where)
-    if (identity.rank, identity.world_size) != (peers.rank, peers.world_size):
+    if identity.rank != rank:
         raise RunDirectoryError(
             f"{where} belongs to rank {identity.rank} of {identity.world_size}, this is rank "
-            f"{peers.rank} of {peers.world_size}: start the job with {identity.world_size} ranks"
+            f"{rank}: give each rank its own directory"
         )
     return identity
+
+
+def _holds_run(storage: Storage) -> bool:
+    return any(map(_OWN_NAMES.fullmatch, storage.list()))
 
 
 def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest | None:
@@ -172,17 +218,24 @@ def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest |
         PeerFailed: either of these on another rank.
     """
     found = _Found(storage, identity)
-    everyone = agree(peers, found.require_one)
+    newest = _newest(agree(peers, found.require_one), storage)
+    agree(peers, lambda: found.go_back_to(newest))
+    return None if newest is None else found.whole[newest]
+
+
+def _newest(
+    everyone: Sequence[tuple[Mapping[Revision, str], bool]], storage: Storage
+) -> Revision | None:
+    """Return the newest commit that all ranks have, given what require_one() said on each."""
     common = set.intersection(*(set(attempts.items()) for attempts, _ in everyone))
     newest = max((revision for revision, _ in common), default=None)
     if newest is None and not all(only_first for _, only_first in everyone):
         raise RunDirectoryError(
-            f"the ranks have no committed step in common (those in {storage.location} are "
-            f"{sorted(step for step, _ in found.whole)}): start over with overwrite=True, from a "
-            "checkpoint of the run if there is one"
+            f"the ranks of {storage.location} and beside it have no committed step in common "
+            f"({[sorted(step for step, _ in attempts) for attempts, _ in everyone]}): start over "
+            "with overwrite=True, from a checkpoint of the run if there is one"
         )
-    agree(peers, lambda: found.go_back_to(newest))
-    return None if newest is None else found.whole[newest]
+    return newest
 
 
 class _Found:
@@ -272,7 +325,7 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     )
 
 
-def _erase_commits(storage: Storage) -> None:
+def erase_commits(storage: Storage) -> None:
     """Remove the commits of a run, before all else, so that no half of it looks whole."""
     for name in storage.list():
         if manifest_revision(name):
@@ -280,7 +333,7 @@ def _erase_commits(storage: Storage) -> None:
     storage.sync_directory()
 
 
-def _erase(storage: Storage) -> None:
+def erase(storage: Storage) -> None:
     """Remove every file of a run whose commits are gone on all ranks."""
     for name in storage.list():
         if _OWN_NAMES.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name):

@@ -17,6 +17,8 @@ class Stats:
     """Bytes of all pages, framing and padding included."""
     bytes_read: int
     bytes_written: int
+    bytes_spread: int
+    """What this rank sent of parameters that others hold, too: once for each that it went to."""
     stall_seconds: float
     """Time that the training thread waited for transfers and commits."""
     host_bytes_peak: int

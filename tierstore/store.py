@@ -7,19 +7,24 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import distributed as dist
 
 from tierstore.config import StoreConfig
-from tierstore.directories import open_directories
+from tierstore.directories import RESHARDED_NAME, open_directories, rank_directory
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
+from tierstore.fsdp import reshard
+from tierstore.manifest import Manifest
 from tierstore.paged import PagedStates
 from tierstore.pages import check_files, check_same_model
-from tierstore.peers import Alone, Peers
+from tierstore.peers import Alone, Peers, agree
 from tierstore.placement import Budget, Tier
 from tierstore.publication import Publication
-from tierstore.run import recover, refuse_several_ranks
+from tierstore.ranks import ranks_of
+from tierstore.run import recover
 from tierstore.states import restore_parameters
 from tierstore.stats import Stats
 from tierstore.storage.base import Storage
@@ -50,10 +55,15 @@ class TierStore(PagedStates):
         resume: go on with the run in the directory, through restore(); a directory without
             a commit begins a new run.
         overwrite: delete the run in the directory and begin a new one.
+        reshard: with ``resume``, go on with a run of another number of ranks, too: restore()
+            then lays it out anew, with ``page_bytes`` as given, as a run of its own.
         compute: where steps are computed: on the parameters' "device", or on the "host", to
             which gradients are copied then.
         free_gradients: set each ``.grad`` to None as soon as it was used.
-        process_group: the ranks that commit together; None: this process alone.
+        process_group: the ranks of the job that have a part of the parameters; None: all
+            ranks where torch.distributed is initialized, else this process alone.
+        peer_timeout: seconds after which a rank that does not answer is given up, and this
+            one fails.
 
     A store is used by one thread, and by the process that made it.
 
@@ -77,9 +87,11 @@ class TierStore(PagedStates):
         checksums: bool = True,
         resume: bool = False,
         overwrite: bool = False,
+        reshard: bool = False,
         compute: str = "device",
         free_gradients: bool = False,
-        process_group: Peers | None = None,
+        process_group: dist.ProcessGroup | Peers | None = None,
+        peer_timeout: float = 600.0,
     ) -> None:
         config = StoreConfig(
             budget=Budget(
@@ -95,23 +107,52 @@ class TierStore(PagedStates):
         )
         if resume and overwrite:
             raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
-        if process_group is None:
-            refuse_several_ranks()
-        peers: Peers = Alone() if process_group is None else process_group
-        storage: Storage | None = None
-        if isinstance(directory, str | os.PathLike):
-            directory = [directory]
-        if isinstance(directory, Sequence):
-            storage = open_directories(
-                [Path(each) for each in directory],
-                peers.rank,
-                engine=engine,
-                page_bytes=config.page_bytes,
-                overwrite=overwrite,
+        if reshard and not resume:
+            raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
+        ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
+        opened: list[Storage | None] = []
+        paths = [directory] if isinstance(directory, str | os.PathLike) else directory
+        self._run = Path(paths[0]) if isinstance(paths, Sequence) and paths else None
+        if reshard and self._run is None:
+            raise ValueError("reshard=True needs the path of a run directory")
+
+        def look_for_other_ranks() -> str | None:
+            run = self._run
+            if peers.rank or not run:
+                return None
+            rank_directory(run, 0)  # Refuses one that may not be looked into.
+            if not reshard and not (run / RESHARDED_NAME).exists():
+                return None
+            from tierstore.checkpoint.reshard import begin_reshard
+
+            found = begin_reshard(run, peers.world_size, reshard=reshard, overwrite=overwrite)
+            return None if found is None else str(found)
+
+        def open_storages() -> None:
+            if not isinstance(paths, Sequence):
+                opened.append(paths)
+                return
+            opened.append(
+                open_directories(
+                    [Path(each) for each in paths],
+                    peers.rank,
+                    engine=engine,
+                    page_bytes=config.page_bytes,
+                    overwrite=overwrite,
+                )
             )
-        elif directory is not None:
-            storage = directory
-        super().__init__(storage, config, peers, resume=resume, overwrite=overwrite)
+
+        sharers: Peers = Alone() if ranks is None else peers
+        try:
+            self._resharded = agree(sharers, look_for_other_ranks)[0]
+            agree(sharers, open_storages)
+            super().__init__(opened[0], config, peers, ranks, resume=resume, overwrite=overwrite)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+        if self._resharded is not None:
+            self._guard.awaits_restore = True
         self._publication: Publication | None = None  # One that is being copied.
 
     @property
@@ -200,6 +241,7 @@ class TierStore(PagedStates):
             CorruptionError: a page that was copied is not what was committed. Likewise.
         """
         from tierstore.checkpoint.contents import contents_of
+        from tierstore.checkpoint.page_files import RankCommit
         from tierstore.checkpoint.publish import Committed, publish
 
         self._guard.require_restored()
@@ -207,15 +249,22 @@ class TierStore(PagedStates):
         self._finish_publication()
         self.synchronize()
         manifest = self._commits.committed
-        pages = self._pages[: len(manifest.pages) if manifest else 0]
+        commits = []
+        if manifest is not None:
+            pages = self._pages[: len(manifest.pages)]
+            commits.append(
+                RankCommit(
+                    storage=storage,
+                    manifest=manifest,
+                    layouts=[page.layout for page in pages],
+                    provide_spares=self._commits.provide_spares,
+                )
+            )
         committed = Committed(
-            storage=storage,
             peers=self._peers,
-            manifest=manifest,
-            layouts=[page.layout for page in pages],
+            commits=commits,
             contents=lambda: contents_of(model, self._groups[: self._history.groups_written]),
             model_prefix=model_prefix,
-            provide_spares=self._commits.provide_spares,
         )
 
         def keep(publication: Publication) -> None:
@@ -223,7 +272,9 @@ class TierStore(PagedStates):
 
         try:
             return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
-        except BaseException:
+        except BaseException as error:
+            if self._ranks is not None and not isinstance(error, Exception):
+                self._fail(error)  # The others stand in the middle of it, and cannot be told.
             with contextlib.suppress(StorageError):  # The first error is the one to mend.
                 self._commits.drop_spares()
             raise
@@ -246,13 +297,17 @@ class TierStore(PagedStates):
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
             CorruptionError: a page, or the checkpoint, is not what was written.
-            ValueError: the optimizer has no use for a hyperparameter of the checkpoint.
-                Nothing was changed.
+            ValueError: the optimizer has no use for a hyperparameter of the checkpoint, or a
+                forward of FSDP2 is under way. Nothing was changed.
         """
         self._guard.require_open()
         storage = self._require_storage("restore()")
+        members = [each for group in self._groups for each in group.parameters]
+        agree(self._sharers, lambda: reshard(members))
         if checkpoint is not None:
             return self._begin_from(checkpoint)
+        if self._resharded is not None:
+            return self._reshard(storage, self._resharded)
         changed = self._history.step or self._history.groups_written or self._guard.failure
         if not (self._guard.awaits_restore or changed):
             return 0
@@ -265,18 +320,41 @@ class TierStore(PagedStates):
                 f"no step was committed by all ranks of {storage.location} yet, so there is "
                 "none to go back to: start over with a new model and a new store"
             )
-        check_same_model(manifest, self._groups, self._pages)
-        check_files(storage, self._pages, manifest)
+
+        def check(committed: Manifest = manifest) -> None:
+            check_same_model(committed, self._groups, self._pages)
+            check_files(storage, self._pages, committed)
+
+        agree(self._peers, check)
         self._guard.awaits_restore = True  # Until all of the below is done.
         self._pager.abandon(self._pages)
         self._place_again()
         restore_parameters(self._pager, self._pages, manifest.pages)
+        self._spread_all()
         self._commits.go_on_from(manifest)
         self._history.go_on_from(manifest, self._groups)
         self._allocate(storage, self._pages)
         self._guard.awaits_restore = False
         self._guard.failure = None
         return manifest.step
+
+    def _reshard(self, storage: Storage, checkpoint: str) -> int:
+        """Begin from what the run was on other ranks, and commit it before that is removed."""
+        from tierstore.checkpoint.reshard import end_reshard
+
+        self._guard.awaits_restore = False
+        try:
+            agree(self._peers, lambda: self._allocate(storage, self._pages))
+            step = self._begin_from(checkpoint)
+        except BaseException:
+            self._guard.awaits_restore = True
+            raise
+        self._history.annotate(self.extra)
+        self.synchronize()
+        run = self._run
+        agree(self._peers, lambda: None if self._peers.rank or run is None else end_reshard(run))
+        self._resharded = None
+        return step
 
     def _begin_from(self, checkpoint: str | os.PathLike[str]) -> int:
         from tierstore.checkpoint.load import CheckpointSource
@@ -286,7 +364,14 @@ class TierStore(PagedStates):
                 "a checkpoint begins a new run, and this one has steps already: go on with "
                 "restore() alone, or name another directory, or pass overwrite=True"
             )
-        source = CheckpointSource(checkpoint, self._groups, self._history.scalars)
+        sources: list[CheckpointSource] = []
+
+        wanted = self._groups, self._history.scalars
+        agree(
+            self._peers,
+            lambda: sources.append(CheckpointSource(checkpoint, *wanted, self._peers)),
+        )
+        (source,) = sources
         with self._guard.failing(interrupts=True):
             self._history.step = source.step
             self._write_pages(source.fill, source.scalars)
@@ -299,6 +384,7 @@ class TierStore(PagedStates):
         """Bring all pages to one tier, between two steps: turn offload on or off.
 
         It stays so until another move(), or until the store is closed. Results do not change.
+        All ranks call it together.
 
         Args:
             tier: "device" or "host", which the budget of that name must hold in full, or "nvme".
@@ -311,7 +397,9 @@ class TierStore(PagedStates):
         target = Tier(tier)
         if target is Tier.NVME:
             self._require_storage('move("nvme")')
-        self._bring_to(target)
+        agree(self._sharers, lambda: self._bring_to(target))
+        self._tier = target
+        self._agree_on_window()
 
     def stats(self) -> Stats:
         """Return what the store has done since it was opened."""
@@ -321,6 +409,7 @@ class TierStore(PagedStates):
             state_bytes=sum(page.layout.nbytes for page in self._pages),
             bytes_read=self._pager.bytes_read,
             bytes_written=self._pager.bytes_written,
+            bytes_spread=self._spread.bytes_sent if self._spread else 0,
             stall_seconds=self._pager.stall_seconds,
             host_bytes_peak=self._pager.host_bytes_peak,
             device_bytes_peak=self._pager.device_bytes_peak,
@@ -342,6 +431,8 @@ class TierStore(PagedStates):
             self._guard.fail(SweepError("the store was closed in the middle of a step"))
         with contextlib.ExitStack() as stack:  # From the last to the first, whatever fails.
             stack.callback(setattr, self._guard, "closed", True)
+            if self._ranks is not None:
+                stack.callback(self._ranks.close)
             if self._storage:
                 stack.callback(self._storage.close)
                 stack.callback(self._commits.close)
@@ -357,12 +448,19 @@ class TierStore(PagedStates):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
         """Close; after an exception, commit nothing that was not being committed already.
 
         The last step may lack its ``extra`` and the learning rates of the scheduler. A
         checkpoint that is being copied is waited for; if that fails, the log says so.
         """
+        if kind is not None:
+            self._tell_others(str(error) or kind.__name__)
         self._close(synchronize=kind is None)
 
     def _finish_publication(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 from torch.profiler import record_function
 
 from tierstore.buffers import Buffer
@@ -21,10 +22,10 @@ from tierstore.placement import Tier
 from tierstore.storage.base import Storage, Transfer
 from tierstore.timeline import Lane
 from tierstore.units import Extent
-from tierstore.views import DIRECT, PageView, Source
+from tierstore.views import Direct, PageView
 
-# One page is copied in and one out while a third is stepped.
-STAGING_BUFFERS = 3
+# Beside those that are stepped, one page is copied in and one out.
+MOVING_PAGES = 2
 
 
 class PageState(enum.Enum):
@@ -46,6 +47,8 @@ class Page:
     layout: PageLayout
     parameters: Mapping[str, PagedParameter]
     """The parameters that have a shard in the page, by name."""
+    direct: Direct
+    """Where they and their gradients are."""
     tier: Tier = Tier.NVME
     state: PageState = PageState.FRESH
     entry: PageEntry | None = None
@@ -66,20 +69,20 @@ class Page:
     sections: list[Section] = field(default_factory=list)
     """The sections being read."""
 
-    def view(self, source: Source = DIRECT) -> PageView:
-        """Return the tensors over the memory in which the page is stepped."""
+    @property
+    def memory(self) -> torch.Tensor:
+        """The uint8 memory in which the page is stepped."""
         memory = self.device_buffer or self.buffer
         assert memory is not None
-        return PageView(self.layout, self.parameters, memory.tensor, source)
+        return memory.tensor
+
+    def view(self) -> PageView:
+        """Return the tensors over that memory, to look at or to make outside of a step."""
+        return PageView(self.layout, self.parameters, self.memory, self.direct)
 
     def go_back_to(self, entry: PageEntry) -> None:
         """Take what is in its file for its content."""
         self.state, self.entry, self.is_fresh = PageState.STORED, entry, False
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any parameter with a shard in the page has a gradient."""
-        return any(parameter.tensor.grad is not None for parameter in self.parameters.values())
 
 
 class Transit:
@@ -103,12 +106,13 @@ class Transit:
         self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
 
-    def provide_staging(self, device: Device, sizes: Sequence[int]) -> int:
+    def provide_staging(self, device: Device, sizes: Sequence[int], held: int) -> int:
         """Allocate what pages that do not rest on the device are stepped in there.
 
         Args:
             device: where pages are stepped from now on.
             sizes: bytes of the pages that rest elsewhere.
+            held: how many pages are stepped at once.
 
         Returns:
             The bytes allocated.
@@ -116,7 +120,7 @@ class Transit:
         self.device = device
         self._staging.clear()
         if not device.is_host:
-            for _ in range(min(STAGING_BUFFERS, len(sizes))):
+            for _ in range(min(held + MOVING_PAGES, len(sizes))):
                 self._staging.append(device.allocate(max(sizes)))
         return sum(buffer.tensor.numel() for buffer in self._staging)
 
@@ -144,7 +148,7 @@ class Transit:
         assert page.buffer is not None
         unread = list(page.layout.sections)
         if page.is_fresh:
-            PageView(page.layout, page.parameters, page.buffer.tensor).initialize()
+            PageView(page.layout, page.parameters, page.buffer.tensor, page.direct).initialize()
         else:
             self._check(page)
             unread = [section for section in unread if section not in page.sections]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from tierstore.chunks import Chunk
+from tierstore.dtensors import local_tensor
 from tierstore.groups import MASTER, PagedParameter, ParameterSpec
 from tierstore.page import PageLayout
 
@@ -24,27 +25,42 @@ class Source(Protocol):
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
         """Return the same chunk of its gradient, or None."""
 
+    def place(self, name: str, chunk: Chunk) -> Chunk:
+        """Return where a chunk of a parameter lies in what this rank holds of it."""
+
 
 class Direct:
-    """Parameters and gradients where they are."""
+    """Parameters and gradients where they are.
+
+    Args:
+        places: parameter name and chunk -> where it lies in this rank's tensor; without those
+            that lie in the same place there.
+    """
+
+    def __init__(self, places: Mapping[tuple[str, Chunk], Chunk]) -> None:
+        self._places = places
 
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
         """See Source.values."""
-        return chunk.select(parameter.tensor.detach())
+        return self._select(parameter.name, chunk, parameter.tensor)
 
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
         """See Source.gradient."""
         grad = parameter.tensor.grad
-        return None if grad is None else chunk.select(grad)
+        return None if grad is None else self._select(parameter.name, chunk, grad)
 
+    def place(self, name: str, chunk: Chunk) -> Chunk:
+        """See Source.place."""
+        return self._places.get((name, chunk), chunk)
 
-DIRECT = Direct()
+    def _select(self, name: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
+        return self.place(name, chunk).select(local_tensor(tensor))
 
 
 class ChunkView:
     """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
 
-    __slots__ = ("_parameter", "_source", "chunk", "master", "states")
+    __slots__ = ("_has_gradient", "_parameter", "_source", "chunk", "master", "states")
 
     def __init__(
         self,
@@ -53,9 +69,11 @@ class ChunkView:
         master: torch.Tensor,
         states: Mapping[str, torch.Tensor],
         source: Source,
+        has_gradient: bool,
     ) -> None:
         self._parameter = parameter
         self._source = source
+        self._has_gradient = has_gradient
         self.chunk = chunk
         """Offsets and sizes within the parameter."""
         self.master = master
@@ -66,8 +84,19 @@ class ChunkView:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The same chunk of the parameter's gradient, or None; not to be modified."""
-        return self._source.gradient(self._parameter, self.chunk)
+        """The same chunk of the parameter's gradient; not to be modified.
+
+        None where no rank has one; zeros where another rank has one and this has none.
+        """
+        gradient = self._source.gradient(self._parameter, self.chunk)
+        if gradient is None and self._has_gradient:
+            return torch.zeros_like(self.values)
+        return gradient
+
+    @property
+    def place(self) -> Chunk:
+        """Offsets and sizes within what this rank holds of the parameter."""
+        return self._source.place(self._parameter.name, self.chunk)
 
     def state(self, name: str) -> torch.Tensor:
         """Return a state by name, "master" among them."""
@@ -82,18 +111,28 @@ class ChunkView:
 class ShardView:
     """One parameter shard of a page: the chunks of one parameter, in flat order."""
 
-    __slots__ = ("chunks", "parameter", "spec")
+    __slots__ = ("chunks", "has_gradient", "parameter", "spec")
 
     def __init__(
-        self, parameter: PagedParameter, spec: ParameterSpec, chunks: list[ChunkView]
+        self,
+        parameter: PagedParameter,
+        spec: ParameterSpec,
+        chunks: list[ChunkView],
+        has_gradient: bool,
     ) -> None:
         self.parameter = parameter
         self.spec = spec
         self.chunks = chunks
+        """Those that this rank owns; of several ranks some may own none."""
+        self.has_gradient = has_gradient
+        """Whether the shard is to be stepped: this rank or another has a gradient."""
 
 
 class PageView:
-    """A page in the hands of an optimizer. Valid until the next page is asked for."""
+    """A page in the hands of an optimizer: what this rank owns of one subgroup.
+
+    Valid until the next page is asked for, or as many more as sweep() was told.
+    """
 
     __slots__ = ("_layout", "_memory", "_parameters", "_source", "group", "shards")
 
@@ -102,7 +141,8 @@ class PageView:
         layout: PageLayout,
         parameters: Mapping[str, PagedParameter],
         memory: torch.Tensor,
-        source: Source = DIRECT,
+        source: Source,
+        present: Collection[str] = (),
     ) -> None:
         self._source = source
         self._layout = layout
@@ -110,16 +150,21 @@ class PageView:
         self._memory = memory  # uint8.
         self.group = layout.subgroup.group
         """Index of the group, in the order of attach(), that all shards belong to."""
-        self.shards = [
-            ShardView(
-                parameters[shard.parameter.name],
-                shard.parameter,
-                [self._chunk_view(shard.parameter.name, chunk) for chunk in shard.chunks],
+        self.shards = []
+        """All of the subgroup, in the same order on every rank."""
+        for shard in layout.subgroup.shards:
+            name = shard.parameter.name
+            has_gradient = name in present
+            self.shards.append(
+                ShardView(
+                    parameters[name],
+                    shard.parameter,
+                    [self._chunk_view(name, chunk, has_gradient) for chunk in shard.chunks],
+                    has_gradient,
+                )
             )
-            for shard in layout.subgroup.shards
-        ]
 
-    def _chunk_view(self, name: str, chunk: Chunk) -> ChunkView:
+    def _chunk_view(self, name: str, chunk: Chunk, has_gradient: bool) -> ChunkView:
         records = self._layout.records[name, chunk]
         parameter = self._parameters[name]
         if records[MASTER].parameter.owns_master:
@@ -129,7 +174,7 @@ class PageView:
         states = {
             state: record.view(self._memory) for state, record in records.items() if state != MASTER
         }
-        return ChunkView(parameter, chunk, master, states, self._source)
+        return ChunkView(parameter, chunk, master, states, self._source, has_gradient)
 
     def initialize(self) -> None:
         """Make the content of a page that was never written: zeros, and the parameters."""

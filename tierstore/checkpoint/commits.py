@@ -87,7 +87,17 @@ def read_ranks(reader: Reader) -> list[Rank]:
                 _read_dealing(reader, rank)
             _read_rank(reader, rank)
             ranks.append(rank)
-    return ranks
+    # A job of more ranks that was refused leaves folders with nothing in them.
+    world_sizes = [rank.identity.world_size for rank in ranks if rank.identity]
+    return [
+        rank
+        for rank in ranks
+        if rank.rank < max(world_sizes, default=len(ranks)) or _holds_run(rank)
+    ]
+
+
+def _holds_run(rank: Rank) -> bool:
+    return IDENTITY_NAME in rank.names or bool(rank.commits)
 
 
 def _read_dealing(reader: Reader, rank: Rank) -> None:
@@ -130,7 +140,7 @@ def _dealing_in(reader: Reader, folder: str) -> Dealing:
 
 
 def _read_rank(reader: Reader, rank: Rank) -> None:
-    if IDENTITY_NAME in rank.names or rank.commits:
+    if _holds_run(rank):
         place = f"{rank.folder}/{IDENTITY_NAME}"
         with reader.noting(place):
             rank.identity = _read_identity(reader, place, rank.rank)
@@ -172,6 +182,12 @@ def read_manifest(reader: Reader, place: str) -> Manifest:
 
 def _require_pages_for(manifest: Manifest) -> None:
     """Refuse sizes that would take forever to lay out."""
+    if manifest.subgroups is not None:
+        shards = [shard for subgroup in manifest.subgroups for shard in subgroup.shards]
+        numels = ((shard.parameter, sum(c.numel for c in shard.chunks)) for shard in shards)
+        if sum(element_bytes(spec) * numel for spec, numel in numels) > _STATE_BYTES_MAX:
+            raise CorruptionError("has a right checksum but more in its pages than there can be")
+        return
     specs = [spec for group in manifest.groups for spec in group]
     nbytes = {spec.name: state_bytes(spec) for spec in specs}
     cut = [spec for spec in specs if spec.elementwise]

@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.utils._pytree import tree_leaves, tree_map
 
+from tierstore.dtensors import is_dtensor
 from tierstore.errors import CheckpointError
 from tierstore.groups import PagedGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # What wrappers put into the names of the parameters that they wrap: parts before the last.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
+Names = Mapping[str, tuple[str, ...]]
+"""Name of a paged parameter -> its names in the model, several where it is tied."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContents:
     """Names for what is paged, and everything of a model that is not."""
 
-    names: Mapping[str, tuple[str, ...]]
-    """Name of a paged parameter -> its names in the model, several where it is tied."""
+    names: Names
 
     unpaged: Mapping[str, Any]
     """Name -> tensor or other value: buffers, frozen parameters, extra state. Tied ones are
     the same object."""
+
+    @property
+    def cut(self) -> list[str]:
+        """Names of the values of which this rank has a part only."""
+        return [
+            name for name, value in self.unpaged.items() if any(map(_is_cut, tree_leaves(value)))
+        ]
+
+    def values(self) -> Iterator[tuple[str, Any, Hashable]]:
+        """Yield name and whole value of all that is not paged, and what tied ones have in common.
+
+        Those that are cut are put together one at a time, by all ranks that have a part: these
+        go through this together, to its end.
+        """
+        cut = set(self.cut)
+        for name, value in self.unpaged.items():
+            whole = tree_map(_whole, value) if name in cut else value
+            yield name, whole, id(value)
 
 
 def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> ModelContents:
@@ -112,6 +138,15 @@ def _all_stripped(names: Iterable[str]) -> dict[str, str]:
             )
         name_of[plain] = name
     return {name: plain for plain, name in name_of.items()}
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_dtensor(value)
+
+
+def _whole(value: Any) -> Any:
+    with torch.no_grad():
+        return cast("DTensor", value).full_tensor() if _is_cut(value) else value
 
 
 def _check(path: tuple[object, ...], value: Any) -> None:

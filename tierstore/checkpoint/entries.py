@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +24,12 @@ from tierstore.checkpoint.reading import GET_BYTES_MAX, File, Reader
 from tierstore.checkpoint.tiles import tiling_faults
 from tierstore.chunks import Chunk
 from tierstore.errors import CorruptionError
-from tierstore.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES, record_length
+from tierstore.records import (
+    RECORD_DIMENSIONS_MAX,
+    RECORD_DTYPES,
+    RECORD_PREFIX_BYTES,
+    record_length,
+)
 from tierstore.units import format_bytes
 
 _READ_BYTES = 2**20
@@ -63,21 +70,23 @@ class Entries:
                 self._add_tensor(key, item)
             else:
                 self._add(key, MetadataIndex(key), _Expected((), None))
+        for name, slices in self._slices.items():
+            self._slices[name] = {place: slices[place] for place in slices if reader.takes()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slices, each counted once."""
+        """Bytes of all slices that are this reader's, each counted once."""
         return sum(piece.nbytes for file in self._slices.values() for piece in file.values())
 
     def check(self, *, whole: bool) -> None:
-        """Look at every slice of files without a known fault.
+        """Look at those slices of files without a known fault.
 
         Args:
             whole: whether to read all of its data, too, for the checksums that torch.save
                 leaves there.
         """
         known = {fault.place for fault in self._reader.faults}
-        for name in sorted(self._slices.keys() - known):
+        for name in sorted(name for name in self._slices.keys() - known if self._slices[name]):
             with self._reader.noting(name), self._reader.open(name) as file:
                 if whole:
                     file.drop_cached()
@@ -157,7 +166,8 @@ def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
     )
 
 
-def _check_tensor(file: File, piece: _Slice, expected: _Expected, whole: bool) -> None:
+def _check_tensor(file: File, piece: _Slice, expected: _Expected, whole: bool) -> torch.Tensor:
+    """Return the tensor that a slice holds, without its data, if it is the expected one."""
     try:
         tensor, data_nbytes = _load(file, piece, whole)
     except _UnknownClassError as error:
@@ -171,6 +181,7 @@ def _check_tensor(file: File, piece: _Slice, expected: _Expected, whole: bool) -
         )
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() != data_nbytes:
         raise CorruptionError(f"has {data_nbytes} bytes of data, which is not what it needs")
+    return tensor
 
 
 class _UnknownClassError(Exception):
@@ -203,6 +214,37 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
         raise CorruptionError(
             f"cannot be read by torch.load(weights_only=True): {type(error).__name__}"
         ) from error
+
+
+def elements_offset(
+    file: File, info: _StorageInfo, sizes: Sequence[int], dtype: torch.dtype
+) -> int | None:
+    """Return at which byte of a file the elements of a stored tensor begin, in row-major order.
+
+    Returns:
+        None where they lie there in another way.
+
+    Raises:
+        CorruptionError: it is not whole.
+    """
+    if info.transform_descriptors:
+        return None
+    offset: int = info.offset
+    piece = _Slice(offset, info.length)
+    expected = _Expected(tuple(sizes), dtype)
+    if _is_page_record(file, piece, expected):
+        return offset + RECORD_PREFIX_BYTES
+    tensor = _check_tensor(file, piece, expected, whole=False)
+    with zipfile.ZipFile(_BoundedReader(_SliceStream(file, piece), _READ_BYTES)) as archive:
+        (data,) = filter(_is_data, archive.infolist())
+        orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
+        is_little = [archive.read(name) for name in orders] == [b"little"]
+    if not is_little or not tensor.is_contiguous():
+        return None
+    start = offset + data.header_offset
+    # Names and extra fields of the entry itself may be other than those in the list.
+    lengths = struct.unpack("<HH", file.read(start + 26, 4))
+    return start + 30 + int(sum(lengths))
 
 
 def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:

@@ -21,6 +21,7 @@ from tierstore.checkpoint.verify import verify
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.groups import MASTER, PagedGroup, ParameterSpec
 from tierstore.manifest import Manifest
+from tierstore.peers import Peers
 from tierstore.views import PageView
 
 
@@ -35,6 +36,7 @@ class CheckpointSource:
         path: the directory.
         groups: the param groups that want their states.
         scalars: parameter name -> names of the scalars that it wants.
+        peers: the ranks that load it together, each of which checks a part.
 
     Raises:
         CorruptionError: the checkpoint is damaged.
@@ -48,9 +50,10 @@ class CheckpointSource:
         path: str | os.PathLike[str],
         groups: Sequence[PagedGroup],
         scalars: Mapping[str, Mapping[str, float]],
+        peers: Peers,
     ) -> None:
         self._path = Path(path)
-        metadata, manifests = _read_whole(self._path)
+        metadata, manifests = _read_whole(self._path, peers)
         self._entries = StoredEntries(self._path, metadata)
         values = (
             CommittedValues(self._entries, manifests) if manifests else StockValues(self._entries)
@@ -141,14 +144,14 @@ class CheckpointSource:
         return found
 
 
-def _read_whole(path: Path) -> tuple[Metadata, list[Manifest]]:
-    """Return what the files of a checkpoint say, after checking all of it.
+def _read_whole(path: Path, peers: Peers) -> tuple[Metadata, list[Manifest]]:
+    """Return what the files of a checkpoint say, after checking this rank's part of it.
 
     Returns:
         The content of ``.metadata``; the manifests of all ranks, none if tierstore did not
         publish it.
     """
-    report = verify(path)
+    report = verify(path, rank=peers.rank, world_size=peers.world_size)
     if report.kind == "run":
         raise CheckpointError(
             f"{path} is a run directory, not a checkpoint: open it with resume=True, or "

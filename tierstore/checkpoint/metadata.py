@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierstore import tagged
-from tierstore.checkpoint.contents import ModelContents
+from tierstore.checkpoint.contents import Names
 from tierstore.checkpoint.files import UNPAGED_NAME, published_page
 from tierstore.checkpoint.portable import portable
 from tierstore.errors import CheckpointError, RunMismatchError
 from tierstore.groups import MASTER, ParameterSpec
 from tierstore.manifest import Manifest
-from tierstore.page import PageLayout, Record, lay_out_groups
+from tierstore.page import PageLayout, Record, lay_out, lay_out_groups
 from tierstore.pages import layout_digest
 from tierstore.records import record_length
 
@@ -45,12 +45,15 @@ _BYTES = BytesStorageMetadata()
 
 
 def layouts_of(manifest: Manifest) -> list[PageLayout]:
-    """Lay out the pages of a commit again.
+    """Lay out the pages of a commit again, on the rank that made it.
 
     Raises:
         RunMismatchError: a version of tierstore that lays them out otherwise wrote it.
     """
-    layouts = lay_out_groups(manifest.groups, manifest.page_bytes)
+    if manifest.subgroups is None:
+        layouts = lay_out_groups(manifest.groups, manifest.page_bytes)
+    else:
+        layouts = [lay_out(subgroup) for subgroup in manifest.subgroups]
     if layout_digest(layouts) != manifest.layout or len(layouts) != len(manifest.pages):
         raise RunMismatchError(
             f"commit {manifest.step} of run {manifest.run_id} was laid out by another version "
@@ -61,7 +64,8 @@ def layouts_of(manifest: Manifest) -> list[PageLayout]:
 
 def checkpoint_metadata(
     commits: Sequence[tuple[Manifest, Sequence[PageLayout]]],
-    contents: ModelContents,
+    names_of: Names,
+    unpaged: Iterable[tuple[str, Any, Hashable]],
     model_prefix: str,
     append: Callable[[bytes], int],
 ) -> bytes:
@@ -69,7 +73,8 @@ def checkpoint_metadata(
 
     Args:
         commits: the manifest of each rank, with the layouts of its pages.
-        contents: names, and what of the model is not paged.
+        names_of: those of the paged parameters.
+        unpaged: name and value of what of the model is not paged, and what tells it from others.
         model_prefix: what stands before the names of the model: "model.", or "" as in
             torchtitan.
         append: adds bytes to the file UNPAGED_NAME and returns where they begin.
@@ -78,16 +83,19 @@ def checkpoint_metadata(
         CheckpointError: two values would have one key.
     """
     catalog = _Catalog(append)
+    manifests = [manifest for manifest, _ in commits]
     for manifest, layouts in commits:
         for index, layout in enumerate(layouts):
             file = published_page(manifest.rank, index)
             for record in (record for section in layout.sections for record in section.records):
-                for path in _record_paths(record, contents, model_prefix):
+                for path in _record_paths(record, names_of, model_prefix):
                     catalog.add_record(path, record, file)
-        _add_scalars(catalog, manifest, contents, model_prefix)
-    _add_hyperparameters(catalog, [manifest for manifest, _ in commits], contents)
-    for name, value in contents.unpaged.items():
-        catalog.add_value([_model_path(model_prefix, name)], value, id(value))
+    # Ranks that share the parameters all say the same of them.
+    for manifest in manifests if manifests[0].subgroups is None else manifests[:1]:
+        _add_scalars(catalog, manifest, names_of, model_prefix)
+    _add_hyperparameters(catalog, manifests, names_of)
+    for name, value, same in unpaged:
+        catalog.add_value([_model_path(model_prefix, name)], value, same)
     return pickle.dumps(catalog.metadata)
 
 
@@ -165,8 +173,8 @@ class _Catalog:
         self.metadata.storage_data[index] = info
 
 
-def _record_paths(record: Record, contents: ModelContents, model_prefix: str) -> Iterator[Path]:
-    names = contents.names[record.parameter.name]
+def _record_paths(record: Record, names_of: Names, model_prefix: str) -> Iterator[Path]:
+    names = names_of[record.parameter.name]
     if record.state == MASTER:
         for name in names:
             yield _model_path(model_prefix, name)
@@ -179,13 +187,11 @@ def _model_path(model_prefix: str, name: str) -> Path:
     return (outer, name) if outer else (name,)
 
 
-def _add_scalars(
-    catalog: _Catalog, manifest: Manifest, contents: ModelContents, model_prefix: str
-) -> None:
+def _add_scalars(catalog: _Catalog, manifest: Manifest, names_of: Names, model_prefix: str) -> None:
     """Add what a parameter has in no page: step counts, and all states if it is empty."""
     scalars = tagged.decode(manifest.scalars)
     for spec in (spec for group in manifest.groups for spec in group):
-        names = contents.names[spec.name]
+        names = names_of[spec.name]
         if math.prod(spec.shape) == 0:
             _add_empty(catalog, spec, names, model_prefix)
         for state, value in scalars.get(spec.name, {}).items():
@@ -211,12 +217,10 @@ def members_of(manifests: Sequence[Manifest], number: int) -> list[str]:
     return list(dict.fromkeys(members))
 
 
-def _add_hyperparameters(
-    catalog: _Catalog, manifests: Sequence[Manifest], contents: ModelContents
-) -> None:
+def _add_hyperparameters(catalog: _Catalog, manifests: Sequence[Manifest], names_of: Names) -> None:
     """Add hyperparameters as a list of groups, and as torchtitan has them, by parameter."""
     for number, saved in enumerate(manifests[0].hyperparameters):
-        names = [contents.names[name][0] for name in members_of(manifests, number)]
+        names = [names_of[name][0] for name in members_of(manifests, number)]
         group = {**portable(tagged.decode(saved)), "param_names": names}
         params: Path = ("optimizer", "param_groups", number, "params")
         catalog.add_value([params], names, ("names", number))

@@ -3,7 +3,9 @@
 The page files are the checkpoint already. A directory is built under a temporary name:
 links to the page files, each rank's manifest with its checksums, a file of all that is in
 no page, ``tierstore.json`` and last ``.metadata``; then it takes its name. Pages that cannot
-be linked, because the path is on another filesystem, are copied in the background.
+be linked, because the path is on another filesystem, are copied in the background. Where
+ranks do not see the same directory, as on disks of their own, there is a part of the
+checkpoint on each: the files of those ranks, and what says which files all of it has.
 
 Until the name is durable, whatever fails or interrupts leaves nothing behind; from then on
 nothing takes the checkpoint away again.
@@ -12,21 +14,19 @@ nothing takes the checkpoint away again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import mmap
 import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tierstore.checkpoint.contents import ModelContents, plain_names
+from tierstore.checkpoint.contents import ModelContents, Names, plain_names
 from tierstore.checkpoint.files import (
     MARKER_NAME,
     METADATA_NAME,
@@ -35,6 +35,7 @@ from tierstore.checkpoint.files import (
     published_page,
 )
 from tierstore.checkpoint.metadata import checkpoint_metadata, layouts_of
+from tierstore.checkpoint.page_files import PageFiles, RankCommit
 from tierstore.checkpoint.retention import (
     is_taken,
     remove,
@@ -43,45 +44,33 @@ from tierstore.checkpoint.retention import (
     temporary_prefix,
 )
 from tierstore.checkpoint.verify import kind_of
-from tierstore.checksums import block_checksum
 from tierstore.directories import open_run_directory, rank_directory
-from tierstore.errors import (
-    CheckpointError,
-    CorruptionError,
-    RunDirectoryError,
-    StorageError,
-    TierstoreError,
-)
-from tierstore.manifest import Manifest, page_file, seal
-from tierstore.page import BLOCK_BYTES, PageLayout
+from tierstore.errors import CheckpointError, RunDirectoryError, TierstoreError
+from tierstore.manifest import Manifest, seal
+from tierstore.page import PageLayout
 from tierstore.peers import Alone, Peers, agree
 from tierstore.publication import Publication
-from tierstore.run import LOCK_TIMEOUT_S, find_run
+from tierstore.run import LOCK_TIMEOUT_S, find_whole_run
 from tierstore.storage.base import Folder, Storage
 
 logger = logging.getLogger("tierstore")
 
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""How a filesystem says that a file can have no second name there."""
-_RANK_FOLDER = re.compile(r"rank-\d{5}")
+_RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What one rank has to publish: a commit, its files, and names for what is in them."""
+    """What one process has to publish: a commit, and names for what is in it."""
 
-    storage: Storage
     peers: Peers
-    manifest: Manifest | None
-    """None if nothing was committed yet, which is refused."""
-    layouts: Sequence[PageLayout]
-    """Those of its pages."""
+    """The processes that publish it together."""
+    commits: Sequence[RankCommit]
+    """Those of one rank, or of more where one process has the files of all; empty if nothing
+    was committed yet, which is refused."""
     contents: Callable[[], ModelContents]
     """Says what of the model is in no page, and the names of what is."""
     model_prefix: str
     """What stands before the names of the model: ends in a dot, or is empty."""
-    provide_spares: Callable[[Iterable[str]], None]
-    """Allocates what shall take the place of these page files in the run."""
 
     def __post_init__(self) -> None:
         if self.model_prefix and not re.fullmatch(r"[^.]+\.", self.model_prefix):
@@ -143,37 +132,69 @@ def publish_run(
     It holds what is paged: the rest of the model is not in a run.
 
     Raises:
-        CheckpointError: ``run`` holds no run, or one of several ranks, or this user may not
-            read it; or as in publish().
+        CheckpointError: ``run`` holds no run, not all of its ranks, or this user may not read
+            it; or as in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish().
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
-    directory = rank_directory(run, rank=0)
-    if list(filter(_RANK_FOLDER.fullmatch, os.listdir(run))) != [directory.name]:
-        raise CheckpointError(
-            f"{run} holds a run of several ranks: publish it from the job, with store.checkpoint()"
-        )
-    with contextlib.closing(open_run_directory(run, rank=0)) as storage:
-        storage.lock(LOCK_TIMEOUT_S)
-        _, manifest = find_run(storage, Alone())
-        assert manifest is not None
-        names = plain_names(spec.name for group in manifest.groups for spec in group)
-        committed = Committed(
+    with whole_run(run) as storages:
+        return publish_whole(list(storages.values()), out, on_progress=on_progress)
+
+
+@contextlib.contextmanager
+def whole_run(run: Path) -> Iterator[dict[int, Storage]]:
+    """Open and lock what all ranks have in a run directory; yield it by rank, in order.
+
+    Raises:
+        RunDirectoryError, RunLockedError, StorageError: it cannot be used.
+    """
+    found = filter(None, map(_RANK_FOLDER.fullmatch, os.listdir(run)))
+    with contextlib.ExitStack() as opened:
+        storages = {}
+        for rank in sorted(int(match[1]) for match in found):
+            rank_directory(run, rank)
+            storages[rank] = open_run_directory(run, rank)
+            opened.callback(storages[rank].close)
+            storages[rank].lock(LOCK_TIMEOUT_S)
+        yield storages
+
+
+def publish_whole(
+    storages: Sequence[Storage],
+    out: Path,
+    *,
+    on_progress: Callable[[int, int], None] = lambda copied, total: None,
+) -> Publication:
+    """Publish the committed step of a run whose locked directories are all here.
+
+    Raises:
+        RunDirectoryError: they are not all of one run, or it has no committed step.
+        CheckpointError, StorageError, CorruptionError: as in publish().
+    """
+    commits = [
+        RankCommit(
             storage=storage,
-            peers=Alone(),
             manifest=manifest,
             layouts=layouts_of(manifest),
-            contents=lambda: ModelContents(names=names, unpaged={}),
-            model_prefix="model.",
             # Whoever goes on with the run allocates them.
             provide_spares=lambda names: None,
         )
-        publication = publish(committed, os.fspath(out), on_progress=on_progress)
-        publication.wait()
-        return publication
+        for storage, manifest in find_whole_run(storages)
+    ]
+    groups = [group for commit in commits for group in commit.manifest.groups]
+    names = plain_names(dict.fromkeys(spec.name for group in groups for spec in group))
+    committed = Committed(
+        peers=Alone(),
+        commits=commits,
+        contents=lambda: ModelContents(names=names, unpaged={}),
+        model_prefix="model.",
+    )
+    publication = publish(committed, os.fspath(out), on_progress=on_progress)
+    publication.wait()
+    return publication
 
 
 class _Publishing:
@@ -189,24 +210,37 @@ class _Publishing:
         self._peers = committed.peers
         self._keep_last = keep_last
         self._on_progress = on_progress
-        self._token: str = agree(self._peers, self._prepare)[0]
-        self._child = f"{temporary_prefix(self._name, self._manifest.run_id)}{self._token}"
-        self._page_files = [
-            (page_file(page, entry.copy), published_page(self._manifest.rank, page))
-            for page, entry in enumerate(self._manifest.pages)
-        ]
-        self._held: list[str] = []
-        self._copied: list[int] = []  # Those of this rank's pages that cannot be linked.
+        prepared = agree(self._peers, self._prepare)
+        if any(name != prepared[0][2] for *_, name in prepared):
+            raise CheckpointError(
+                "all ranks must give the checkpoint one name, but they give "
+                f"{[name for *_, name in prepared]}: pass the same path on each"
+            )
+        if any(cut != prepared[0][1] for _, cut, _ in prepared):
+            raise CheckpointError(
+                "the ranks have different buffers or frozen parameters, or have them in another "
+                "order: give all ranks the same model"
+            )
+        token: str = prepared[0][0]
+        self._child = f"{temporary_prefix(self._name, self._manifest.run_id)}{token}"
+        self._page_files = [PageFiles(commit, token) for commit in committed.commits]
+        self._maker = 0  # Which rank makes the next.
+        self._is_first = False  # Of the ranks that see the directory that it lies in.
+        self._places = 0  # Number of such directories.
+        self._metadata = self._marker = b""
         self._named = False
         self._published = False  # Whether it has its name for good.
         self._mutex = threading.Lock()  # Of these two, only one ever becomes true.
         self._copying = threading.Event()
         self._given_up = False
-        self._blocks = [layout.blocks for layout in committed.layouts]
         self.publication = Publication(path, self._manifest.step)
 
-    def _prepare(self) -> str:
-        """Refuse a wrong call on all ranks; return what tells this attempt from others."""
+    def _prepare(self) -> tuple[str, str, str]:
+        """Refuse a wrong call on all ranks.
+
+        Returns:
+            What tells this attempt from others, what the ranks put together, and the name.
+        """
         if self._keep_last is not None and (
             not isinstance(self._keep_last, int) or self._keep_last < 1
         ):
@@ -219,90 +253,110 @@ class _Publishing:
                 f"{self._path!r} cannot name a checkpoint: give a directory whose name begins "
                 'neither with a dot nor with "rank-"'
             )
-        if self._committed.manifest is None:
+        if not self._committed.commits:
             raise CheckpointError("there is no step to publish yet: do one first")
-        self._manifest = self._committed.manifest
+        self._manifest = self._committed.commits[0].manifest
         self._contents = self._committed.contents()
         try:
-            self._folder: Folder = self._committed.storage.folder(folder)
+            self._folder: Folder = self._committed.commits[0].storage.folder(folder)
         except RunDirectoryError as error:  # No directory of a run, here.
             raise CheckpointError(str(error)) from error
-        return secrets.token_hex(4)
+        cut = xxhash.xxh3_128_hexdigest(repr(self._contents.cut).encode())
+        return secrets.token_hex(4), cut, self._name
 
     def begin(self) -> None:
-        """Make the temporary directory, after looking whether its name will be free."""
+        """Make the temporary directory wherever ranks see another place under the path."""
+        maker: int | None = 0
+        while maker is not None:
+            self._maker = maker
+            agree(self._peers, self._make)
+            self._places += 1
+            sees = [True]
+            if self._peers.world_size > 1:
+                sees = agree(self._peers, lambda: self._child in self._folder.children())
+            maker = None if all(sees) else sees.index(False)
+        if self._places > 1 and self._peers.rank == 0:
+            logger.warning(
+                "the checkpoint %s is in %d parts, as ranks see that many directories under its "
+                "path: copy all of them into one directory to load it",
+                self.publication.path,
+                self._places,
+            )
 
-        def make() -> None:
-            if self._peers.rank:
-                return
-            if is_taken(self._folder, self._name):
-                raise CheckpointError(
-                    f"{self._folder.location}/{self._name} is there already: name another "
-                    "directory, or remove that one first"
-                )
-            remove_leftovers(self._folder, self._manifest.run_id)
-            self._folder.make(self._child)
-
-        agree(self._peers, make)
+    def _make(self) -> None:
+        """Make the temporary directory on one rank, after looking whether its name will be free."""
+        if self._peers.rank != self._maker:
+            return
+        if is_taken(self._folder, self._name):
+            raise CheckpointError(
+                f"{self._folder.location}/{self._name} is there already: name another "
+                "directory, or remove that one first"
+            )
+        remove_leftovers(self._folder, self._manifest.run_id)
+        self._folder.make(self._child)
+        self._is_first = True
 
     def link_pages(self) -> bool:
         """Link pages into the directory; return whether any must be copied instead."""
-        storage = self._committed.storage
-        self._committed.provide_spares(name for name, _ in self._page_files)
-        for page, (name, new_name) in enumerate(self._page_files):
-            try:
-                self._folder.link(storage, name, self._child, new_name)
-            except StorageError as error:
-                if error.errno not in _NO_LINK:
-                    raise
-                self._copied.append(page)
-        nbytes = [layout.nbytes for layout in self._committed.layouts]
-        bytes_to_copy = sum(nbytes[page] for page in self._copied)
-        self.publication.bytes_total = bytes_to_copy or sum(nbytes)
-        self.publication.bytes_linked = sum(nbytes) - bytes_to_copy
-        return bool(self._copied)
+        for files in self._page_files:
+            files.link(self._folder, self._child)
+        total = sum(files.nbytes for files in self._page_files)
+        bytes_to_copy = sum(files.bytes_to_copy for files in self._page_files)
+        self.publication.bytes_total = bytes_to_copy or total
+        self.publication.bytes_linked = total - bytes_to_copy
+        return bytes_to_copy > 0
 
     def hold_pages(self) -> bool:
-        """Give page files that are to be copied second names, by which they stay as they are.
-
-        Returns:
-            Whether that can be. Else the run may write nothing until they are copied.
-        """
-        for page in self._copied:
-            name, _ = self._page_files[page]
-            self._held.append(f"{name}.copying-{self._token}")
-            try:
-                self._committed.storage.link(name, self._held[-1])
-            except StorageError as error:
-                if error.errno not in _NO_LINK:
-                    raise
-                self._held.pop()
-                self._release_pages()
-                return False
-        return True
+        """Hold the files of pages that are to be copied; return whether all of them can be."""
+        return all(files.hold() for files in self._page_files)
 
     def describe(self) -> None:
         """Write all that is not a page, and say what is where; the model may change then."""
-        data = self._manifest.to_bytes()
-        gathered = self._peers.gather((self._manifest, _digest(data), self._contents.names))
+        own = [commit.manifest for commit in self._committed.commits]
+        data = [manifest.to_bytes() for manifest in own]
+        gathered = self._peers.gather((own, list(map(_digest, data)), self._contents.names))
+        manifests = [manifest for theirs, _, _ in gathered for manifest in theirs]
+        digests = [digest for _, theirs, _ in gathered for digest in theirs]
         names = {name: found for _, _, theirs in gathered for name, found in theirs.items()}
 
         def put() -> None:
-            self._folder.put(self._child, published_manifest(self._peers.rank), data)
-            if self._peers.rank == 0:
-                self._describe(
-                    [manifest for manifest, _, _ in gathered],
-                    [digest for _, digest, _ in gathered],
-                    replace(self._contents, names=names),
-                )
+            values = self._contents.values()
+            try:
+                for manifest, content in zip(own, data, strict=True):
+                    self._folder.put(self._child, published_manifest(manifest.rank), content)
+                if self._peers.rank == 0:
+                    self._describe(manifests, digests, names, values)
+            finally:
+                for _ in values:  # What the ranks put together they do to the end.
+                    pass
 
         agree(self._peers, put)
+        if self._places > 1:
+            described = self._peers.gather((self._metadata, self._marker))
+            self._metadata, self._marker = described[0]
+            agree(self._peers, lambda: self._put_marker() if self._peers.rank else None)
+
+    def _put_marker(self) -> None:
+        if self._is_first:
+            self._folder.put(self._child, MARKER_NAME, self._marker)
 
     def finish(self, *, copying: bool) -> None:
         """Copy what could not be linked, and give the directory its name."""
         if copying:
             agree(self._peers, self._copy_pages)
-        agree(self._peers, self._take_name)
+        if self._places > 1:
+            agree(self._peers, lambda: self._take_name() if self._peers.rank else None)
+            # Rank 0 may publish now, and be gone before it says so.
+            self._published = self._peers.rank > 0
+        try:
+            agree(self._peers, lambda: None if self._peers.rank else self._take_name())
+        except TierstoreError:
+            if self._places > 1:
+                self._peers.gather(None)  # Raises, unless it was rank 0 that said so.
+                self._published = False
+            raise
+        if self._peers.rank and self._is_first:
+            self._retain()
 
     def start(self, on_copying: Callable[[Publication], None]) -> None:
         """Copy and finish in the background, and return when that has begun."""
@@ -336,71 +390,37 @@ class _Publishing:
 
     def undo(self) -> None:
         """Remove what there is; the first error is the one to mend."""
-        for name in self._held:  # The last one is perhaps not there yet.
-            with contextlib.suppress(TierstoreError):
-                self._committed.storage.unlink(name)
-        if self._peers.rank == 0 and not self._published:
+        for files in self._page_files:
+            files.drop()
+        if self._is_first and not self._published:
             with contextlib.suppress(TierstoreError):
                 if self._named:
                     self._folder.rename(self._name, self._child)
                     self._folder.sync_children()  # Or a part of it might keep the name.
                 remove(self._folder, self._child)
 
-    def _release_pages(self) -> None:
-        while self._held:
-            self._committed.storage.unlink(self._held[-1])
-            self._held.pop()
-
     def _copy_pages(self) -> None:
-        if not self._copied:
-            return
-        # Not closed: after an error something may still refer to it.
-        memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
-        memory.madvise(mmap.MADV_DONTFORK)
-        buffer = memoryview(memory)
-        sources = list(self._held) or [self._page_files[page][0] for page in self._copied]
-        for page, source in zip(self._copied, sources, strict=True):
-            new_name = self._page_files[page][1]
-            for number, block in enumerate(self._blocks[page]):
-                data = buffer[: block.nbytes]
-                self._committed.storage.read(source, block, data).wait()
-                self._check(page, number, data)
-                self._folder.append(self._child, new_name, data)
-                self.publication.bytes_copied += block.nbytes
-                self._on_progress(self.publication.bytes_copied, self.publication.bytes_total)
-            self._folder.flush(self._child, new_name)
-        self._release_pages()
+        def count(nbytes: int) -> None:
+            self.publication.bytes_copied += nbytes
+            self._on_progress(self.publication.bytes_copied, self.publication.bytes_total)
 
-    def _check(self, page: int, number: int, data: memoryview) -> None:
-        entry, block = self._manifest.pages[page], self._blocks[page][number]
-        if not entry.checksums:
-            return
-        found = block_checksum(
-            data,
-            run_id=self._manifest.run_id,
-            page=page,
-            offset=block.offset,
-            step=entry.step,
-        )
-        if found != entry.checksums[number]:
-            name = page_file(page, entry.copy)
-            raise CorruptionError(
-                f"{self._committed.storage.home(name).location}/{name}: the "
-                f"{block.nbytes} bytes at offset {block.offset} are not those written in step "
-                f"{entry.step}; nothing was published"
-            )
+        for files in self._page_files:
+            files.copy(self._folder, self._child, count)
 
     def _describe(
         self,
         manifests: Sequence[Manifest],
         digests: Sequence[dict[str, Any]],
-        contents: ModelContents,
+        names: Names,
+        values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
-        commits = [(self._manifest, self._committed.layouts)]
-        commits += [(manifest, layouts_of(manifest)) for manifest in manifests[1:]]
+        known = {commit.manifest.rank: commit.layouts for commit in self._committed.commits}
+        commits: list[tuple[Manifest, Sequence[PageLayout]]] = [
+            (manifest, known.get(manifest.rank) or layouts_of(manifest)) for manifest in manifests
+        ]
         unpaged = _UnpagedFile(self._folder, self._child)
         self._metadata = checkpoint_metadata(
-            commits, contents, self._committed.model_prefix, unpaged.append
+            commits, names, values, self._committed.model_prefix, unpaged.append
         )
         unpaged.flush()
         files = {
@@ -419,11 +439,12 @@ class _Publishing:
             "name": self._name,
             "files": files,
         }
-        self._folder.put(self._child, MARKER_NAME, seal("checkpoint", marker))
+        self._marker = seal("checkpoint", marker)
+        self._put_marker()
 
     def _take_name(self) -> None:
-        """Rank 0 makes the names in the directory durable, those of all ranks, then its own."""
-        if self._peers.rank:
+        """Make the names in the directory durable, those of all ranks there, then its own."""
+        if not self._is_first:
             return
         folder, child = self._folder, self._child
         folder.put(child, METADATA_NAME, self._metadata)
@@ -431,12 +452,17 @@ class _Publishing:
         folder.rename(child, self._name)
         self._named = True
         folder.sync_children()
-        self._published = True
-        if self._keep_last is not None:
-            try:
-                retain(folder, self._manifest.run_id, self._name, self._keep_last)
-            except Exception as error:  # No reason to call the new one a failure.
-                logger.warning("older checkpoints beside %s stay: %r", self._name, error)
+        if self._peers.rank == 0:
+            self._published = True
+            self._retain()
+
+    def _retain(self) -> None:
+        if self._keep_last is None:
+            return
+        try:
+            retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
+        except Exception as error:  # No reason to call the new one a failure.
+            logger.warning("older checkpoints beside %s stay: %r", self._name, error)
 
 
 class _UnpagedFile:

@@ -97,9 +97,18 @@ class Reader:
     Args:
         root: the directory.
         on_progress: told of the bytes that were read, and of all that shall be.
+        rank: which of several this is that read together, each a part.
+        world_size: how many they are.
     """
 
-    def __init__(self, root: Path, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.root = root
         self.faults: list[Fault] = []
         self.notes: list[str] = []
@@ -110,6 +119,14 @@ class Reader:
         self._bytes_total = 0
         self._on_progress = on_progress
         self._buffer: memoryview | None = None
+        self._rank = rank
+        self._world_size = world_size
+        self._dealt = 0
+
+    def takes(self) -> bool:
+        """Return whether the next of all that is to be read is this one's; all ask in one order."""
+        self._dealt += 1
+        return (self._dealt - 1) % self._world_size == self._rank
 
     @property
     def buffer(self) -> memoryview:

@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierstore import tagged
-from tierstore.checkpoint.reading import Reader
+from tierstore.checkpoint.boxes import read_box
+from tierstore.checkpoint.entries import elements_offset
+from tierstore.checkpoint.reading import File, Reader
 from tierstore.chunks import Chunk
-from tierstore.errors import CheckpointError
+from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.units import format_bytes
 
 EntryPath = tuple[str | int, ...]
@@ -60,8 +62,44 @@ class StoredEntries:
         return create_read_items_for_chunk_list(key, stored, [place])
 
     def read(self, items: list[ReadItem], targets: Mapping[int, torch.Tensor]) -> None:
-        """Read pieces of chunks into the tensors that are the whole chunks, each by its id."""
-        self._reader.read_data(LoadPlan(items), cast(LoadPlanner, _Targets(targets))).wait()
+        """Read pieces of chunks into the tensors that are the whole chunks, each by its id.
+
+        Of what is stored no more than those pieces, a little at a time, as far as it can be
+        found in its file; the rest is read by DCP, which reads whole stored chunks.
+
+        Raises:
+            CorruptionError: a file is not what it was when it was checked.
+        """
+        resolved = _Targets(targets)
+        of_files: dict[str, list[ReadItem]] = {}
+        for item in items:
+            place = self._metadata.storage_data[item.storage_index]
+            of_files.setdefault(place.relative_path, []).append(item)
+        others: list[ReadItem] = []
+        for name, of_file in of_files.items():
+            try:
+                with Reader(self.path).open(name) as file:
+                    for item in of_file:
+                        if not self._read_part(file, item, resolved.resolve_tensor(item)):
+                            others.append(item)
+            except CorruptionError as error:
+                raise CorruptionError(f"{self.path}/{name}: {error}") from error
+        if others:
+            self._reader.read_data(LoadPlan(others), cast(LoadPlanner, resolved)).wait()
+
+    def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
+        """Read a part of a stored chunk; return whether it could be found in the file."""
+        stored = self.tensor(item.storage_index.fqn)
+        assert stored is not None
+        assert item.storage_index.index is not None
+        sizes = stored.chunks[item.storage_index.index].sizes
+        info = self._metadata.storage_data[item.storage_index]
+        start = elements_offset(file, info, sizes, stored.properties.dtype)
+        if start is not None:
+            read_box(
+                file, start, stored.properties.dtype, sizes, item.storage_offsets, target.detach()
+            )
+        return start is not None
 
     def value(self, key: str) -> Any:
         """Return a whole tensor, or another value, of no more bytes than a commit may carry.

@@ -25,6 +25,7 @@ from tierstore.checkpoint.commits import (
     read_published,
     read_ranks,
 )
+from tierstore.checkpoint.coverage import coverage_faults
 from tierstore.checkpoint.entries import Entries
 from tierstore.checkpoint.files import (
     MARKER_NAME,
@@ -44,17 +45,25 @@ from tierstore.storage.paths import storage_errors
 
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _RANK_FOLDER = re.compile(r"rank-\d{5}")
+_OF_RANK = re.compile(r"rank-\d{5}\.")
 _TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
 def verify(
-    path: str | os.PathLike[str], on_progress: Callable[[int, int], None] | None = None
+    path: str | os.PathLike[str],
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Report:
     """Check a run directory or a checkpoint, published by tierstore or not.
 
     Args:
         path: the directory.
         on_progress: told of the bytes that were checked, and of all that will be.
+        rank: which of several processes this is that check it together: each reads a part of
+            the pages and values, and finds what is wrong with that part.
+        world_size: how many they are.
 
     Raises:
         CheckpointError: ``path`` is neither, or this user may not read it.
@@ -63,7 +72,7 @@ def verify(
     """
     root = Path(path)
     kind = kind_of(root)
-    reader = Reader(root, on_progress)
+    reader = Reader(root, on_progress, rank=rank, world_size=world_size)
     try:
         if kind == "run":
             step = _verify_run(reader)
@@ -133,6 +142,7 @@ def _verify_run(reader: Reader) -> int | None:
     newest = newest_commit(ranks)
     _check_ranks(reader, ranks, newest)
     if newest is not None:
+        _check_coverage(reader, [rank.manifests[newest] for rank in ranks])
         pages = _Pages(reader)
         for rank in ranks:
             manifest = rank.manifests[newest]
@@ -210,7 +220,7 @@ class _Pages:
         with self._reader.noting(f"the commit of rank {manifest.rank}"):
             for number, layout in enumerate(_layouts(manifest)):
                 name = names[number]
-                if name is not None:
+                if name is not None and self._reader.takes():
                     self._work.append((name, manifest, number, layout))
                     self._reader.expect(layout.nbytes)
 
@@ -223,6 +233,11 @@ class _Pages:
                 "the run was trained with checksums=False: of its pages only lengths and "
                 "framing can be checked"
             )
+
+
+def _check_coverage(reader: Reader, manifests: Sequence[Manifest]) -> None:
+    for place, what in coverage_faults(manifests):
+        reader.fault(place, what)
 
 
 def _layouts(manifest: Manifest) -> list[PageLayout]:
@@ -267,6 +282,10 @@ def _check_published(reader: Reader, names: Sequence[str]) -> int | None:
     with reader.noting(MARKER_NAME):
         marker = read_marker(reader)
     manifests = read_published(reader, names, marker)
+    if marker is not None and len(manifests) == marker["world_size"]:
+        _check_coverage(reader, manifests)
+    if marker is not None:
+        _note_parts(reader, names, marker["world_size"])
     pages = _Pages(reader)
     page_names: set[str] = set()
     for manifest in manifests:
@@ -281,6 +300,18 @@ def _check_published(reader: Reader, names: Sequence[str]) -> int | None:
     return manifests[0].step if manifests else None
 
 
+def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
+    """Note ranks that may have published on disks of their own."""
+    here = {int(name[5:10]) for name in names if _OF_RANK.match(name)}
+    absent = sorted(set(range(min(world_size, 10**5))) - here)
+    if absent:
+        some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        reader.note(
+            f"there is no file of ranks {some}: if this is one part of a "
+            "checkpoint on several disks, copy all parts into one directory"
+        )
+
+
 def _check_files(
     reader: Reader, names: Sequence[str], files: Mapping[str, Mapping[str, Any]], pages: set[str]
 ) -> None:
@@ -292,7 +323,7 @@ def _check_files(
     if strange:
         reader.note(f"not part of the checkpoint: {', '.join(strange)}")
     # Pages come later; their checksums are in the manifests.
-    others = {name: file for name, file in files.items() if name not in pages}
+    others = {n: file for n, file in files.items() if n not in pages and reader.takes()}
     reader.expect(sum(file["nbytes"] for file in others.values()))
     for name, file in others.items():
         with reader.noting(name), reader.advancing(file["nbytes"]), reader.open(name) as opened:

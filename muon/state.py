@@ -1,0 +1,88 @@
+"""``optimizer.state``, read through to the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+import tierstore
+
+
+class PagedOptimizer(Protocol):
+    """What is asked of the optimizer whose state it is."""
+
+    store: tierstore.TierStore
+    param_groups: list[dict[str, Any]]
+
+    def _attach_groups(self) -> None:
+        """Give the store the groups that it does not have yet."""
+
+    def _paged_group(self, number: int) -> tierstore.PagedGroup:
+        """Return a group as the store has it."""
+
+    def _scalar_states(self, number: int, name: str) -> dict[str, torch.Tensor]:
+        """Return the states of a parameter that lie in no page."""
+
+
+class PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
+    """``optimizer.state``: has every parameter from the beginning."""
+
+    def __init__(self, optimizer: PagedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, candidate in enumerate(group["params"]):
+                if candidate is parameter:
+                    return _ParameterState(self._optimizer, number, index)
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+
+    def __len__(self) -> int:
+        return sum(len(group["params"]) for group in self._optimizer.param_groups)
+
+
+class _ParameterState(Mapping[str, torch.Tensor]):
+    """The states of one parameter: their names are known, a value is read from its page.
+
+    Where there are several ranks it is not, since one rank alone cannot read it.
+    """
+
+    def __init__(self, optimizer: PagedOptimizer, number: int, index: int) -> None:
+        self._optimizer = optimizer
+        self._paged = optimizer._paged_group(number).parameters[index]
+        self._scalars = optimizer._scalar_states(number, self._paged.name)
+        self._dtypes = _state_dtypes(self._paged)
+
+    def __getitem__(self, state: str) -> torch.Tensor:
+        if state in self._scalars:
+            return self._scalars[state]
+        if state not in self._dtypes:
+            raise KeyError(state)
+        if self._optimizer.store.ranks is not None:
+            raise RuntimeError(
+                f"{state!r} of parameter {self._paged.name!r} may lie on other ranks: call "
+                "state_dict(), or store.read_states(), on all ranks together"
+            )
+        self._optimizer._attach_groups()
+        return self._optimizer.store.read_states([self._paged.name])[self._paged.name][state]
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self._scalars, self._dtypes)
+
+    def __len__(self) -> int:
+        return len(self._scalars) + len(self._dtypes)
+
+    def __contains__(self, state: object) -> bool:
+        return state in self._scalars or state in self._dtypes
+
+
+def _state_dtypes(paged: tierstore.PagedParameter) -> dict[str, torch.dtype]:
+    """Return the paged states of a parameter; fp32 parameters have no master beside them."""
+    spec = paged.spec
+    return dict(spec.states if spec.owns_master else spec.all_states)

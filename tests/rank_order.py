@@ -1,0 +1,95 @@
+"""Which collectives a rank issues, in order, and whether ranks that wait in each could end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """A collective that a rank has issued."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    """Of its group."""
+    what: tuple[int, ...] = ()
+    """What the ranks of the group must have in common."""
+
+
+@contextmanager
+def recorded(everyone: Sequence[int]) -> Iterator[list[Issued]]:
+    """List what the calling thread issues, with a store of these ranks."""
+    issued: list[Issued] = []
+    thread = threading.current_thread()
+
+    def note(kind: str, ranks: Sequence[int], *what: int) -> None:
+        if threading.current_thread() is thread:
+            issued.append(Issued(kind=kind, ranks=tuple(ranks), what=what))
+
+    real_all_to_all, real_broadcast = dist.all_to_all_single, dist.broadcast
+    real_new_group, real_gloo = dist.new_group, dist.ProcessGroupGloo
+
+    def all_to_all(*arguments: Any, group: Any, **options: Any) -> Any:
+        note("all-to-all", dist.get_process_group_ranks(group))
+        return real_all_to_all(*arguments, group=group, **options)
+
+    def broadcast(tensor: Any, *, src: int, group: Any, **options: Any) -> Any:
+        note("broadcast", dist.get_process_group_ranks(group), src, tensor.nbytes)
+        return real_broadcast(tensor, src=src, group=group, **options)
+
+    def new_group(ranks: Sequence[int], **options: Any) -> Any:
+        note("new group", everyone, *ranks)
+        return real_new_group(ranks, **options)
+
+    class Gloo:
+        """A channel of the store's own."""
+
+        def __init__(self, *arguments: Any) -> None:
+            self._group = real_gloo(*arguments)
+
+        def allgather(self, outputs: Any, inputs: Any) -> Any:
+            note("all-gather", everyone, inputs[0].nbytes)
+            return self._group.allgather(outputs, inputs)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._group, name)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", all_to_all),
+        mock.patch.object(dist, "broadcast", broadcast),
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(dist, "ProcessGroupGloo", Gloo),
+    ):
+        yield issued
+
+
+def assert_one_order(of_ranks: Sequence[Sequence[Issued]]) -> None:
+    """Check that all ranks would come to the end if each waited in every collective for all.
+
+    As on a device, where a collective that is not the next one on another rank may wait for
+    ever.
+    """
+    left = [deque(issued) for issued in of_ranks]
+    while any(left):
+        heads = [issued[0] if issued else None for issued in left]
+        ready = next(
+            (
+                head
+                for rank, head in enumerate(heads)
+                if head is not None
+                and rank == head.ranks[0]
+                and all(heads[member] == head for member in head.ranks)
+            ),
+            None,
+        )
+        assert ready is not None, f"these wait for each other: {heads}"
+        for member in ready.ranks:
+            left[member].popleft()

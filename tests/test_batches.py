@@ -1,0 +1,106 @@
+"""Several matrices orthogonalized at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import muon
+from muon.newton_schulz import orthogonalize_all
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+SHAPES = [(20, 30), (7, 7), (20, 30), (30, 20), (1, 5), (7, 7), (20, 30)]
+
+
+def matrices(dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    made[1].zero_()
+    return [matrix.to(dtype).to(device) for matrix in made]
+
+
+def error(update: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((update.double() - exact).norm() / exact.norm().clamp(min=1))
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (30, 20), (7, 7), (1, 5)])
+@pytest.mark.parametrize(
+    # A few roundings of each dtype, which five steps make larger.
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)],
+)
+def test_a_batch_gives_what_each_gives_alone(
+    shape: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    batch = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    batch[1] = 0
+    batch[2] *= 1000  # Each is divided by a norm of its own.
+    exact = [muon.orthogonalize_(matrix.double()) for matrix in batch]
+    updates = muon.orthogonalize_(batch.clone())
+    assert (updates.shape, updates.dtype) == (batch.shape, dtype)
+    for update, expected in zip(updates, exact, strict=True):
+        assert error(update, expected) < tolerance
+
+
+def test_a_nan_stays_with_its_matrix() -> None:
+    batch = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+    batch[1, 2, 3] = torch.nan
+    updates = muon.orthogonalize_(batch)
+    assert updates[1].isnan().all()
+    assert updates[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_batches_others_change_nothing(dtype: torch.dtype) -> None:
+    expected = [muon.orthogonalize_(matrix, steps=4) for matrix in matrices(dtype)]
+    updates = orthogonalize_all(matrices(dtype), batched=False, steps=4)
+    assert all(map(torch.equal, updates, expected))
+    assert orthogonalize_all([], batched=False) == []
+
+
+class Products(TorchDispatchMode):
+    """Records the shape of the first factor of each batched product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.add(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_equal_shapes_are_worked_on_together() -> None:
+    """On a device of which only the shapes are real."""
+    with Products() as products:
+        updates = orthogonalize_all(matrices(torch.float32, "meta"), batched=True)
+    assert [tuple(update.shape) for update in updates] == SHAPES
+    assert products.shapes == {(3, 20, 30), (2, 7, 7)}
+    # In the order in which they were given.
+    assert [updates[index].storage_offset() for index in (0, 2, 6)] == [0, 600, 1200]
+    large = [torch.empty(2048, 3000, device="meta", dtype=torch.bfloat16) for _ in range(5)]
+    with Products() as products:
+        orthogonalize_all([*large, torch.empty(5000, 5000, device="meta")], batched=True)
+    # Two of 6 million elements at a time, one alone.
+    assert products.shapes == {(2, 2048, 3000)}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_with_batches_each_gets_its_own(dtype: torch.dtype, tolerance: float, device: str) -> None:
+    exact = [muon.orthogonalize_(matrix.double()) for matrix in matrices(dtype)]
+    updates = orthogonalize_all(matrices(dtype, device), batched=True)
+    for update, expected in zip(updates, exact, strict=True):
+        assert error(update.cpu(), expected) < tolerance

@@ -1,0 +1,83 @@
+"""Boxes of tensors in files, read through little memory, against torch's own narrow()."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.checkpoint import boxes
+from tierstore.checkpoint.boxes import read_box
+
+
+class Bytes:
+    """A file of some bytes that knows what was read of it."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.reads: list[tuple[int, int]] = []
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        assert offset + len(buffer) <= len(self._data)
+        buffer[:] = self._data[offset : offset + len(buffer)]
+        self.reads.append((offset, len(buffer)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Sizes of a tensor; offsets and sizes of a box of it."""
+    sizes = draw(st.lists(st.integers(0, 7), max_size=4))
+    offsets = [draw(st.integers(0, size)) for size in sizes]
+    lengths = [draw(st.integers(0, n - o)) for n, o in zip(sizes, offsets, strict=True)]
+    return sizes, offsets, lengths
+
+
+@settings(deadline=None)
+@given(
+    cases(),
+    st.integers(4, 200),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.bool]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_box_is_what_narrow_gives(
+    case: tuple[list[int], list[int], list[int]],
+    piece_bytes: int,
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+) -> None:
+    sizes, offsets, lengths = case
+    stored = torch.arange(math.prod(sizes)).remainder(251).to(dtype).view(sizes)
+    file = Bytes(b"12345" + stored.reshape(-1).view(torch.uint8).numpy().tobytes())
+    target = torch.full(lengths, 77, dtype=target_dtype)
+    with mock.patch.object(boxes, "PIECE_BYTES", piece_bytes):
+        read_box(file, 5, dtype, sizes, offsets, target)
+    expected = stored
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        expected = expected.narrow(dimension, offset, length)
+    assert torch.equal(target, expected.to(target_dtype))
+    assert all(nbytes <= piece_bytes for _, nbytes in file.reads)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [((10, 5), 5 * 12), ((0, 100), 1200)])
+def test_rows_alone_are_read(rows: tuple[int, int], expected: int) -> None:
+    stored = torch.arange(300.0).view(100, 3)
+    file = Bytes(stored.view(torch.uint8).numpy().tobytes())
+    target = torch.empty(rows[1], 3)
+    read_box(file, 0, torch.float32, (100, 3), (rows[0], 0), target)
+    assert sum(nbytes for _, nbytes in file.reads) == expected
+    assert torch.equal(target, stored[rows[0] : rows[0] + rows[1]])
+
+
+def test_a_column_of_long_rows_is_read_without_them() -> None:
+    stored = torch.arange(4000.0).view(4, 1000)
+    file = Bytes(stored.view(torch.uint8).numpy().tobytes())
+    target: Any = torch.empty(4, 2)
+    with mock.patch.object(boxes, "PIECE_BYTES", 400):
+        read_box(file, 0, torch.float32, (4, 1000), (0, 500), target)
+    assert torch.equal(target, stored[:, 500:502])
+    assert sum(nbytes for _, nbytes in file.reads) == 4 * 8

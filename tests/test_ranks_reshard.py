@@ -1,0 +1,190 @@
+"""resume=True, reshard=True: a run goes on with another number of ranks, whenever it is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests import crashing, rank_checkpoints
+from tests.publishing import assert_equal, names_in, tensors_in
+from tests.rank_checkpoints import EXTRA, Job, paged
+from tests.rank_pool import RankPool
+from tests.toy import contents
+from tierstore.checkpoint.publish import publish_run
+from tierstore.checkpoint.verify import verify
+
+WORK = "tests.rank_checkpoints:work"
+RESUMED = {"resume": True, "reshard": True}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def root(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 3 ranks after 3 steps, and what one process publishes: alone-<steps>/checkpoint."""
+    directory = tmp_path_factory.mktemp("runs")
+    pool.run(3, WORK, job_of(directory, "rows", 1, 2, 3, checkpoint=directory / "checkpoint"))
+    for steps in (3, 4, 5):
+        alone = directory / f"alone-{steps}"
+        job = job_of(alone, "copies", *range(1, steps + 1), checkpoint=alone / "checkpoint")
+        pool.run(1, WORK, job)
+    return directory
+
+
+def job_of(directory: Path, layout: str, *steps: int, **options: Any) -> Job:
+    return Job(
+        run=directory / "run",
+        layout=layout,
+        steps=steps,
+        dtype=torch.bfloat16,
+        awkward=False,
+        **options,
+    )
+
+
+def copied(root: Path, directory: Path) -> Path:
+    shutil.copytree(root / "run", directory / "run")
+    return directory
+
+
+def assert_run(run: Path, ranks: int) -> None:
+    assert names_in(run) == [f"rank-{rank:05d}" for rank in range(ranks)]
+    assert verify(run).faults == ()
+
+
+def test_on_fewer_and_on_more_ranks(root: Path, pool: RankPool, tmp_path: Path) -> None:
+    directory = copied(root, tmp_path)
+    for ranks, layout, began in ((2, "copies", 3), (4, "rows", 4)):
+        checkpoint = directory / str(ranks)
+        job = job_of(directory, layout, began + 1, seed=5, store=RESUMED, checkpoint=checkpoint)
+        # What was committed with the step comes along.
+        assert pool.run(ranks, WORK, job) == [(began, repr(EXTRA))] * ranks
+        assert_run(directory / "run", ranks)
+        expected = tensors_in(root / f"alone-{began + 1}" / "checkpoint")
+        assert_equal(paged(tensors_in(checkpoint)), paged(expected))
+    # Nothing is laid out anew where there are as many ranks.
+    identity = (directory / "run" / "rank-00000" / "run.json").read_bytes()
+    assert pool.run(4, WORK, job_of(directory, "rows", store=RESUMED)) == [(5, repr(EXTRA))] * 4
+    assert (directory / "run" / "rank-00000" / "run.json").read_bytes() == identity
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_without_it_another_number_of_ranks_is_refused(
+    ranks: int, root: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    run = copied(root, tmp_path) / "run"
+    before = {path: data for path, data in contents(run).items() if data is not None}
+    job = job_of(tmp_path, "copies", store={"resume": True})
+    for kind, text in pool.run(ranks, "tests.rank_checkpoints:fail_to_open", job):
+        assert kind == "RunDirectoryError"
+        assert f"of 3, this is rank {text[text.index('this is rank ') + 13]} of {ranks}" in text
+        assert "start the job with 3 ranks, or pass reshard=True" in text
+    after = {path: data for path, data in contents(run).items() if data is not None}
+    assert after == before
+    assert verify(run).good
+
+
+def test_held_in_another_way_by_as_many_ranks(root: Path, pool: RankPool, tmp_path: Path) -> None:
+    """It is refused, and what is to be done then works."""
+    run = copied(root, tmp_path) / "run"
+    job = job_of(tmp_path, "columns", store=RESUMED)
+    for kind, text in pool.run(3, "tests.rank_checkpoints:fail_to_restore", job):
+        assert kind == "RunMismatchError"
+        assert "ranks held or owned them in another way" in text
+    publish_run(run, tmp_path / "out")
+    job = job_of(tmp_path / "new", "columns", begin_from=tmp_path / "out")
+    assert pool.run(3, WORK, job) == [(3, repr(EXTRA))] * 3
+
+
+def test_a_new_run(pool: RankPool, tmp_path: Path) -> None:
+    """As it is with resume=True alone."""
+    job = job_of(tmp_path, "rows", 1, store=RESUMED)
+    assert pool.run(2, WORK, job) == [(0, "None")] * 2
+    assert_run(tmp_path / "run", 2)
+
+
+def test_of_another_model(root: Path, tmp_path: Path) -> None:
+    """Nothing is lost by it."""
+    directory = copied(root, tmp_path)
+    job = job_of(directory, "copies", store=RESUMED, checkpoint=directory / "checkpoint")
+    with pytest.raises(tierstore.CheckpointError, match="has no tensor"):
+        rank_checkpoints.work(dataclasses.replace(job, bias_of_head=True))
+    assert rank_checkpoints.work(job) == (3, repr(EXTRA))
+    expected = tensors_in(root / "alone-3" / "checkpoint")
+    assert_equal(tensors_in(directory / "checkpoint"), expected)
+
+
+def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:
+    for number in range(30, 200, 5):
+        directory = copied(root, tmp_path / str(number))
+        assert resume(job_of(directory, "copies", store=RESUMED), kill_at=number)
+        if (directory / "run" / "resharded").exists():
+            break
+    for options in ({"resume": True}, {}):
+        job = job_of(directory, "copies", store=options)
+        with pytest.raises(tierstore.RunDirectoryError, match="another number of ranks when the"):
+            rank_checkpoints.work(job)
+    job = job_of(directory, "copies", 1, store={"overwrite": True})
+    assert rank_checkpoints.work(job) == (0, "None")
+    assert not (directory / "run" / "resharded").exists()
+
+
+@pytest.mark.parametrize(
+    "first", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 17))]
+)
+def test_killed_at_any_point(first: int, root: Path, tmp_path: Path) -> None:
+    """A restart finds the step, in the old run, on the way, or in the new one."""
+    expected = tensors_in(root / "alone-3" / "checkpoint")
+    number, killed = first, True
+    while killed:
+        directory = copied(root, tmp_path / str(number))
+        job = job_of(directory, "copies", seed=5, store=RESUMED)
+        killed = resume(job, kill_at=number)
+        job = dataclasses.replace(job, checkpoint=directory / "checkpoint")
+        assert rank_checkpoints.work(job) == (3, repr(EXTRA)), number
+        assert_run(directory / "run", 1)
+        assert_equal(paged(tensors_in(directory / "checkpoint")), paged(expected))
+        shutil.rmtree(directory)
+        number += 16
+    assert number > 50
+
+
+def resume(job: Job, kill_at: int) -> bool:
+    """Do a job in a process that is killed at that operation; return whether it was."""
+    child = crashing._processes.Process(target=_resume, args=(job, kill_at))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def _resume(job: Job, kill_at: int) -> None:
+    torch.set_num_threads(1)
+    left = kill_at
+
+    def killing(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*arguments, **options)
+
+        return call
+
+    for name in ("link", "mkdir", "rename", "rmdir", "unlink", "fsync"):
+        setattr(os, name, killing(getattr(os, name)))
+    rank_checkpoints.work(job)

@@ -1,0 +1,200 @@
+"""What the ranks of a job have in common: the same parameters, each held in one way."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from tierstore.dtensors import holding_of, local_tensor
+from tierstore.errors import RunMismatchError
+from tierstore.fsdp import reshard
+from tierstore.groups import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
+from tierstore.holding import stacked
+from tierstore.peers import Peers, agree
+from tierstore.rank_partition import (
+    SharedParameter,
+    SharedSubgroup,
+    owned_costs,
+    partition_ranks,
+)
+from tierstore.ranks import Ranks
+
+# So many elements tell whether two ranks have the same values.
+_SAMPLE_ELEMENTS = 64
+
+
+def share_groups(
+    ranks: Ranks,
+    groups: Sequence[PagedGroup],
+    *,
+    earlier: Sequence[SharedSubgroup],
+    first_group: int,
+    page_bytes: int,
+    compare_values: bool,
+) -> list[SharedSubgroup]:
+    """Cut the groups that all ranks have into subgroups; they call this together.
+
+    Args:
+        ranks: all ranks.
+        groups: those of this rank.
+        earlier: the subgroups that there are already.
+        first_group: number of the first group.
+        page_bytes: about how much of a subgroup a rank may own.
+        compare_values: whether ranks that hold the same elements must have the same values.
+
+    Raises:
+        ValueError: a parameter is placed in a way that cannot be paged.
+        RunMismatchError: the ranks have different parameters, or different values of one; the
+            message names the first.
+        PeerFailed: a ValueError on another rank.
+    """
+    own: list[list[SharedParameter]] = []
+    peers = ranks.training
+
+    def describe() -> str:
+        for group in groups:
+            own.append([_describe(each, ranks) for each in group.parameters])
+        return xxhash.xxh3_128_hexdigest(repr(own).encode())
+
+    digests = agree(peers, describe)
+    if len(set(digests)) > 1:
+        everyone = peers.gather(own)
+        own = [
+            [_combined(theirs) for theirs in zip_longest(*group)]
+            for group in zip_longest(*everyone, fillvalue=())
+        ]
+    if compare_values:
+        _require_same_values(peers, groups, own)
+    loads = owned_costs(earlier, ranks.world_size)
+    return [
+        subgroup
+        for number, parameters in enumerate(own, start=first_group)
+        for subgroup in partition_ranks(number, parameters, page_bytes, ranks.world_size, loads)
+    ]
+
+
+def names_with_gradient(
+    peers: Peers, groups: Sequence[PagedGroup], specs: Mapping[str, ParameterSpec]
+) -> frozenset[str]:
+    """Return the parameters of which any rank has a gradient, after checking all of them.
+
+    Args:
+        peers: all ranks, which call this together.
+        groups: the groups, the same on all of them.
+        specs: what the parameters were when they were attached, by name.
+
+    Raises:
+        ValueError: a parameter or gradient does not fit.
+        PeerFailed: it does not on another rank.
+    """
+    members = [parameter for group in groups for parameter in group.parameters]
+
+    def look() -> int:
+        reshard(members)
+        found = 0  # A bit for each parameter: what every step sends shall be small.
+        for index, parameter in enumerate(members):
+            check_unchanged(parameter, specs[parameter.name])
+            found |= (parameter.tensor.grad is not None) << index
+        return found
+
+    found = functools.reduce(operator.or_, agree(peers, look))
+    return frozenset(member.name for index, member in enumerate(members) if found >> index & 1)
+
+
+def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
+    spec = parameter.spec
+    partition = parameter.partition or ("flat" if spec.elementwise else "by_parameter")
+    try:
+        holding = holding_of(parameter.tensor, ranks.global_ranks)
+        if ranks.rank not in holding.ranks:
+            raise ValueError(
+                f"its mesh has ranks {list(holding.ranks)} and not this one, {ranks.rank}: ranks "
+                "that train other parts of a model need a store, a directory and a process_group "
+                "of their own"
+            )
+        found = tuple(local_tensor(parameter.tensor).shape)
+        expected = holding.local_shape(spec.shape, ranks.rank)
+        # FSDP leaves shards without elements in another shape.
+        if found != expected and math.prod(found) + math.prod(expected) > 0:
+            raise ValueError(
+                f"this rank has {list(found)} of it, and by its placements should have "
+                f"{list(expected)}"
+            )
+    except ValueError as error:
+        raise ValueError(f"parameter {spec.name!r} cannot be paged: {error}") from error
+    return SharedParameter(
+        spec=spec,
+        holding=holding,
+        flat=partition == "flat",
+        cost=math.prod(spec.shape) if parameter.cost is None else parameter.cost,
+    )
+
+
+def _combined(theirs: Sequence[SharedParameter | None]) -> SharedParameter:
+    """Return one parameter as it lies on all ranks, from what each says of it."""
+    first = theirs[0]
+    for rank, other in enumerate(theirs):
+        if first is None or other is None or _fixed(other) != _fixed(first):
+            raise RunMismatchError(
+                f"the ranks have different parameters. First difference: rank 0 has "
+                f"{_named(first)}, rank {rank} has {_named(other)}. Build the same model and param "
+                "groups on all ranks; ranks that train other parts of a model need a store, "
+                "a directory and a process_group of their own"
+            )
+    assert first is not None
+    holdings = dict.fromkeys(other.holding for other in theirs if other is not None)
+    try:
+        holding = stacked(list(holdings))
+    except ValueError as error:
+        raise RunMismatchError(f"parameter {first.spec.name!r} lies on {error}") from error
+    return SharedParameter(spec=first.spec, holding=holding, flat=first.flat, cost=first.cost)
+
+
+def _fixed(parameter: SharedParameter) -> tuple[Any, ...]:
+    return parameter.spec, parameter.flat, parameter.cost
+
+
+def _named(parameter: SharedParameter | None) -> str:
+    if parameter is None:
+        return "no further parameter"
+    partition = "flat" if parameter.flat else "by_parameter"
+    return f"{parameter.spec.describe()}, partition {partition!r}"
+
+
+def _require_same_values(
+    peers: Peers, groups: Sequence[PagedGroup], shared: Sequence[Sequence[SharedParameter]]
+) -> None:
+    """Refuse parameters that are plain tensors and yet of other values on each rank.
+
+    Tensors that are cut without being DTensors would else be taken for copies.
+    """
+    members = [parameter for group in groups for parameter in group.parameters]
+    samples = peers.gather([_sample(parameter.tensor) for parameter in members])
+    for index, parameter in enumerate(each for group in shared for each in group):
+        for replicas in parameter.holding.replicas():
+            for rank in replicas:
+                if samples[rank][index] != samples[replicas[0]][index]:
+                    raise RunMismatchError(
+                        f"ranks {replicas[0]} and {rank} hold the same elements of parameter "
+                        f"{parameter.spec.name!r} and have other values: give all ranks the same "
+                        "ones, as by a common seed or by broadcasting them; a parameter that is "
+                        "cut must be a DTensor"
+                    )
+
+
+def _sample(tensor: torch.Tensor) -> int:
+    """Return a hash of some elements of what this rank has of a tensor."""
+    flat = local_tensor(tensor).reshape(-1)
+    positions = np.linspace(0, max(0, flat.numel() - 1), _SAMPLE_ELEMENTS).astype(np.int64)
+    if not flat.numel():
+        return 0
+    elements = flat[torch.from_numpy(positions).to(flat.device)].cpu()
+    return xxhash.xxh3_64_intdigest(elements.view(torch.uint8).numpy().tobytes())
