@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +28,18 @@ KINDS = {
     "forward": ("training thread", "#9ecae1"),
     "backward": ("training thread", "#4292c6"),
     "momentum": ("training thread", "#fdae6b"),
+    "gather": ("training thread", "#bcbddc"),
     "newton_schulz": ("training thread", "#e6550d"),
+    "scatter": ("training thread", "#dadaeb"),
     "apply": ("training thread", "#fdd0a2"),
     "adamw": ("training thread", "#756bb1"),
+    "spread": ("training thread", "#fa9fb5"),
     "check": ("training thread", "#bdbdbd"),
     "checksums": ("training thread", "#737373"),
     "late checksums": ("late writes", "#737373"),
     "stall": ("training thread", "#de2d26"),
+    "gloo:all_to_all": ("exchange", "#8c6bb1"),
+    "gloo:broadcast": ("exchange", "#dd1c77"),
     "swap_in": ("swap_in", "#31a354"),
     "swap_out": ("swap_out", "#006d2c"),
     "commit": ("commit", "#8c510a"),
@@ -67,7 +73,7 @@ PLANS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One range of the trace, in seconds from its first."""
+    """One range of the trace, in seconds."""
 
     kind: str
     start_s: float
@@ -122,7 +128,6 @@ def read_spans(trace: Path) -> list[Span]:
     ]
     if not found:
         raise typer.BadParameter(f"{trace} has no ranges of tierstore or muon")
-    began = min(event["ts"] for _, event in found)
     # On a GPU a thread of its own makes them, when pages have come back from there.
     training = {event.get("tid") for kind, event in found if kind in TRAINING}
     return [
@@ -130,7 +135,7 @@ def read_spans(trace: Path) -> list[Span]:
             kind="late checksums"
             if kind == "checksums" and event.get("tid") not in training
             else kind,
-            start_s=(event["ts"] - began) / 1e6,
+            start_s=event["ts"] / 1e6,
             duration_s=event["dur"] / 1e6,
         )
         for kind, event in found
@@ -148,21 +153,38 @@ def _kind_of(event: dict[str, Any]) -> str:
     return ""
 
 
-def draw(spans: list[Span], picture: Path) -> None:
-    """Draw one lane for each thread, with time to the right."""
+def draw(spans: Mapping[str, Sequence[Span]], picture: Path) -> None:
+    """Draw one lane for each thread, with time to the right.
+
+    Args:
+        spans: whose -> what is drawn of them; "" where there are no others.
+        picture: the file.
+    """
     from matplotlib import pyplot
 
-    found = {span.kind for span in spans}
-    lanes = list(dict.fromkeys(lane for kind, (lane, _) in KINDS.items() if kind in found))
-    figure, axes = pyplot.subplots(figsize=(13, 3.4), layout="constrained")
+    lanes = list(
+        dict.fromkeys(
+            f"{whose}{lane}"
+            for whose, ranges in spans.items()
+            for kind, (lane, _) in KINDS.items()
+            if any(span.kind == kind for span in ranges)
+        )
+    )
+    everything = [span for ranges in spans.values() for span in ranges]
+    began_s = min(span.start_s for span in everything)
+    labels = set[str]()
+    figure, axes = pyplot.subplots(figsize=(13, 1 + 0.4 * len(lanes)), layout="constrained")
     for kind, (lane, colour) in KINDS.items():
-        ranges = [(span.start_s, span.duration_s) for span in spans if span.kind == kind]
-        if ranges:
-            bottom = -lanes.index(lane) - 0.4
-            axes.broken_barh(ranges, (bottom, 0.8), color=colour, label=kind, linewidth=0)
+        for whose, ranges in spans.items():
+            bars = [(s.start_s - began_s, s.duration_s) for s in ranges if s.kind == kind]
+            if bars:
+                bottom = -lanes.index(f"{whose}{lane}") - 0.4
+                label = None if kind in labels else kind
+                labels.add(kind)
+                axes.broken_barh(bars, (bottom, 0.8), color=colour, label=label, linewidth=0)
     axes.set_yticks([-index for index in range(len(lanes))], lanes)
     axes.set_xlabel("seconds")
-    axes.set_xlim(0, max(span.start_s + span.duration_s for span in spans))
+    axes.set_xlim(0, max(span.start_s + span.duration_s for span in everything) - began_s)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False, handlelength=1)
     figure.savefig(picture, dpi=110)
@@ -182,7 +204,7 @@ def main(
         if trace is None:
             trace = scratch / "trace.json"
             profile_training(scratch, PLANS["small" if small else "default"], trace)
-        draw(read_spans(trace), picture)
+        draw({"": read_spans(trace)}, picture)
 
 
 if __name__ == "__main__":

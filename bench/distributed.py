@@ -1,0 +1,374 @@
+"""What a step costs on several ranks, and where its time goes.
+
+Ranks are processes that talk over loopback, with one thread each. The same model, with its state
+on disk, is stepped by 1, 2 and 4 of them: cut at rows as FSDP2 does, with matrices exchanged
+all-to-all as ``muon`` does or gathered on all ranks, which then all orthogonalize all of them; and
+held whole by every rank, each of which steps some of the parameters. They take turns, and what
+the others are divided by runs twice in each round. A turn is a step that is timed and another that
+is profiled, to see where its time goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import allgather_reference
+import torch
+import torch.distributed as dist
+import typer
+from measuring import (
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    ratio_text,
+    scratch_folder,
+    spread,
+    write_report,
+)
+from ranks import World, start_world
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import muon
+import tierstore
+from muon.newton_schulz import fastest_dtype
+from muon.rounds import SharedMatrix
+from muon.rules import apply_updates, write_inputs
+
+SHARDED, AGAIN, ALL_GATHER, REPLICATED = (
+    "sharded",
+    "sharded again",
+    "sharded, all-gather",
+    "replicated",
+)
+
+# What takes time in a step -> the ranges of the profiler that are it.
+SPLIT = {
+    "page": ("tierstore::stall", "tierstore::check", "tierstore::checksums"),
+    "exchange": ("muon::gather", "muon::scatter", "reference::gather"),
+    "newton_schulz": ("muon::newton_schulz", "reference::newton_schulz"),
+    "apply": ("muon::momentum", "muon::apply", "muon::adamw"),
+    "spread": ("tierstore::spread",),
+}
+PART_OF = {name: part for part, names in SPLIT.items() for name in names}
+STEP = "bench::step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one run of the benchmark measures. The shapes are those of Llama 3.1 8B, smaller."""
+
+    width: int
+    key_width: int
+    mlp_width: int
+    layers: int
+    vocabulary: int
+    page_bytes: int
+    world_sizes: tuple[int, ...]
+    rounds: int
+
+
+PLANS = {
+    "small": Plan(
+        width=64,
+        key_width=16,
+        mlp_width=224,
+        layers=2,
+        vocabulary=512,
+        page_bytes=MIB // 16,
+        world_sizes=(1, 2),
+        rounds=2,
+    ),
+    "default": Plan(
+        width=512,
+        key_width=128,
+        mlp_width=1792,
+        layers=4,
+        vocabulary=16032,
+        page_bytes=4 * MIB,
+        world_sizes=(1, 2, 4),
+        rounds=9,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn, in seconds."""
+
+    step_s: float
+    """Of the step that was not profiled, until the last rank was through."""
+    parts_s: dict[str, float]
+    """Of the other step, what each part took of the training thread; the mean of the ranks.
+
+    What a thread waits for others belongs to the part in which it waits.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the result: medians over all rounds."""
+
+    ranks: int
+    case: str
+    step_s: float
+    parts_s: dict[str, float]
+    ratio: tuple[float, ...]
+    """Over the sharded one of as many ranks in the same round: extremes, quartiles, median."""
+    ratio_to_one_rank: tuple[float, ...]
+    """Over the sharded one of one rank."""
+
+
+def make_parameters(plan: Plan, *, sharded: bool) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a model in bfloat16, with gradients; the same on all ranks."""
+    shapes = {"embedding": (plan.vocabulary, plan.width)}
+    for layer in range(plan.layers):
+        shapes |= {
+            f"{layer}.query": (plan.width, plan.width),
+            f"{layer}.key": (plan.key_width, plan.width),
+            f"{layer}.value": (plan.key_width, plan.width),
+            f"{layer}.out": (plan.width, plan.width),
+            f"{layer}.gate": (plan.mlp_width, plan.width),
+            f"{layer}.up": (plan.mlp_width, plan.width),
+            f"{layer}.down": (plan.width, plan.mlp_width),
+        }
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if sharded else None
+    generator = torch.Generator().manual_seed(0)
+
+    def make(shape: tuple[int, int]) -> torch.Tensor:
+        tensor = torch.randn(shape, generator=generator).bfloat16()
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)])
+
+    parameters = {}
+    for name, shape in shapes.items():
+        parameters[name] = torch.nn.Parameter(make(shape))
+        parameters[name].grad = make(shape)
+    return parameters
+
+
+def make_optimizer(
+    store: tierstore.TierStore,
+    parameters: Mapping[str, torch.nn.Parameter],
+    ns_dtype: torch.dtype,
+) -> muon.Muon:
+    """Return what steps such parameters."""
+    matrices = [(name, each) for name, each in parameters.items() if name != "embedding"]
+    groups = [
+        {"params": matrices},
+        {"params": [("embedding", parameters["embedding"])], "algorithm": "adamw"},
+    ]
+    return muon.Muon(groups, store=store, partition="by_parameter", ns_dtype=ns_dtype)
+
+
+class AllGather:
+    """Takes the place of what ``muon`` exchanges matrices by: every rank gets all of them."""
+
+    def open(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: it goes over the default group."""
+
+    def pipeline(
+        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], window: int
+    ) -> AllGather:
+        """Return what steps the pages of a sweep."""
+        self._shared = pages.shared
+        return self
+
+    def step(self, number: int, page: tierstore.PageView, group: Mapping[str, Any]) -> None:
+        """Step a page of matrices."""
+        matrices = [
+            SharedMatrix(shape=shard.spec.shape, chunks=shard.chunks)
+            for shard in self._shared[number].shards
+        ]
+        inputs = []
+        for shard in page.shards:
+            parts = [
+                torch.empty(each.chunk.sizes, dtype=group["ns_dtype"]) for each in shard.chunks
+            ]
+            write_inputs(shard, group, parts)
+            inputs.append(parts)
+        updates, _ = allgather_reference.updates(matrices, inputs, group["ns_dtype"])
+        for shard, parts in zip(page.shards, updates, strict=True):
+            apply_updates(shard, group, parts)
+
+    def finish(self, number: int) -> None:
+        """Do nothing: no matrix is on its way."""
+
+
+@contextlib.contextmanager
+def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Any]:
+    """Be one rank: yields what does a turn of a case, and returns it."""
+    with contextlib.ExitStack() as stack:
+        optimizers = {}
+        for case in (SHARDED, ALL_GATHER, REPLICATED)[:: 2 if dist.get_world_size() == 1 else 1]:
+            store = tierstore.TierStore(
+                folder / case,
+                host_memory=16 * plan.page_bytes,
+                page_bytes=plan.page_bytes,
+                buffers=6,
+            )
+            stack.enter_context(store)
+            parameters = make_parameters(plan, sharded=case != REPLICATED)
+            optimizer = optimizers[case] = make_optimizer(store, parameters, ns_dtype)
+            if case == ALL_GATHER:
+                optimizer._exchanges = AllGather()
+            for _ in range(2):  # Whoever writes a place for the first time pays more.
+                optimizer.step()
+                store.synchronize()
+        yield lambda case: turn(optimizers[case])
+
+
+def turn(optimizer: muon.Muon) -> Turn:
+    """Do a step that is timed and one that is profiled; all ranks call this."""
+    dist.barrier()
+    began = time.perf_counter()
+    optimizer.step()
+    step_s = time.perf_counter() - began
+    optimizer.store.synchronize()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        dist.barrier()
+        with record_function(STEP):
+            optimizer.step()
+    optimizer.store.synchronize()
+    return Turn(step_s=step_s, parts_s=split(profiled))
+
+
+def split(profiled: profile) -> dict[str, float]:
+    """Return what each part took of a profiled step, in seconds, without what lies within it."""
+    ranges = sorted(
+        (event.time_range.start, -event.time_range.end, event.name)
+        for event in profiled.events()
+        if event.name in PART_OF or event.name == STEP
+    )
+    parts = dict.fromkeys([*SPLIT, "other"], 0.0)
+    around: list[tuple[float, str]] = []  # End and part of each range that is not over.
+    for start, negative_end, name in ranges:
+        seconds = (-negative_end - start) / 1e6
+        while around and around[-1][0] <= start:
+            around.pop()
+        if around:
+            parts[around[-1][1]] -= seconds
+        part = PART_OF.get(name, "other")
+        parts[part] += seconds
+        around.append((-negative_end, part))
+    return parts
+
+
+def together(turns: Sequence[Turn]) -> Turn:
+    """Return one turn from what the ranks say of it."""
+    return Turn(
+        step_s=max(each.step_s for each in turns),
+        parts_s={
+            part: statistics.mean(each.parts_s[part] for each in turns) for part in turns[0].parts_s
+        },
+    )
+
+
+def take_turns(worlds: Mapping[int, World], rounds: int) -> dict[tuple[int, str], list[Turn]]:
+    """Let all cases on all numbers of ranks take turns."""
+    order = [
+        (ranks, case)
+        for ranks in worlds
+        for case in (SHARDED, AGAIN, ALL_GATHER, REPLICATED)
+        if ranks > 1 or case != ALL_GATHER
+    ]
+    turns: dict[tuple[int, str], list[Turn]] = {each: [] for each in order}
+    for index in track(range(rounds), description="steps on several ranks"):
+        first = index % len(order)
+        for ranks, case in order[first:] + order[:first]:
+            asked = SHARDED if case == AGAIN else case
+            turns[ranks, case].append(together(worlds[ranks].ask(asked)))
+    return turns
+
+
+def rows_of(turns: Mapping[tuple[int, str], Sequence[Turn]]) -> list[Row]:
+    """Return the medians of all cases."""
+
+    def ratios(taken: Sequence[Turn], bound: Sequence[Turn]) -> tuple[float, ...]:
+        return spread([a.step_s / b.step_s for a, b in zip(taken, bound, strict=True)])
+
+    return [
+        Row(
+            ranks=ranks,
+            case=case,
+            step_s=statistics.median(each.step_s for each in taken),
+            parts_s={
+                part: statistics.median(each.parts_s[part] for each in taken)
+                for part in taken[0].parts_s
+            },
+            ratio=ratios(taken, turns[ranks, SHARDED]),
+            ratio_to_one_rank=ratios(taken, turns[1, SHARDED]),
+        )
+        for (ranks, case), taken in turns.items()
+    ]
+
+
+def report(rows: Sequence[Row], parameters: int, ns_dtype: torch.dtype) -> Table:
+    """Return the result as a table."""
+    table = Table(
+        title=f"{parameters / 1e6:.1f}M parameters in bfloat16, matrices exchanged and "
+        f"orthogonalized in {str(ns_dtype).removeprefix('torch.')}; ms, medians (quartiles)"
+    )
+    for heading in ("ranks", "case", "step", *(part.replace("_", "-") for part in rows[0].parts_s)):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    table.add_column("of sharded", justify="right")
+    table.add_column("of one rank", justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.ranks),
+            row.case,
+            *(f"{1e3 * seconds:.0f}" for seconds in (row.step_s, *row.parts_s.values())),
+            ratio_text(row.ratio),
+            ratio_text(row.ratio_to_one_rank),
+            end_section=row.case == REPLICATED,
+        )
+    return table
+
+
+def main(
+    directory: DirectoryOption = Path("."),
+    small: SmallOption = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Compare steps on several ranks, and say where their time goes."""
+    plan = PLANS["small" if small else "default"]
+    torch.set_num_threads(1)
+    ns_dtype = fastest_dtype((plan.mlp_width, plan.width), torch.device("cpu"))
+    with scratch_folder(directory) as scratch, contextlib.ExitStack() as stack:
+        worlds = {}
+        for ranks in plan.world_sizes:
+            folder = scratch / str(ranks)
+            folder.mkdir()
+            world = start_world(ranks, folder, serve, plan, ns_dtype)
+            worlds[ranks] = stack.enter_context(world)
+        turns = take_turns(worlds, plan.rounds)
+    rows = rows_of(turns)
+    parameters = plan.vocabulary * plan.width + plan.layers * plan.width * (
+        2 * plan.width + 2 * plan.key_width + 3 * plan.mlp_width
+    )
+    Console(width=150).print(report(rows, parameters, ns_dtype))
+    write_report(
+        json_path,
+        plan=asdict(plan),
+        parameters=parameters,
+        ns_dtype=str(ns_dtype),
+        rows=[asdict(row) for row in rows],
+        turns=[
+            {"ranks": ranks, "case": case, "turns": [asdict(each) for each in taken]}
+            for (ranks, case), taken in turns.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
