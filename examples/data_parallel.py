@@ -1,0 +1,163 @@
+"""Trains a byte-level GPT on several ranks, each of which has its part of every batch.
+
+``train_ddp.py`` and ``train_fsdp2.py`` say how the ranks share the model; all else is here,
+and the lines that use the library are in ``train()``. A batch is the same windows of the
+same text on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from gpt import (
+    ADAMW_LR,
+    GPT,
+    HEAD_DIM,
+    MUON_LR,
+    Options,
+    learning_rate_factor,
+    parameter_digest,
+    validation_loss,
+)
+from text import shuffled_windows, standard_library_text, windows
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import muon
+import tierstore
+
+Share = Callable[[GPT], nn.Module]
+
+
+def mean_of_ranks(value: Tensor | float) -> float:
+    """Return the mean of what the ranks have."""
+    mean = torch.as_tensor(value, dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return a parameter as it is without ranks; all of them call this."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def say(text: str) -> None:
+    """Print something, once."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def train(
+    store: tierstore.TierStore,
+    share: Share,
+    options: Options,
+    checkpoints: Path,
+    checkpoint_every: int,
+    from_checkpoint: Path | None,
+) -> None:
+    """Train from the start, or from what ``store`` has committed, or from a checkpoint."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train_text, validation_text = standard_library_text()
+    torch.manual_seed(options.seed)  # Ranks that have the same parameters begin with one value.
+    model = GPT(options)
+    shared_model = share(model)
+    optimizer = muon.Muon(muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR), store=store)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, options.steps)
+    )
+    first_step = optimizer.restore(checkpoint=from_checkpoint)
+    if first_step > 0:
+        scheduler.load_state_dict(store.extra["scheduler"])
+        say(f"resumed after step {first_step}")
+    order = shuffled_windows(
+        (len(train_text) - 1) // options.context, options.seed, first_step * options.batch
+    )
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world_size} ranks")
+
+    for step in range(first_step + 1, options.steps + 1):
+        indices = list(islice(order, options.batch))[rank::world_size]
+        loss = shared_model(*windows(train_text, indices, options.context))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        store.commit(extra={"scheduler": scheduler.state_dict()})
+        if checkpoint_every and (step % checkpoint_every == 0 or step == options.steps):
+            store.checkpoint(checkpoints / f"step-{step}", model=model, keep_last=2)
+        if step % max(1, options.steps // 20) == 0:
+            say(f"step {step}  loss {mean_of_ranks(loss.detach()):.3f}")
+    store.synchronize()
+    digest = parameter_digest((name, whole(p)) for name, p in model.named_parameters())
+    final = mean_of_ranks(validation_loss(shared_model, validation_text, options, rank, world_size))
+    say(f"validation loss {final:.4f} nats per byte after step {store.committed_step}")
+    say(f"parameters sha256 {digest}")
+
+
+def run(share: Share, directory: Path) -> None:
+    """Be the program that trains a model which the ranks share in some way.
+
+    Args:
+        share: returns the model as it is to be called; the parameters to be stepped are those
+            of the model that it got.
+        directory: where the pages live, unless the user says otherwise.
+    """
+    default = directory
+
+    def main(
+        directory: Annotated[Path, typer.Option(help="Where the pages live.")] = default,
+        checkpoints: Annotated[
+            Path | None, typer.Option(help="Where to publish. [default: beside the pages]")
+        ] = None,
+        checkpoint_every: Annotated[
+            int, typer.Option(min=0, help="In steps, and at the end; 0: never.")
+        ] = 100,
+        resume: Annotated[
+            bool,
+            typer.Option("--resume", help="Go on from the last commit, on any number of ranks."),
+        ] = False,
+        from_checkpoint: Annotated[
+            Path | None,
+            typer.Option(help="Begin in a new directory with this, on any number of ranks."),
+        ] = None,
+        steps: Annotated[int, typer.Option(min=1)] = 200,
+        layers: Annotated[int, typer.Option(min=1)] = 4,
+        width: Annotated[int, typer.Option(help=f"A multiple of {HEAD_DIM}.")] = 192,
+        batch: Annotated[int, typer.Option(help="Windows in a step, on all ranks.")] = 16,
+        context: Annotated[int, typer.Option(min=1, help="Bytes in a window.")] = 128,
+        seed: Annotated[int, typer.Option(help="Decides initial weights and order.")] = 0,
+    ) -> None:
+        dist.init_process_group("gloo")
+        try:
+            if batch < 1 or batch % dist.get_world_size():
+                raise typer.BadParameter(
+                    f"must be a multiple of the {dist.get_world_size()} ranks, got {batch}",
+                    param_hint="--batch",
+                )
+            options = Options(
+                steps=steps,
+                layers=layers,
+                width=width,
+                batch=batch,
+                context=context,
+                seed=seed,
+                dropout=0.0,  # What is dropped would depend on the number of ranks.
+            )
+            with tierstore.TierStore(
+                directory,
+                host_memory="16MiB",
+                page_bytes="1MiB",
+                resume=resume,
+                reshard=resume,
+            ) as store:
+                published = checkpoints or directory.with_name(f"{directory.name}-checkpoints")
+                train(store, share, options, published, checkpoint_every, from_checkpoint)
+        finally:
+            dist.destroy_process_group()
+
+    typer.run(main)
