@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,3 +51,28 @@ def refusal(kind: str) -> tuple[str, str]:
         except (ValueError, tierstore.TierstoreError) as error:
             return type(error).__name__, str(error)
     return "", ""
+
+
+def other_hyperparameters(key: str, value: Any) -> tuple[list[str], torch.Tensor]:
+    """Give the last of three ranks another hyperparameter, twice, and then to all.
+
+    Returns:
+        What was raised, and the parameter at the end.
+    """
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    raised = []
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        optimizer = muon.Muon([("matrix", parameter)], store=store)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        after_one = parameter.detach().clone()
+        if dist.get_rank() == 2:
+            optimizer.param_groups[0][key] = value
+        for _ in range(2):
+            with pytest.raises(ValueError) as caught:
+                optimizer.step()
+            raised.append(str(caught.value))
+            assert torch.equal(parameter, after_one)
+        optimizer.param_groups[0][key] = value
+        optimizer.step()
+    return raised, parameter.detach()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
+import muon
 from tests.rank_pool import RankPool
 
 
@@ -28,3 +30,25 @@ def test_a_mesh_without_some_of_the_ranks(pool: RankPool) -> None:
     assert [name for name, _ in found] == ["PeerFailed", "PeerFailed", "ValueError"]
     for _, text in found:
         assert "its mesh has ranks [0, 1] and not this one, 2" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr", 0.5, "lr of param group 0 is 0.001 on rank 0 and 0.5 on rank 2"),
+        ("nesterov", False, "nesterov of param group 0 is True on rank 0 and False on rank 2"),
+        ("name", None, "name of param group 0 is absent on rank 0 and None on rank 2"),
+    ],
+)
+def test_different_hyperparameters(pool: RankPool, key: str, value: object, message: str) -> None:
+    """No rank steps, and all go on when the ranks agree."""
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = muon.Muon([("matrix", parameter)])
+    optimizer.step()
+    optimizer.param_groups[0][key] = value
+    optimizer.step()
+    for raised, found in pool.run(3, "tests.rank_refusals:other_hyperparameters", key, value):
+        assert len(raised) == 2
+        assert all(message in text for text in raised)
+        assert torch.equal(found, parameter)

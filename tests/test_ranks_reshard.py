@@ -127,6 +127,28 @@ def test_of_another_model(root: Path, tmp_path: Path) -> None:
     assert_equal(tensors_in(directory / "checkpoint"), expected)
 
 
+def test_overwritten_by_fewer_ranks(root: Path, pool: RankPool, tmp_path: Path) -> None:
+    """Nothing is left of the others."""
+    directory = copied(root, tmp_path)
+    job = job_of(directory, "rows", 1, store={"overwrite": True})
+    assert pool.run(2, WORK, job) == [(0, "None")] * 2
+    assert_run(directory / "run", 2)
+
+
+def test_what_cannot_be_removed_is_told(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is in nobody's way."""
+    directory = copied(root, tmp_path)
+    elsewhere = (directory / "run" / "rank-00002").rename(tmp_path / "elsewhere")
+    (directory / "run" / "rank-00002").symlink_to(elsewhere)
+    job = job_of(directory, "copies", 1, store={"overwrite": True})
+    assert rank_checkpoints.work(job) == (0, "None")
+    assert "rank-00002 is a symbolic link" in caplog.text
+    assert (elsewhere / "run.json").exists()
+    assert rank_checkpoints.work(job_of(directory, "copies", store=RESUMED)) == (1, "None")
+
+
 def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:
     for number in range(30, 200, 5):
         directory = copied(root, tmp_path / str(number))

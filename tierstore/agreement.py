@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from tierstore import tagged
 from tierstore.dtensors import holding_of, local_tensor
 from tierstore.errors import RunMismatchError
 from tierstore.fsdp import reshard
@@ -92,21 +94,53 @@ def names_with_gradient(
         specs: what the parameters were when they were attached, by name.
 
     Raises:
-        ValueError: a parameter or gradient does not fit.
-        PeerFailed: it does not on another rank.
+        ValueError: a parameter or gradient does not fit, or the ranks have different
+            hyperparameters; the message names the first.
+        PeerFailed: a parameter or gradient does not fit on another rank.
     """
     members = [parameter for group in groups for parameter in group.parameters]
 
-    def look() -> int:
+    def look() -> tuple[int, int]:
         reshard(members)
         found = 0  # A bit for each parameter: what every step sends shall be small.
         for index, parameter in enumerate(members):
             check_unchanged(parameter, specs[parameter.name])
             found |= (parameter.tensor.grad is not None) << index
-        return found
+        if peers.world_size == 1:
+            return found, 0
+        values = json.dumps(_hyperparameters(groups), sort_keys=True)
+        return found, xxhash.xxh3_64_intdigest(values.encode())
 
-    found = functools.reduce(operator.or_, agree(peers, look))
+    gradients, digests = zip(*agree(peers, look), strict=True)
+    if len(set(digests)) > 1:
+        raise ValueError(_different(peers.gather(_hyperparameters(groups))))
+    found = functools.reduce(operator.or_, gradients)
     return frozenset(member.name for index, member in enumerate(members) if found >> index & 1)
+
+
+def _hyperparameters(groups: Sequence[PagedGroup]) -> list[dict[str, Any]]:
+    return [
+        {
+            key: tagged.encode(value, f"{key} of param group {number}")
+            for key, value in group.own_hyperparameters().items()
+        }
+        for number, group in enumerate(groups)
+    ]
+
+
+def _different(of_ranks: Sequence[list[dict[str, Any]]]) -> str:
+    """Say which is the first hyperparameter that not all ranks have alike."""
+    for number, groups in enumerate(zip(*of_ranks, strict=True)):
+        for key in dict.fromkeys(key for group in groups for key in group):
+            values = [group.get(key, "absent") for group in groups]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    return (
+                        f"{key} of param group {number} is {values[0]} on rank 0 and {value} on "
+                        f"rank {rank}: all ranks step one model, so give them the same "
+                        "hyperparameters and schedulers"
+                    )
+    raise AssertionError("their digests differ")
 
 
 def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:

@@ -151,6 +151,10 @@ class TierStore(PagedStates):
             if ranks is not None:
                 ranks.close()
             raise
+        if overwrite and self._run is not None and not peers.rank:
+            from tierstore.checkpoint.reshard import remove_surplus
+
+            remove_surplus(self._run, peers.world_size)
         if self._resharded is not None:
             self._guard.awaits_restore = True
         self._publication: Publication | None = None  # One that is being copied.

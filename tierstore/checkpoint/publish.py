@@ -145,8 +145,12 @@ def publish_run(
 
 
 @contextlib.contextmanager
-def whole_run(run: Path) -> Iterator[dict[int, Storage]]:
-    """Open and lock what all ranks have in a run directory; yield it by rank, in order.
+def whole_run(run: Path, *, first_rank: int = 0) -> Iterator[dict[int, Storage]]:
+    """Open and lock what ranks have in a run directory; yield it by rank, in order.
+
+    Args:
+        run: the directory.
+        first_rank: leave those before it alone.
 
     Raises:
         RunDirectoryError, RunLockedError, StorageError: it cannot be used.
@@ -154,7 +158,7 @@ def whole_run(run: Path) -> Iterator[dict[int, Storage]]:
     found = filter(None, map(_RANK_FOLDER.fullmatch, os.listdir(run)))
     with contextlib.ExitStack() as opened:
         storages = {}
-        for rank in sorted(int(match[1]) for match in found):
+        for rank in sorted(rank for match in found if (rank := int(match[1])) >= first_rank):
             rank_directory(run, rank)
             storages[rank] = open_run_directory(run, rank)
             opened.callback(storages[rank].close)

@@ -7,6 +7,7 @@ commit of its own. So there is a whole run, or a checkpoint of it, whenever a cr
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from tierstore.checkpoint.publish import publish_whole, whole_run
 from tierstore.checkpoint.reading import Reader
 from tierstore.checkpoint.retention import remove
 from tierstore.directories import RESHARDED_NAME
-from tierstore.errors import RunDirectoryError
+from tierstore.errors import RunDirectoryError, TierstoreError
 from tierstore.run import erase, erase_commits
 from tierstore.storage.folder import LocalFolder
+
+logger = logging.getLogger("tierstore")
 
 
 def begin_reshard(run: Path, world_size: int, *, reshard: bool, overwrite: bool) -> Path | None:
@@ -69,6 +72,22 @@ def begin_reshard(run: Path, world_size: int, *, reshard: bool, overwrite: bool)
     for rank in surplus:
         shutil.rmtree(run / f"rank-{rank:05d}")
     return checkpoint
+
+
+def remove_surplus(run: Path, world_size: int) -> None:
+    """Remove what ranks had in a directory that a run of fewer has overwritten.
+
+    Where that fails the log says so: it is of no use, and in nobody's way.
+    """
+    try:
+        with whole_run(run, first_rank=world_size) as storages:
+            for storage in storages.values():
+                erase_commits(storage)
+                erase(storage)
+        for rank in storages:
+            shutil.rmtree(run / f"rank-{rank:05d}")
+    except (TierstoreError, OSError) as error:
+        logger.warning("what further ranks had in %s stays there: %s", run, error)
 
 
 def end_reshard(run: Path) -> None:
