@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from random import Random
 
 import torch
@@ -21,9 +16,7 @@ from muon.exchange import Exchange, RoundInFlight
 from muon.rounds import Round, SharedMatrix, assign_owners, plan_rounds
 from tests.tilings import any_matrix, by_flat_ranges, by_rectangles, by_rows
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 WORLD_SIZES = (2, 3, 4)
-RANKS = max(WORLD_SIZES)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -61,32 +54,14 @@ def cases(world_size: int) -> dict[str, list[SharedMatrix]]:
     }
 
 
-def work(connection: Connection, rank: int, directory: Path) -> None:
-    """Be one rank of each world after another; send an outcome of each case, or what failed."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        for world_size in WORLD_SIZES:
-            if rank < world_size:
-                connection.send(_work_in(world_size, rank, directory))
-    except Exception:
-        connection.send(traceback.format_exc())
-
-
-def _work_in(world_size: int, rank: int, directory: Path) -> list[Outcome]:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/world-{world_size}",
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    found = []
-    for name, matrices in cases(world_size).items():
-        for dtype in DTYPES:
-            found += _exchange(f"{name}, {dtype}", matrices, dtype)
-    dist.destroy_process_group()
-    return found
+def work() -> list[Outcome]:
+    """Be one rank of a world; return an outcome of each case."""
+    return [
+        outcome
+        for name, matrices in cases(dist.get_world_size()).items()
+        for dtype in DTYPES
+        for outcome in _exchange(f"{name}, {dtype}", matrices, dtype)
+    ]
 
 
 def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -> list[Outcome]:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from tests import crashing
 
-RANKS_MAX = 4
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 JOB_TIMEOUT_S = 120.0
 
@@ -28,8 +27,8 @@ JOB_TIMEOUT_S = 120.0
 class RankPool:
     """Runs functions on the ranks of a gloo group: ``pool.run(3, "tests.program:work", ...)``.
 
-    A world is made for each call and destroyed after it; the processes stay, because starting
-    one takes seconds.
+    A world is made for each call and destroyed after it; the processes, as many as were ever
+    needed, stay, because starting one takes seconds.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,14 +38,6 @@ class RankPool:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for _ in range(RANKS_MAX):
-            ours, theirs = crashing._processes.Pipe()
-            child = crashing._processes.Process(target=_serve, args=(theirs,))
-            child.start()
-            self._stack.callback(child.join)
-            self._stack.callback(child.kill)
-            theirs.close()
-            self._connections.append(self._stack.enter_context(ours))
         return self
 
     def __exit__(
@@ -63,6 +54,8 @@ class RankPool:
         Raises:
             AssertionError: it raised on one; the message is its traceback.
         """
+        while len(self._connections) < world_size:
+            self._start()
         world = self._directory / f"world-{next(self._numbers)}"
         connections = self._connections[:world_size]
         for rank, connection in enumerate(connections):
@@ -76,6 +69,15 @@ class RankPool:
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
         assert not failures, "\n".join(failures)
         return [found for found, _ in answers]
+
+    def _start(self) -> None:
+        ours, theirs = crashing._processes.Pipe()
+        child = crashing._processes.Process(target=_serve, args=(theirs,))
+        child.start()
+        self._stack.callback(child.join)
+        self._stack.callback(child.kill)
+        theirs.close()
+        self._connections.append(self._stack.enter_context(ours))
 
 
 def _serve(connection: Connection) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +18,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tierstore.dtensors import holding_of
 from tierstore.sharding import Sharding
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 # Odd counts, fewer than ranks, none.
 ROWS = (4, 5, 1, 2, 7, 9, 13, 0)
 
@@ -123,32 +118,16 @@ WORLDS: dict[int, list[tuple[tuple[int, ...], list[Program]]]] = {
     # The fewest ranks on which it matters that FSDP2 cuts what tensor parallelism left.
     6: [((3, 2), [distributed_twice, tensor_parallel])],
 }
-RANKS = max(WORLDS)
 
 
-def place(connection: Connection, rank: int, directory: Path) -> None:
-    """Be one rank of each of the worlds after another, and send what it holds in them."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    for world_size, meshes in WORLDS.items():
-        if rank >= world_size:
-            continue
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory}/world-{world_size}",
-            rank=rank,
-            world_size=world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-        placed = []
-        for mesh_shape, programs in meshes:
-            names = ("dp", "tp")[-len(mesh_shape) :]
-            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-            placed += [
-                _look(case, tensor) for program in programs for case, tensor in program(mesh)
-            ]
-        connection.send(placed)
-        dist.destroy_process_group()
+def place() -> list[Placed]:
+    """Return what this rank holds in all programs for a world of so many ranks."""
+    placed = []
+    for mesh_shape, programs in WORLDS[dist.get_world_size()]:
+        names = ("dp", "tp")[-len(mesh_shape) :]
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        placed += [_look(case, tensor) for program in programs for case, tensor in program(mesh)]
+    return placed
 
 
 def _look(case: str, tensor: DTensor) -> Placed:

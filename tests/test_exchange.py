@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 from unittest import mock
@@ -17,11 +16,10 @@ from hypothesis import strategies as st
 
 from muon.exchange import Exchange, RoundInFlight
 from muon.rounds import Round, SharedMatrix, assign_owners, plan_rounds
-from tests import crashing, exchange_program
+from tests import exchange_program
 from tests.exchange_program import Outcome
+from tests.rank_pool import RankPool
 from tests.tilings import any_matrix, by_rows
-
-ALL_RANKS_TIMEOUT_S = 60
 
 
 class Wire:
@@ -235,31 +233,14 @@ def test_each_element_is_sent_twice_where_its_owner_lacks_it(world_size: int) ->
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+def outcomes(pool: RankPool) -> list[Outcome]:
     """What real ranks found in every case."""
-    directory = tmp_path_factory.mktemp("ranks")
-    deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
-    with ExitStack() as stack:
-        connections = []
-        for rank in range(exchange_program.RANKS):
-            ours, theirs = crashing._processes.Pipe()
-            child = crashing._processes.Process(
-                target=exchange_program.work, args=(theirs, rank, directory)
-            )
-            child.start()
-            stack.callback(child.join)
-            stack.callback(child.kill)
-            theirs.close()
-            connections.append(stack.enter_context(ours))
-        found = []
-        for world_size in exchange_program.WORLD_SIZES:
-            for rank, connection in enumerate(connections[:world_size]):
-                left = max(0.0, deadline - time.monotonic())
-                assert connection.poll(left), f"rank {rank} of {world_size} takes too long"
-                received = connection.recv()
-                assert isinstance(received, list), received
-                found += received
-        return found
+    return [
+        outcome
+        for world_size in exchange_program.WORLD_SIZES
+        for of_rank in pool.run(world_size, "tests.exchange_program:work")
+        for outcome in of_rank
+    ]
 
 
 def test_real_ranks_find_what_an_all_gather_gives(outcomes: list[Outcome]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ STACKED: list[tuple[int, str, dict[str, Any]]] = [
     (4, "fsdp and tp", {}),
     (4, "experts", {}),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT, *STACKED])

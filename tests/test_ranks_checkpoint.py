@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,6 @@ BEGUN: list[Case] = [
     (4, "rows", "auto", torch.float32),
     (3, "copies", "by_parameter", torch.bfloat16),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
-        yield ranks
 
 
 def name_of(case: Case) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tierstore.checkpoint.verify import verify
 WORK = "tests.rank_checkpoints:work"
 PARTS = "tests.rank_checkpoints:work_in_parts"
 DISKS = [(0, 1, 0), (0, 1, 1), (0, 1, 2)]
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

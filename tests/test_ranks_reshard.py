@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,6 @@ from tierstore.checkpoint.verify import verify
 
 WORK = "tests.rank_checkpoints:work"
 RESUMED = {"resume": True, "reshard": True}
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import crashing, sharded_programs
+from tests import sharded_programs
+from tests.rank_pool import RankPool
 from tests.sharded_programs import Placed
 from tierstore.chunks import Chunk
 from tierstore.sharding import (
@@ -25,8 +24,6 @@ from tierstore.sharding import (
     local_shape,
     owned_chunks,
 )
-
-ALL_RANKS_TIMEOUT_S = 60
 
 
 def positions(shape: tuple[int, ...]) -> torch.Tensor:
@@ -322,29 +319,14 @@ def test_what_does_not_fit_mesh_or_tensor_is_refused(function: Callable[..., Any
 
 
 @pytest.fixture(scope="module")
-def placed(tmp_path_factory: pytest.TempPathFactory) -> list[Placed]:
+def placed(pool: RankPool) -> list[Placed]:
     """What real ranks held of every tensor of every program."""
-    directory = tmp_path_factory.mktemp("ranks")
-    deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
-    with ExitStack() as stack:
-        connections = []
-        for rank in range(sharded_programs.RANKS):
-            ours, theirs = crashing._processes.Pipe()
-            child = crashing._processes.Process(
-                target=sharded_programs.place, args=(theirs, rank, directory)
-            )
-            child.start()
-            stack.callback(child.join)
-            stack.callback(child.kill)
-            theirs.close()
-            connections.append(stack.enter_context(ours))
-        found = []
-        for world_size in sharded_programs.WORLDS:
-            for rank, connection in enumerate(connections[:world_size]):
-                left = max(0.0, deadline - time.monotonic())
-                assert connection.poll(left), f"rank {rank} of {world_size} takes too long"
-                found += connection.recv()
-        return found
+    return [
+        placed
+        for world_size in sharded_programs.WORLDS
+        for of_rank in pool.run(world_size, "tests.sharded_programs:place")
+        for placed in of_rank
+    ]
 
 
 def test_real_ranks_hold_what_is_said(placed: list[Placed]) -> None:
