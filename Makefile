@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: system venv train lint test test-all bench clean
+.PHONY: system venv train lint test test-long test-all bench clean
 
 # Where tests keep their files: `make test SCRATCH=/mnt/nvme` shows how that disk behaves.
 SCRATCH ?= .scratch
@@ -98,8 +98,12 @@ endef
 test: lint
 	@$(pytest) -m 'not long'
 
-test-all: lint
-	@$(pytest)
+test-long: lint
+	@$(pytest) -m long
+
+# Both at once: many tests wait for disks and processes. Each prints when it has ended.
+test-all: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test test-long
 
 bench: $(STAMP)
 	for program in bench/*.py; do $(BIN)/python "$$program"; done
