@@ -37,7 +37,8 @@ EXTRA = {"position": (7, [torch.arange(3)])}
 class Job:
     """What all ranks do: open a run, begin or go on, train, publish."""
 
-    run: Path
+    run: Path | list[Path]
+    """The directory, or several."""
     layout: str
     """One of LAYOUTS: how ranks hold the model."""
     steps: tuple[int, ...]
@@ -142,6 +143,15 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def die_before_a_commit(job: Job) -> bool:
+    """Leave what a job leaves that fails in its first step."""
+    _, store, optimizer = open_job(job)
+    optimizer.state_dict()  # Lays out the pages.
+    with pytest.raises(RuntimeError, match="no luck"), store:
+        raise RuntimeError("no luck")
+    return True
+
+
 def fail_to_open(job: Job) -> tuple[str, str]:
     with pytest.raises(tierstore.TierstoreError) as raised:
         open_job(job)
@@ -221,6 +231,7 @@ def on_disk(directory: Path, disks: tuple[int, ...]) -> Path:
 def work_in_parts(job: Job, disks: tuple[int, ...]) -> tuple[int, str]:
     """As work(), with run and checkpoint on disks that not all ranks see."""
     assert job.checkpoint is not None
+    assert isinstance(job.run, Path)
     run, checkpoint = on_disk(job.run.parent, disks), on_disk(job.checkpoint.parent, disks)
     return work(
         dataclasses.replace(

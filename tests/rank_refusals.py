@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +79,80 @@ def other_hyperparameters(key: str, value: Any) -> tuple[list[str], torch.Tensor
         optimizer.param_groups[0][key] = value
         optimizer.step()
     return raised, parameter.detach()
+
+
+def _trained(store: tierstore.TierStore, steps: int) -> muon.Muon:
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = muon.Muon([("matrix", parameter)], store=store)
+    for _ in range(steps):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
+def other_options(directory: Path, key: str, values: list[Any]) -> tuple[str, int]:
+    """Open a run of two steps with other options on each rank; then go on with it.
+
+    Returns:
+        What was raised, and the step that is found afterwards.
+    """
+    with tierstore.TierStore(directory, peer_timeout=30.0) as store:
+        _trained(store, 2)
+    options = {"resume": True, "peer_timeout": 30.0, key: values[dist.get_rank()]}
+    if options.get("overwrite"):
+        del options["resume"]
+    with pytest.raises(ValueError) as raised:
+        tierstore.TierStore(directory, **options)
+    with tierstore.TierStore(directory, resume=True, peer_timeout=30.0) as store:
+        return str(raised.value), _trained(store, 0).restore()
+
+
+def other_commit(directory: Path, how: str) -> tuple[str, int]:
+    """Do after two steps something else on one rank than on the others; then go on.
+
+    Returns:
+        What was raised, and the step that is found afterwards.
+    """
+    alone = dist.get_rank() == 1
+    store = tierstore.TierStore(directory, commit_every=3, peer_timeout=30.0)
+    optimizer = _trained(store, 3)
+    store.synchronize()
+    optimizer.param_groups[0]["lr"] = 0.5 if alone and how == "lr" else 0.25
+    optimizer.zero_grad()
+    call = partial(store.commit, extra=1) if how == "lr" or alone else optimizer.step
+    with pytest.raises((ValueError, tierstore.PeerFailed)) as raised:
+        call()
+    with contextlib.suppress(ValueError, tierstore.TierstoreError):
+        store.close()
+    with tierstore.TierStore(directory, commit_every=3, resume=True, peer_timeout=30.0) as store:
+        return str(raised.value), _trained(store, 0).restore()
+
+
+def cut_over_more_ranks() -> str:
+    """Step a parameter that is cut over all ranks with a store of one."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    parameter.grad = torch.ones_like(parameter)
+    with tierstore.TierStore(None, process_group=group) as store:
+        optimizer = muon.Muon([("matrix", parameter)], store=store)
+        with pytest.raises(ValueError) as raised:
+            optimizer.step()
+    assert torch.equal(parameter.detach().to_local(), torch.ones_like(parameter.to_local()))
+    return str(raised.value)
+
+
+def begin_with_other_values(directory: Path) -> list[float]:
+    """Begin from a checkpoint with what each rank drew for itself."""
+    with tierstore.TierStore(directory / "run", peer_timeout=30.0) as store:
+        _trained(store, 2)
+        store.checkpoint(directory / "checkpoint")
+    torch.manual_seed(dist.get_rank())
+    parameter = torch.nn.Parameter(torch.randn(6, 4))
+    with tierstore.TierStore(directory / "new", peer_timeout=30.0) as store:
+        optimizer = muon.Muon([("matrix", parameter)], store=store)
+        assert optimizer.restore(checkpoint=directory / "checkpoint") == 2
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    values: list[float] = parameter.flatten().tolist()
+    return values

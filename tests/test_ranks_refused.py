@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +54,46 @@ def test_different_hyperparameters(pool: RankPool, key: str, value: object, mess
         assert len(raised) == 2
         assert all(message in text for text in raised)
         assert torch.equal(found, parameter)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("page_bytes", [4096, 8192], "page_bytes is 4096 on rank 0 and 8192 on rank 1"),
+        ("commit_every", [1, 2], "commit_every is 1 on rank 0 and 2 on rank 1"),
+        ("overwrite", [False, True], "resume is True on rank 0 and False on rank 1"),
+        ("reshard", [True, False], "reshard is True on rank 0 and False on rank 1"),
+    ],
+)
+def test_different_options(
+    pool: RankPool, tmp_path: Path, key: str, values: list[Any], message: str
+) -> None:
+    """Nothing of the run is lost."""
+    work = "tests.rank_refusals:other_options"
+    for text, step in pool.run(2, work, tmp_path / "run", key, values):
+        assert message in text
+        assert step == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("lr", "lr of param group 0 is 0.25 on rank 0 and 0.5 on rank 1"),
+        ("alone", "makes another call than this rank"),
+    ],
+)
+def test_different_commits(pool: RankPool, tmp_path: Path, how: str, message: str) -> None:
+    """No rank waits for long, and what was committed before is there."""
+    for text, step in pool.run(3, "tests.rank_refusals:other_commit", tmp_path / "run", how):
+        assert message in text
+        assert step == 3
+
+
+def test_a_store_of_one_rank_with_a_part(pool: RankPool) -> None:
+    for text in pool.run(2, "tests.rank_refusals:cut_over_more_ranks"):
+        assert "'matrix' of shape [6, 4] is cut over ranks" in text
+
+
+def test_what_is_replaced_may_differ(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, "tests.rank_refusals:begin_with_other_values", tmp_path)
+    assert first == second

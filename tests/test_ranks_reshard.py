@@ -19,6 +19,7 @@ from tests.publishing import assert_equal, names_in, tensors_in
 from tests.rank_checkpoints import EXTRA, Job, paged
 from tests.rank_pool import RankPool
 from tests.toy import contents
+from tests.verifying import reseal
 from tierstore.checkpoint.publish import publish_run
 from tierstore.checkpoint.verify import verify
 
@@ -141,6 +142,70 @@ def test_what_cannot_be_removed_is_told(
     assert "rank-00002 is a symbolic link" in caplog.text
     assert (elsewhere / "run.json").exists()
     assert rank_checkpoints.work(job_of(directory, "copies", store=RESUMED)) == (1, "None")
+
+
+def test_after_a_job_of_more_ranks_that_committed_nothing(pool: RankPool, tmp_path: Path) -> None:
+    """It is in nobody's way, and nothing is left of it."""
+    assert pool.run(3, "tests.rank_checkpoints:die_before_a_commit", job_of(tmp_path, "rows"))
+    assert len(names_in(tmp_path / "run")) == 3
+    assert pool.run(2, WORK, job_of(tmp_path, "rows", 1, store=RESUMED)) == [(0, "None")] * 2
+    assert_run(tmp_path / "run", 2)
+    assert pool.run(3, WORK, job_of(tmp_path, "rows", 2, store=RESUMED)) == [(1, "None")] * 3
+    assert_run(tmp_path / "run", 3)
+
+
+def test_what_was_committed_by_further_ranks_stays(root: Path, tmp_path: Path) -> None:
+    """And whoever needs the place is told that it is there."""
+    directory = copied(root, tmp_path)
+    shutil.rmtree(directory / "run" / "rank-00000")
+    job = job_of(directory, "copies", 1, store=RESUMED)
+    assert rank_checkpoints.work(job) == (0, "None")
+    assert (directory / "run" / "rank-00002" / "commit-0000000003").exists()
+    assert rank_checkpoints.work(job_of(directory, "copies", store=RESUMED)) == (1, "None")
+
+
+def test_commits_that_do_not_belong_together(root: Path, pool: RankPool, tmp_path: Path) -> None:
+    """Nothing is lost by trying to go on with them on other ranks."""
+    run = copied(root, tmp_path) / "run"
+    for name in ("commit-0000000002", "commit-0000000003"):
+        reseal(
+            run / "rank-00001" / name,
+            "commit",
+            lambda body: body["hyperparameters"][0].update(lr=7.0),
+        )
+    before = needed(run)
+    job = job_of(tmp_path, "copies", store=RESUMED)
+    with pytest.raises(tierstore.CorruptionError, match="rank 1 has other hyperparameters"):
+        rank_checkpoints.work(job)
+    assert needed(run) == before
+
+
+def needed(run: Path) -> dict[str, bytes | None]:
+    """What is in a run, but for space that it keeps ready."""
+    return {path: data for path, data in contents(run).items() if not path.endswith(".next")}
+
+
+def test_a_run_in_several_directories(pool: RankPool, tmp_path: Path) -> None:
+    """Also where they are somewhere else by now, and to more ranks and back."""
+    disks = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    paths = [disk / "run" for disk in disks]
+    job = dataclasses.replace(job_of(tmp_path, "rows", 1), run=paths)
+    assert pool.run(3, WORK, job) == [(0, "None")] * 3
+    moved = tmp_path / "moved" / "run"
+    moved.parent.mkdir()
+    paths = [paths[0], paths[1].rename(moved)]
+    for began, ranks in enumerate((2, 3, 1), start=1):
+        options = {"run": paths, "steps": (began + 1,), "store": RESUMED, "seed": 5}
+        checkpoint = tmp_path / f"checkpoint-{ranks}"
+        again = dataclasses.replace(job, checkpoint=checkpoint, **options)
+        assert [step for step, _ in pool.run(ranks, WORK, again)] == [began] * ranks
+        for path in paths:
+            assert names_in(path) == [f"rank-{rank:05d}" for rank in range(ranks)]
+        assert verify(paths[0]).faults == ()
+        expected = paged(tensors_in(checkpoint))
+    alone = job_of(tmp_path / "alone", "copies", 1, 2, 3, 4, checkpoint=tmp_path / "alone-4")
+    rank_checkpoints.work(alone)
+    assert_equal(expected, paged(tensors_in(tmp_path / "alone-4")))
 
 
 def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:

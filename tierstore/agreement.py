@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -33,31 +33,43 @@ from tierstore.ranks import Ranks
 _SAMPLE_ELEMENTS = 64
 
 
+def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
+    """Refuse ranks that open a store in another way each; all of them call this.
+
+    Raises:
+        ValueError: naming the first option that differs.
+    """
+    if found := _first_difference(peers.gather(dict(options))):
+        raise ValueError(f"{found}: all ranks share one store, so open it alike on all of them")
+
+
 def share_groups(
-    ranks: Ranks,
+    ranks: Ranks | None,
     groups: Sequence[PagedGroup],
     *,
     earlier: Sequence[SharedSubgroup],
     first_group: int,
     page_bytes: int,
-    compare_values: bool,
-) -> list[SharedSubgroup]:
+) -> list[SharedSubgroup] | None:
     """Cut the groups that all ranks have into subgroups; they call this together.
 
     Args:
-        ranks: all ranks.
+        ranks: all ranks; None where this one is alone, and there is nothing to cut.
         groups: those of this rank.
         earlier: the subgroups that there are already.
         first_group: number of the first group.
         page_bytes: about how much of a subgroup a rank may own.
-        compare_values: whether ranks that hold the same elements must have the same values.
 
     Raises:
         ValueError: a parameter is placed in a way that cannot be paged.
-        RunMismatchError: the ranks have different parameters, or different values of one; the
-            message names the first.
+        RunMismatchError: the ranks have different parameters; the message names the first.
         PeerFailed: a ValueError on another rank.
     """
+    if ranks is None:
+        for group in groups:
+            for parameter in group.parameters:
+                _require_whole(parameter)
+        return None
     own: list[list[SharedParameter]] = []
     peers = ranks.training
 
@@ -73,8 +85,6 @@ def share_groups(
             [_combined(theirs) for theirs in zip_longest(*group)]
             for group in zip_longest(*everyone, fillvalue=())
         ]
-    if compare_values:
-        _require_same_values(peers, groups, own)
     loads = owned_costs(earlier, ranks.world_size)
     return [
         subgroup
@@ -113,34 +123,65 @@ def names_with_gradient(
 
     gradients, digests = zip(*agree(peers, look), strict=True)
     if len(set(digests)) > 1:
-        raise ValueError(_different(peers.gather(_hyperparameters(groups))))
+        _refuse_hyperparameters(peers, groups)
     found = functools.reduce(operator.or_, gradients)
     return frozenset(member.name for index, member in enumerate(members) if found >> index & 1)
 
 
-def _hyperparameters(groups: Sequence[PagedGroup]) -> list[dict[str, Any]]:
-    return [
-        {
-            key: tagged.encode(value, f"{key} of param group {number}")
-            for key, value in group.own_hyperparameters().items()
-        }
+def require_same_commit(
+    peers: Peers, groups: Sequence[PagedGroup], scalars: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Refuse ranks that are about to commit different hyperparameters or scalars.
+
+    Raises:
+        ValueError: naming the first that differs.
+        PeerFailed: another rank does something else.
+    """
+    if peers.world_size == 1:
+        return
+
+    def look() -> int:
+        values = json.dumps([_hyperparameters(groups), scalars], sort_keys=True)
+        return xxhash.xxh3_64_intdigest(values.encode())
+
+    if len(set(agree(peers, look))) > 1:
+        _refuse_hyperparameters(peers, groups)
+
+
+def _hyperparameters(groups: Sequence[PagedGroup]) -> dict[str, Any]:
+    return {
+        f"{key} of param group {number}": tagged.encode(value, f"{key} of param group {number}")
         for number, group in enumerate(groups)
-    ]
+        for key, value in group.own_hyperparameters().items()
+    }
 
 
-def _different(of_ranks: Sequence[list[dict[str, Any]]]) -> str:
-    """Say which is the first hyperparameter that not all ranks have alike."""
-    for number, groups in enumerate(zip(*of_ranks, strict=True)):
-        for key in dict.fromkeys(key for group in groups for key in group):
-            values = [group.get(key, "absent") for group in groups]
-            for rank, value in enumerate(values):
-                if value != values[0]:
-                    return (
-                        f"{key} of param group {number} is {values[0]} on rank 0 and {value} on "
-                        f"rank {rank}: all ranks step one model, so give them the same "
-                        "hyperparameters and schedulers"
-                    )
-    raise AssertionError("their digests differ")
+def _refuse_hyperparameters(peers: Peers, groups: Sequence[PagedGroup]) -> NoReturn:
+    found = _first_difference(peers.gather(_hyperparameters(groups)))
+    raise ValueError(
+        f"{found or 'the scalars differ between ranks'}: all ranks step one model, so give them "
+        "the same hyperparameters and schedulers"
+    )
+
+
+def _first_difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say which value is the first that not all ranks have alike."""
+    for key in dict.fromkeys(key for values in of_ranks for key in values):
+        found = [values.get(key, "absent") for values in of_ranks]
+        for rank, value in enumerate(found):
+            if value != found[0]:
+                return f"{key} is {found[0]} on rank 0 and {value} on rank {rank}"
+    return None
+
+
+def _require_whole(parameter: PagedParameter) -> None:
+    here, shape = local_tensor(parameter.tensor).shape, parameter.tensor.shape
+    if here != shape:
+        raise ValueError(
+            f"parameter {parameter.name!r} of shape {list(shape)} is cut over ranks, and this one "
+            f"has {list(here)} of it, but the store is of this rank alone: open it with a "
+            "process_group of all ranks that have a part"
+        )
 
 
 def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
@@ -203,22 +244,35 @@ def _named(parameter: SharedParameter | None) -> str:
     return f"{parameter.spec.describe()}, partition {partition!r}"
 
 
-def _require_same_values(
-    peers: Peers, groups: Sequence[PagedGroup], shared: Sequence[Sequence[SharedParameter]]
+def require_same_values(
+    peers: Peers, groups: Sequence[PagedGroup], subgroups: Sequence[SharedSubgroup]
 ) -> None:
     """Refuse parameters that are plain tensors and yet of other values on each rank.
 
-    Tensors that are cut without being DTensors would else be taken for copies.
+    Tensors that are cut without being DTensors would else be taken for copies. A sample of
+    their elements is compared.
+
+    Args:
+        peers: all ranks, which call this together.
+        groups: those of this rank.
+        subgroups: all that these groups are cut into.
+
+    Raises:
+        RunMismatchError: naming the first.
     """
     members = [parameter for group in groups for parameter in group.parameters]
     samples = peers.gather([_sample(parameter.tensor) for parameter in members])
-    for index, parameter in enumerate(each for group in shared for each in group):
-        for replicas in parameter.holding.replicas():
+    shared = {
+        shard.spec.name: shard.parameter for subgroup in subgroups for shard in subgroup.shards
+    }
+    for index, member in enumerate(members):
+        parameter = shared.get(member.name)
+        for replicas in parameter.holding.replicas() if parameter else ():
             for rank in replicas:
                 if samples[rank][index] != samples[replicas[0]][index]:
                     raise RunMismatchError(
                         f"ranks {replicas[0]} and {rank} hold the same elements of parameter "
-                        f"{parameter.spec.name!r} and have other values: give all ranks the same "
+                        f"{member.name!r} and have other values: give all ranks the same "
                         "ones, as by a common seed or by broadcasting them; a parameter that is "
                         "cut must be a DTensor"
                     )

@@ -84,7 +84,8 @@ class Guard:
         if self.failure is not None:
             raise StoreFailedError(
                 f"the store failed: {self.failure!r}. restore() goes back to the last commit, "
-                "if there is one; nothing else works but close()"
+                "if there is one, unless several ranks share the parameters: then start the job "
+                "again with resume=True. Nothing else works but close()"
             ) from self.failure
 
     def require_restored(self) -> None:

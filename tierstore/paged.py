@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from tierstore.agreement import names_with_gradient, share_groups
+from tierstore import agreement
 from tierstore.commit import Commits
 from tierstore.config import StoreConfig
 from tierstore.device import Device, PlainDevice, open_device
@@ -84,6 +84,7 @@ class PagedStates:
         self._tier: Tier | None = None  # Where move() brought all pages.
         self._displaced: Sequence[Page] | None = None  # Those of a placement that did not end.
         self._specs: dict[str, ParameterSpec] = {}
+        self._may_differ = False  # Whether ranks may hold other values than each other.
         self._history = History()
         self._changes = Changes()
         self._storage = storage
@@ -133,16 +134,14 @@ class PagedStates:
             self._sharers,
             lambda: specs.update(check_groups(groups, self._specs, first_group=len(self._groups))),
         )
-        shared = None
-        if self._ranks is not None:
-            shared = share_groups(
-                self._ranks,
-                groups,
-                earlier=[each.shared for each in self._subgroups if each.shared is not None],
-                first_group=len(self._groups),
-                page_bytes=self._page_bytes,
-                compare_values=not self._guard.awaits_restore,
-            )
+        shared = agreement.share_groups(
+            self._ranks,
+            groups,
+            earlier=[each.shared for each in self._subgroups if each.shared is not None],
+            first_group=len(self._groups),
+            page_bytes=self._page_bytes,
+        )
+        self._may_differ = shared is not None and not self._guard.awaits_restore
         subgroups: list[LocalSubgroup] = []
         agree(self._sharers, lambda: subgroups.extend(self._laid_out(groups, shared)))
         if self._spread is not None and shared is not None:
@@ -219,9 +218,11 @@ class PagedStates:
         if not 1 <= window <= self._window_max:
             raise ValueError(f"window must be from 1 to {self._window_max}, got {window}")
         self._place_again()
-        present = names_with_gradient(self._sharers, self._groups, self._specs)
+        self._compare_values()
+        present = agreement.names_with_gradient(self._sharers, self._groups, self._specs)
         self._changes.warn(wait=True)
-        self._commit_if_due()
+        if self._commit_is_due():
+            self._begin_commit()
         step = self._history.step
         sweep = Sweep(
             self._pager,
@@ -255,10 +256,7 @@ class PagedStates:
             self._changes.warn(wait=False)  # Or the next sweep looks, and nobody waits now.
 
     def prefetch(self) -> None:
-        """Start to read what the next sweep will step, as far as buffers are free.
-
-        Returns at once. To be called when gradients begin to come, so that the first pages
-        are there when the step begins.
+        """Start to read what the next sweep will step, as far as buffers are free; return at once.
 
         Raises:
             StorageError: a write of the last step failed, or a read could not begin, which
@@ -449,6 +447,7 @@ class PagedStates:
             for subgroup in self._subgroups:
                 self._spread.begin(subgroup, subgroup.direct, subgroup.parameters)
             self._spread.finish()
+            self._may_differ = False
 
     def _commit_is_due(self) -> bool:
         every = self._config.commit_every
@@ -456,11 +455,15 @@ class PagedStates:
             return False
         return self._history.step - self._commits.begun_step >= every
 
-    def _commit_if_due(self) -> None:
-        if self._commit_is_due():
-            self._begin_commit()
+    def _compare_values(self) -> None:
+        if self._may_differ:
+            shared = [each.shared for each in self._subgroups if each.shared is not None]
+            agreement.require_same_values(self._sharers, self._groups, shared)
+            self._may_differ = False
 
     def _begin_commit(self) -> None:
+        self._compare_values()
+        agreement.require_same_commit(self._sharers, self._groups, self._history.scalars)
         with self._guard.failing(interrupts=True):
             for page in self._pages:
                 if page.is_changed:
@@ -479,11 +482,9 @@ class PagedStates:
         self._history.committed()
 
     def _may_retry(self, error: BaseException) -> bool:
-        """Whether a call that only read leaves everything as it was, despite an error.
-
-        An interrupt may have come anywhere within the pager.
-        """
+        """Whether a call that only read leaves everything as it was, despite an error."""
         alone = self._ranks is None  # Other ranks may stand in the middle of the step.
+        # (An interrupt may have come anywhere within the pager.)
         return alone and isinstance(error, TierstoreError) and not self._pager.lost_write
 
     def _tell_others(self, reason: str) -> None:

@@ -54,7 +54,11 @@ def agree(peers: Peers, act: Callable[[], T]) -> list[T]:
     except Exception as error:  # Whatever it is, the others wait for an answer.
         failure = error
     here = act.__qualname__
-    outcomes = peers.gather((here, value, None if failure is None else str(failure)))
+    reason = None if failure is None else str(failure) or type(failure).__name__
+    try:
+        outcomes = peers.gather((here, value, reason))
+    except PeerFailed as peer_failed:
+        raise peer_failed from failure  # Which may be why, or follow from it.
     if failure is not None:
         raise failure
     for rank, outcome in enumerate(outcomes):

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 
+from tierstore.agreement import require_same_options
 from tierstore.config import StoreConfig
 from tierstore.directories import RESHARDED_NAME, open_directories, rank_directory
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
@@ -112,20 +113,21 @@ class TierStore(PagedStates):
         ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
         opened: list[Storage | None] = []
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
-        self._run = Path(paths[0]) if isinstance(paths, Sequence) and paths else None
+        directories = [Path(each) for each in paths] if isinstance(paths, Sequence) else []
+        self._run = directories[0] if directories else None
         if reshard and self._run is None:
             raise ValueError("reshard=True needs the path of a run directory")
 
         def look_for_other_ranks() -> str | None:
-            run = self._run
-            if peers.rank or not run:
+            if peers.rank or not directories:
                 return None
-            rank_directory(run, 0)  # Refuses one that may not be looked into.
-            if not reshard and not (run / RESHARDED_NAME).exists():
+            rank_directory(directories[0], 0)  # Refuses one that may not be looked into.
+            if not reshard and not (directories[0] / RESHARDED_NAME).exists():
                 return None
             from tierstore.checkpoint.reshard import begin_reshard
 
-            found = begin_reshard(run, peers.world_size, reshard=reshard, overwrite=overwrite)
+            size = peers.world_size
+            found = begin_reshard(directories, size, reshard=reshard, overwrite=overwrite)
             return None if found is None else str(found)
 
         def open_storages() -> None:
@@ -134,7 +136,7 @@ class TierStore(PagedStates):
                 return
             opened.append(
                 open_directories(
-                    [Path(each) for each in paths],
+                    directories,
                     peers.rank,
                     engine=engine,
                     page_bytes=config.page_bytes,
@@ -142,8 +144,16 @@ class TierStore(PagedStates):
                 )
             )
 
+        options = {
+            "page_bytes": config.page_bytes,
+            "commit_every": commit_every,
+            "resume": resume,
+            "reshard": reshard,
+            "overwrite": overwrite,
+        }
         sharers: Peers = Alone() if ranks is None else peers
         try:
+            require_same_options(sharers, options)
             self._resharded = agree(sharers, look_for_other_ranks)[0]
             agree(sharers, open_storages)
             super().__init__(opened[0], config, peers, ranks, resume=resume, overwrite=overwrite)
@@ -151,10 +161,10 @@ class TierStore(PagedStates):
             if ranks is not None:
                 ranks.close()
             raise
-        if overwrite and self._run is not None and not peers.rank:
+        if directories and not peers.rank and not self._guard.awaits_restore:
             from tierstore.checkpoint.reshard import remove_surplus
 
-            remove_surplus(self._run, peers.world_size)
+            remove_surplus(directories, peers.world_size, overwrite=overwrite)
         if self._resharded is not None:
             self._guard.awaits_restore = True
         self._publication: Publication | None = None  # One that is being copied.
@@ -194,8 +204,8 @@ class TierStore(PagedStates):
         history.annotate(extra)
         if committed or (history.changed and not history.step):
             self._begin_commit()  # The same step with another extra, or what a run begins with.
-        else:
-            self._commit_if_due()
+        elif self._commit_is_due():
+            self._begin_commit()
 
     def synchronize(self) -> None:
         """Return when the last step is durable, committing it if nobody did.

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import xxhash
 
 from tierstore.checkpoint.contents import ModelContents, Names, plain_names
+from tierstore.checkpoint.coverage import coverage_faults
 from tierstore.checkpoint.files import (
     MARKER_NAME,
     METADATA_NAME,
@@ -44,18 +45,16 @@ from tierstore.checkpoint.retention import (
     temporary_prefix,
 )
 from tierstore.checkpoint.verify import kind_of
-from tierstore.directories import open_run_directory, rank_directory
-from tierstore.errors import CheckpointError, RunDirectoryError, TierstoreError
+from tierstore.checkpoint.whole_run import whole_run
+from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError, TierstoreError
 from tierstore.manifest import Manifest, seal
 from tierstore.page import PageLayout
 from tierstore.peers import Alone, Peers, agree
 from tierstore.publication import Publication
-from tierstore.run import LOCK_TIMEOUT_S, find_whole_run
+from tierstore.run import find_whole_run
 from tierstore.storage.base import Folder, Storage
 
 logger = logging.getLogger("tierstore")
-
-_RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,30 +139,8 @@ def publish_run(
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
-    with whole_run(run) as storages:
+    with whole_run([run]) as storages:
         return publish_whole(list(storages.values()), out, on_progress=on_progress)
-
-
-@contextlib.contextmanager
-def whole_run(run: Path, *, first_rank: int = 0) -> Iterator[dict[int, Storage]]:
-    """Open and lock what ranks have in a run directory; yield it by rank, in order.
-
-    Args:
-        run: the directory.
-        first_rank: leave those before it alone.
-
-    Raises:
-        RunDirectoryError, RunLockedError, StorageError: it cannot be used.
-    """
-    found = filter(None, map(_RANK_FOLDER.fullmatch, os.listdir(run)))
-    with contextlib.ExitStack() as opened:
-        storages = {}
-        for rank in sorted(rank for match in found if (rank := int(match[1])) >= first_rank):
-            rank_directory(run, rank)
-            storages[rank] = open_run_directory(run, rank)
-            opened.callback(storages[rank].close)
-            storages[rank].lock(LOCK_TIMEOUT_S)
-        yield storages
 
 
 def publish_whole(
@@ -176,8 +153,12 @@ def publish_whole(
 
     Raises:
         RunDirectoryError: they are not all of one run, or it has no committed step.
+        CorruptionError: the ranks have committed what does not belong together.
         CheckpointError, StorageError, CorruptionError: as in publish().
     """
+    found = find_whole_run(storages)
+    for place, what in coverage_faults([manifest for _, manifest in found]):
+        raise CorruptionError(f"{storages[0].location} and beside it: {place} {what}")
     commits = [
         RankCommit(
             storage=storage,
@@ -186,7 +167,7 @@ def publish_whole(
             # Whoever goes on with the run allocates them.
             provide_spares=lambda names: None,
         )
-        for storage, manifest in find_whole_run(storages)
+        for storage, manifest in found
     ]
     groups = [group for commit in commits for group in commit.manifest.groups]
     names = plain_names(dict.fromkeys(spec.name for group in groups for spec in group))

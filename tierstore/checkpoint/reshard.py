@@ -8,28 +8,32 @@ commit of its own. So there is a whole run, or a checkpoint of it, whenever a cr
 from __future__ import annotations
 
 import logging
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from tierstore.checkpoint.commits import newest_commit, read_ranks
-from tierstore.checkpoint.publish import publish_whole, whole_run
+from tierstore.checkpoint.commits import Rank, newest_commit, read_ranks
+from tierstore.checkpoint.publish import publish_whole
 from tierstore.checkpoint.reading import Reader
 from tierstore.checkpoint.retention import remove
+from tierstore.checkpoint.whole_run import remove_ranks, whole_run
 from tierstore.directories import RESHARDED_NAME
 from tierstore.errors import RunDirectoryError, TierstoreError
-from tierstore.run import erase, erase_commits
+from tierstore.manifest import manifest_revision
+from tierstore.run import erase_commits, find_whole_run
 from tierstore.storage.folder import LocalFolder
 
 logger = logging.getLogger("tierstore")
 
 
-def begin_reshard(run: Path, world_size: int, *, reshard: bool, overwrite: bool) -> Path | None:
+def begin_reshard(
+    directories: Sequence[Path], world_size: int, *, reshard: bool, overwrite: bool
+) -> Path | None:
     """Have a checkpoint to begin from in place of a run of another number of ranks.
 
     One rank calls this before any of them opens the run.
 
     Args:
-        run: the directory of all its ranks; it may be absent.
+        directories: those of all ranks; they may be absent.
         world_size: number of ranks that go on with it.
         reshard: whether they may, if it had another.
         overwrite: whether the run is of no use any more.
@@ -43,51 +47,58 @@ def begin_reshard(run: Path, world_size: int, *, reshard: bool, overwrite: bool)
         RunDirectoryError, RunLockedError, CheckpointError, StorageError, CorruptionError: the
             run cannot be published, see publish_run(). It is as it was.
     """
+    run = directories[0]
     checkpoint = run / RESHARDED_NAME
     if not run.exists():
         return None
     if overwrite:
         end_reshard(run)
         return None
-    of_run = _world_size_of(run)
+    found = read_ranks(Reader(run))
+    of_run = _world_size_of(found)
     if of_run is not None:
         end_reshard(run)  # What it led to has a commit, or it was not begun from.
         if not reshard or of_run == world_size:
             return None
     elif not checkpoint.exists():
+        if reshard and _is_of_others(found, world_size):
+            with whole_run(directories) as storages:
+                find_whole_run(list(storages.values()))  # Says what it lacks.
         return None
     elif not reshard:
         raise RunDirectoryError(
             f"{run} was about to go on with another number of ranks when the job ended: pass "
             "resume=True and reshard=True to go on, or overwrite=True to delete it"
         )
-    with whole_run(run) as storages:
+    with whole_run(directories) as storages:
         if of_run is not None:
             publish_whole(list(storages.values()), checkpoint)
         for storage in storages.values():
             erase_commits(storage)
-        surplus = [rank for rank in storages if rank >= world_size]
-        for rank in surplus:
-            erase(storages[rank])
-    for rank in surplus:
-        shutil.rmtree(run / f"rank-{rank:05d}")
+        remove_ranks(directories, {r: each for r, each in storages.items() if r >= world_size})
     return checkpoint
 
 
-def remove_surplus(run: Path, world_size: int) -> None:
-    """Remove what ranks had in a directory that a run of fewer has overwritten.
+def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: bool) -> None:
+    """Remove what jobs of more ranks left in directories where a new run of fewer begins.
 
     Where that fails the log says so: it is of no use, and in nobody's way.
+
+    Args:
+        directories: those of the run.
+        world_size: its number of ranks.
+        overwrite: whether also what they had committed.
     """
     try:
-        with whole_run(run, first_rank=world_size) as storages:
-            for storage in storages.values():
-                erase_commits(storage)
-                erase(storage)
-        for rank in storages:
-            shutil.rmtree(run / f"rank-{rank:05d}")
+        with whole_run(directories, first_rank=world_size) as storages:
+            removed = {
+                rank: storage
+                for rank, storage in storages.items()
+                if overwrite or not any(map(manifest_revision, storage.list()))
+            }
+            remove_ranks(directories, removed)
     except (TierstoreError, OSError) as error:
-        logger.warning("what further ranks had in %s stays there: %s", run, error)
+        logger.warning("what further ranks had in %s stays there: %s", directories[0], error)
 
 
 def end_reshard(run: Path) -> None:
@@ -98,10 +109,20 @@ def end_reshard(run: Path) -> None:
         folder.sync_children()
 
 
-def _world_size_of(run: Path) -> int | None:
+def _world_size_of(ranks: Sequence[Rank]) -> int | None:
     """Return the number of ranks of a run if all of them are here and have a commit in common."""
-    ranks = read_ranks(Reader(run))
     identities = [rank.identity for rank in ranks if rank.identity]
     if newest_commit(ranks) is None or not identities:
         return None
     return identities[0].world_size if len(ranks) == identities[0].world_size else None
+
+
+def _is_of_others(ranks: Sequence[Rank], world_size: int) -> bool:
+    """Return whether the first rank has commits of a run of another number of ranks."""
+    return any(
+        rank.rank == 0
+        and rank.commits
+        and rank.identity is not None
+        and rank.identity.world_size != world_size
+        for rank in ranks
+    )
