@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import tierstore
 from tests.toy import MODEL, RANK, Spec, Toy, resumed, unchanged
 from tests.verifying import STEPS, TWIN, committed_pages, flip, reseal
-from tierstore.checkpoint import publish, verify
+from tierstore.checkpoint import verify, whole_run
 from tierstore.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,7 +226,7 @@ def test_an_empty_directory_of_a_further_rank_does_not_matter(run: Path, tmp_pat
 
 
 def test_a_run_in_use_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(whole_run, "LOCK_TIMEOUT_S", 0.1)
     toy = Toy(tmp_path / "run")
     toy.step()
     code, _, err = call("checkpoint", tmp_path / "run", tmp_path / "out")

@@ -162,7 +162,7 @@ class TierStore(PagedStates):
                 ranks.close()
             raise
         if directories and not peers.rank and not self._guard.awaits_restore:
-            from tierstore.checkpoint.reshard import remove_surplus
+            from tierstore.checkpoint.whole_run import remove_surplus
 
             remove_surplus(directories, peers.world_size, overwrite=overwrite)
         if self._resharded is not None:

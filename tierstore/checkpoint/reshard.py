@@ -7,7 +7,6 @@ commit of its own. So there is a whole run, or a checkpoint of it, whenever a cr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,12 +16,9 @@ from tierstore.checkpoint.reading import Reader
 from tierstore.checkpoint.retention import remove
 from tierstore.checkpoint.whole_run import remove_ranks, whole_run
 from tierstore.directories import RESHARDED_NAME
-from tierstore.errors import RunDirectoryError, TierstoreError
-from tierstore.manifest import manifest_revision
+from tierstore.errors import RunDirectoryError
 from tierstore.run import erase_commits, find_whole_run
 from tierstore.storage.folder import LocalFolder
-
-logger = logging.getLogger("tierstore")
 
 
 def begin_reshard(
@@ -77,28 +73,6 @@ def begin_reshard(
             erase_commits(storage)
         remove_ranks(directories, {r: each for r, each in storages.items() if r >= world_size})
     return checkpoint
-
-
-def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: bool) -> None:
-    """Remove what jobs of more ranks left in directories where a new run of fewer begins.
-
-    Where that fails the log says so: it is of no use, and in nobody's way.
-
-    Args:
-        directories: those of the run.
-        world_size: its number of ranks.
-        overwrite: whether also what they had committed.
-    """
-    try:
-        with whole_run(directories, first_rank=world_size) as storages:
-            removed = {
-                rank: storage
-                for rank, storage in storages.items()
-                if overwrite or not any(map(manifest_revision, storage.list()))
-            }
-            remove_ranks(directories, removed)
-    except (TierstoreError, OSError) as error:
-        logger.warning("what further ranks had in %s stays there: %s", directories[0], error)
 
 
 def end_reshard(run: Path) -> None:

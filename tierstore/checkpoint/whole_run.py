@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -11,9 +12,13 @@ from pathlib import Path
 
 from tierstore.dealing import DEALING_NAME
 from tierstore.directories import open_directories, open_run_directory, rank_directory
+from tierstore.errors import TierstoreError
+from tierstore.manifest import manifest_revision
 from tierstore.run import LOCK_TIMEOUT_S, erase, erase_commits
 from tierstore.storage.base import Storage
 from tierstore.units import SECTOR_BYTES
+
+logger = logging.getLogger("tierstore")
 
 _RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
@@ -57,3 +62,25 @@ def remove_ranks(directories: Sequence[Path], storages: dict[int, Storage]) -> N
             folder = directory / f"rank-{rank:05d}"
             if folder.exists():
                 shutil.rmtree(folder)
+
+
+def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: bool) -> None:
+    """Remove what jobs of more ranks left in directories where a new run of fewer begins.
+
+    Where that fails the log says so: it is of no use, and in nobody's way.
+
+    Args:
+        directories: those of the run.
+        world_size: its number of ranks.
+        overwrite: whether also what they had committed.
+    """
+    try:
+        with whole_run(directories, first_rank=world_size) as storages:
+            removed = {
+                rank: storage
+                for rank, storage in storages.items()
+                if overwrite or not any(map(manifest_revision, storage.list()))
+            }
+            remove_ranks(directories, removed)
+    except (TierstoreError, OSError) as error:
+        logger.warning("what further ranks had in %s stays there: %s", directories[0], error)
