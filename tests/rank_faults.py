@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from tests.ranks_program import Failure, Here
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
 
-# Of these, every third is made durable on all ranks before the next begins.
-STEPS = 12
+# Steps after those that were found.
+GOES_ON = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,11 @@ Wrong = Callable[[Here, FaultyStorage, int], None]
 """Does something to a rank as it begins a step, or has it happen within one."""
 
 
-def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Failure | None:
-    """Train, telling of each step as it is begun, until all steps are done or a rank is not."""
+def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Failure:
+    """Train, telling of each step as it is begun, until a rank cannot go on.
+
+    Every third step is made durable on all ranks before the next begins.
+    """
     model = Model(case)
     assert case.directory is not None
     where = case.directory / f"rank-{here.rank:05d}"
@@ -60,7 +64,7 @@ def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Fa
     try:
         with tierstore.TierStore(storage, **case.store_options(here.rank)) as store:
             optimizer = muon.Muon(groups_of(model.parameters, SHAPES), store=store, **case.options)
-            for step in range(1, STEPS + 1):
+            for step in itertools.count(1):
                 here.test.send(step)
                 if here.rank == culprit and wrong is not None:
                     wrong(here, storage, step)
@@ -74,7 +78,7 @@ def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Fa
         return Failure(error.rank, error.reason, time.monotonic())
     except (tierstore.StorageError, tierstore.StoreFailedError) as error:
         return Failure(here.rank, str(error), time.monotonic())
-    return None
+    raise AssertionError("nothing went wrong")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class FailAt:
 
 
 def go_on(case: Case) -> Restored:
-    """Restore what all ranks have, then train to the end."""
+    """Restore what all ranks have, then train some more steps."""
     model = Model(case)
     with tierstore.TierStore(
         case.directory, resume=True, **case.store_options(dist.get_rank())
@@ -99,7 +103,7 @@ def go_on(case: Case) -> Restored:
         step = optimizer.restore()
         values = {name: local(p).clone() for name, p in model.parameters.items()}
         extra = store.extra
-        for later in range(step + 1, STEPS + 1):
+        for later in range(step + 1, step + GOES_ON + 1):
             model.set_gradients(whole_gradients(SHAPES, later))
             optimizer.step()
             store.commit()
