@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import tierstore
+import tierstore.run
 from tests import crashing, rank_checkpoints
 from tests.publishing import assert_equal, names_in, tensors_in
 from tests.rank_checkpoints import EXTRA, Job, paged
 from tests.rank_pool import RankPool
 from tests.toy import contents
 from tests.verifying import reseal
+from tierstore.checkpoint import whole_run
 from tierstore.checkpoint.publish import publish_run
 from tierstore.checkpoint.verify import verify
 
@@ -206,6 +208,52 @@ def test_a_run_in_several_directories(pool: RankPool, tmp_path: Path) -> None:
     alone = job_of(tmp_path / "alone", "copies", 1, 2, 3, 4, checkpoint=tmp_path / "alone-4")
     rank_checkpoints.work(alone)
     assert_equal(expected, paged(tensors_in(tmp_path / "alone-4")))
+
+
+def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> None:
+    """Both are as they were."""
+    runs = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        runs.append(copied(root, tmp_path / name) / "run")
+    before = [needed(run) for run in runs]
+    job = dataclasses.replace(job_of(tmp_path, "copies", store=RESUMED), run=runs)
+    with pytest.raises(tierstore.RunDirectoryError, match="is not dealt"):
+        rank_checkpoints.work(job)
+    assert [needed(run) for run in runs] == before
+    assert all(verify(run).good for run in runs)
+
+
+def test_directories_in_any_order(pool: RankPool, tmp_path: Path) -> None:
+    """With as many ranks, with others, and after a job that was stopped on the way."""
+    paths = [tmp_path / name / "run" for name in ("a", "b")]
+    job = dataclasses.replace(job_of(tmp_path, "rows", 1, 2), run=paths)
+    pool.run(2, WORK, job)
+    turned = dataclasses.replace(job, run=paths[::-1], steps=(), store=RESUMED)
+    assert pool.run(2, WORK, turned) == [(2, "None")] * 2
+    turned = dataclasses.replace(turned, layout="copies")
+    with pytest.raises(tierstore.CheckpointError, match="has no tensor"):
+        rank_checkpoints.work(dataclasses.replace(turned, bias_of_head=True))
+    assert (paths[0] / "resharded").exists()
+    with pytest.raises(tierstore.RunDirectoryError, match="another number of ranks when the"):
+        rank_checkpoints.work(dataclasses.replace(turned, store={"resume": True}))
+    assert rank_checkpoints.work(turned) == (2, "None")
+    for path in paths:
+        assert names_in(path) == ["rank-00000"]
+
+
+def test_in_use_on_the_way(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else deletes what it is about to begin from."""
+    directory = copied(root, tmp_path)
+    for module in (tierstore.run, whole_run):
+        monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    _, store, optimizer = rank_checkpoints.open_job(job_of(directory, "copies", store=RESUMED))
+    for options in ({"overwrite": True}, RESUMED):
+        with pytest.raises(tierstore.RunLockedError):
+            tierstore.TierStore(directory / "run", **options)
+    with store:
+        assert optimizer.restore() == 3
+    assert_run(directory / "run", 1)
 
 
 def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:

@@ -110,24 +110,23 @@ class TierStore(PagedStates):
             raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
         if reshard and not resume:
             raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
-        ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
-        opened: list[Storage | None] = []
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
         directories = [Path(each) for each in paths] if isinstance(paths, Sequence) else []
-        self._run = directories[0] if directories else None
-        if reshard and self._run is None:
+        if reshard and not directories:
             raise ValueError("reshard=True needs the path of a run directory")
+        ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
+        opened: list[Storage | None] = []
 
         def look_for_other_ranks() -> str | None:
-            if peers.rank or not directories:
+            if peers.rank or not directories or overwrite:
                 return None
-            rank_directory(directories[0], 0)  # Refuses one that may not be looked into.
-            if not reshard and not (directories[0] / RESHARDED_NAME).exists():
+            for each in directories:
+                rank_directory(each, 0)  # Refuses one that may not be looked into.
+            if not reshard and not any((each / RESHARDED_NAME).exists() for each in directories):
                 return None
             from tierstore.checkpoint.reshard import begin_reshard
 
-            size = peers.world_size
-            found = begin_reshard(directories, size, reshard=reshard, overwrite=overwrite)
+            found = begin_reshard(directories, peers.world_size, reshard=reshard)
             return None if found is None else str(found)
 
         def open_storages() -> None:
@@ -161,13 +160,17 @@ class TierStore(PagedStates):
             if ranks is not None:
                 ranks.close()
             raise
-        if directories and not peers.rank and not self._guard.awaits_restore:
-            from tierstore.checkpoint.whole_run import remove_surplus
-
-            remove_surplus(directories, peers.world_size, overwrite=overwrite)
+        self._publication: Publication | None = None  # One that is being copied.
         if self._resharded is not None:
             self._guard.awaits_restore = True
-        self._publication: Publication | None = None  # One that is being copied.
+        elif directories and not peers.rank and not self._guard.awaits_restore:
+            from tierstore.checkpoint.whole_run import remove_surplus
+
+            try:
+                remove_surplus(directories, peers.world_size, overwrite=overwrite)
+            except BaseException:
+                self._close(synchronize=False)
+                raise
 
     @property
     def committed_step(self) -> int:
@@ -354,7 +357,7 @@ class TierStore(PagedStates):
 
     def _reshard(self, storage: Storage, checkpoint: str) -> int:
         """Begin from what the run was on other ranks, and commit it before that is removed."""
-        from tierstore.checkpoint.reshard import end_reshard
+        from tierstore.checkpoint.whole_run import end_reshard
 
         self._guard.awaits_restore = False
         try:
@@ -365,8 +368,8 @@ class TierStore(PagedStates):
             raise
         self._history.annotate(self.extra)
         self.synchronize()
-        run = self._run
-        agree(self._peers, lambda: None if self._peers.rank or run is None else end_reshard(run))
+        run = Path(checkpoint).parent
+        agree(self._peers, lambda: None if self._peers.rank else end_reshard(run))
         self._resharded = None
         return step
 

@@ -139,7 +139,7 @@ def publish_run(
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
-    with whole_run([run]) as storages:
+    with whole_run([run], find_others=True) as storages:
         return publish_whole(list(storages.values()), out, on_progress=on_progress)
 
 

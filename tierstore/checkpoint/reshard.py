@@ -13,26 +13,21 @@ from pathlib import Path
 from tierstore.checkpoint.commits import Rank, newest_commit, read_ranks
 from tierstore.checkpoint.publish import publish_whole
 from tierstore.checkpoint.reading import Reader
-from tierstore.checkpoint.retention import remove
-from tierstore.checkpoint.whole_run import remove_ranks, whole_run
+from tierstore.checkpoint.whole_run import end_reshard, in_order, remove_ranks, whole_run
 from tierstore.directories import RESHARDED_NAME
 from tierstore.errors import RunDirectoryError
 from tierstore.run import erase_commits, find_whole_run
-from tierstore.storage.folder import LocalFolder
 
 
-def begin_reshard(
-    directories: Sequence[Path], world_size: int, *, reshard: bool, overwrite: bool
-) -> Path | None:
+def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> Path | None:
     """Have a checkpoint to begin from in place of a run of another number of ranks.
 
     One rank calls this before any of them opens the run.
 
     Args:
-        directories: those of all ranks; they may be absent.
+        directories: those of all ranks, in any order; the run may be absent.
         world_size: number of ranks that go on with it.
         reshard: whether they may, if it had another.
-        overwrite: whether the run is of no use any more.
 
     Returns:
         The checkpoint, where the run has no commit any more; None where it is to be opened as
@@ -43,44 +38,31 @@ def begin_reshard(
         RunDirectoryError, RunLockedError, CheckpointError, StorageError, CorruptionError: the
             run cannot be published, see publish_run(). It is as it was.
     """
+    directories = in_order(directories)
     run = directories[0]
     checkpoint = run / RESHARDED_NAME
-    if not run.exists():
+    if not checkpoint.exists() and not (reshard and _is_of_others(run, world_size)):
         return None
-    if overwrite:
-        end_reshard(run)
-        return None
-    found = read_ranks(Reader(run))
-    of_run = _world_size_of(found)
-    if of_run is not None:
-        end_reshard(run)  # What it led to has a commit, or it was not begun from.
-        if not reshard or of_run == world_size:
-            return None
-    elif not checkpoint.exists():
-        if reshard and _is_of_others(found, world_size):
-            with whole_run(directories) as storages:
-                find_whole_run(list(storages.values()))  # Says what it lacks.
-        return None
-    elif not reshard:
-        raise RunDirectoryError(
-            f"{run} was about to go on with another number of ranks when the job ended: pass "
-            "resume=True and reshard=True to go on, or overwrite=True to delete it"
-        )
-    with whole_run(directories) as storages:
+    with whole_run(directories) as storages:  # Nobody else changes anything from here on.
+        ranks = read_ranks(Reader(run))
+        of_run = _world_size_of(ranks)
         if of_run is not None:
+            end_reshard(run)  # What it led to has a commit, or it was not begun from.
+            if not reshard or of_run == world_size:
+                return None
             publish_whole(list(storages.values()), checkpoint)
+        elif not checkpoint.exists():
+            find_whole_run(list(storages.values()))  # Says what it lacks.
+            return None
+        elif not reshard:
+            raise RunDirectoryError(
+                f"{run} was about to go on with another number of ranks when the job ended: pass "
+                "resume=True and reshard=True to go on, or overwrite=True to delete it"
+            )
         for storage in storages.values():
             erase_commits(storage)
         remove_ranks(directories, {r: each for r, each in storages.items() if r >= world_size})
     return checkpoint
-
-
-def end_reshard(run: Path) -> None:
-    """Remove the checkpoint, if there is one."""
-    if (run / RESHARDED_NAME).exists():
-        folder = LocalFolder(run)
-        remove(folder, RESHARDED_NAME)
-        folder.sync_children()
 
 
 def _world_size_of(ranks: Sequence[Rank]) -> int | None:
@@ -91,12 +73,12 @@ def _world_size_of(ranks: Sequence[Rank]) -> int | None:
     return identities[0].world_size if len(ranks) == identities[0].world_size else None
 
 
-def _is_of_others(ranks: Sequence[Rank], world_size: int) -> bool:
+def _is_of_others(run: Path, world_size: int) -> bool:
     """Return whether the first rank has commits of a run of another number of ranks."""
-    return any(
+    return run.exists() and any(
         rank.rank == 0
         and rank.commits
         and rank.identity is not None
         and rank.identity.world_size != world_size
-        for rank in ranks
+        for rank in read_ranks(Reader(run))
     )
