@@ -14,11 +14,13 @@ nothing takes the checkpoint away again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +48,13 @@ from tierstore.checkpoint.retention import (
 )
 from tierstore.checkpoint.verify import kind_of
 from tierstore.checkpoint.whole_run import whole_run
-from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError, TierstoreError
+from tierstore.errors import (
+    CheckpointError,
+    CorruptionError,
+    RunDirectoryError,
+    StorageError,
+    TierstoreError,
+)
 from tierstore.manifest import Manifest, seal
 from tierstore.page import PageLayout
 from tierstore.peers import Alone, Peers, agree
@@ -382,7 +390,17 @@ class _Publishing:
                 if self._named:
                     self._folder.rename(self._name, self._child)
                     self._folder.sync_children()  # Or a part of it might keep the name.
-                remove(self._folder, self._child)
+                self._remove_child()
+
+    def _remove_child(self) -> None:
+        """Remove the temporary directory, though after an interrupt others still link into it."""
+        end = time.monotonic() + 1.0
+        while True:
+            try:
+                return remove(self._folder, self._child)
+            except StorageError as error:
+                if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
+                    raise
 
     def _copy_pages(self) -> None:
         def count(nbytes: int) -> None:
