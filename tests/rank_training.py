@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import muon
 import tierstore
+from tests import training
 from tests.rank_order import Issued, recorded
 
 STEPS = 10
@@ -57,18 +58,7 @@ SHAPES: Shapes = {
 # Less than there are ranks, and rank 0 alone has any of it where rows are cut.
 FEW: Shapes = {"row": ((1, 8), 0), "bias": ((1,), 1)}
 
-GROUP_OPTIONS: list[dict[str, Any]] = [
-    {"algorithm": "muon", "lr": 0.02, "momentum": 0.9},
-    {"algorithm": "adamw", "lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.1},
-    {
-        "algorithm": "muon",
-        "lr": 0.005,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "adjust_lr_fn": "match_rms_adamw",
-    },
-    {"algorithm": "muon", "lr": 0.01},
-]
+GROUP_OPTIONS = [*training.GROUP_OPTIONS[:3], {"algorithm": "muon", "lr": 0.01}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

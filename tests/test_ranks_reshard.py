@@ -139,9 +139,12 @@ def test_what_cannot_be_removed_is_told(
     directory = copied(root, tmp_path)
     elsewhere = (directory / "run" / "rank-00002").rename(tmp_path / "elsewhere")
     (directory / "run" / "rank-00002").symlink_to(elsewhere)
+    publish_run(root / "run", directory / "run" / "resharded")
     job = job_of(directory, "copies", 1, store={"overwrite": True})
     assert rank_checkpoints.work(job) == (0, "None")
     assert "rank-00002 is a symbolic link" in caplog.text
+    # But for this, which the new run could be taken for.
+    assert not (directory / "run" / "resharded").exists()
     assert (elsewhere / "run.json").exists()
     assert rank_checkpoints.work(job_of(directory, "copies", store=RESUMED)) == (1, "None")
 
@@ -260,8 +263,9 @@ def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:
     for number in range(30, 200, 5):
         directory = copied(root, tmp_path / str(number))
         assert resume(job_of(directory, "copies", store=RESUMED), kill_at=number)
-        if (directory / "run" / "resharded").exists():
+        if not any((directory / "run").glob("rank-*/commit-*")):
             break
+    assert (directory / "run" / "resharded").exists()
     for options in ({"resume": True}, {}):
         job = job_of(directory, "copies", store=options)
         with pytest.raises(tierstore.RunDirectoryError, match="another number of ranks when the"):

@@ -109,7 +109,13 @@ def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: b
         directories: those of the run.
         world_size: its number of ranks.
         overwrite: whether also what they had committed, and what reshard=True left.
+
+    Raises:
+        StorageError: what reshard=True left could not be removed, and would be taken for the run.
     """
+    if overwrite:
+        for directory in directories:
+            end_reshard(directory)
     try:
         with whole_run(directories, first_rank=world_size) as storages:
             removed = {
@@ -118,8 +124,5 @@ def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: b
                 if overwrite or not any(map(manifest_revision, storage.list()))
             }
             remove_ranks(directories, removed)
-        if overwrite:
-            for directory in directories:
-                end_reshard(directory)
     except (TierstoreError, OSError) as error:
         logger.warning("what further ranks had in %s stays there: %s", directories[0], error)
