@@ -276,6 +276,9 @@ def main(jobs_path: str, results_path: str) -> None:
         torch.save(results, results_path)
     if "RANK" in os.environ:
         torch.distributed.destroy_process_group()
+        # Threads of gloo go on, and one that lets go of a tensor while the interpreter ends
+        # aborts the process: pytorch/pytorch#179291.
+        os._exit(0)
 
 
 if __name__ == "__main__":
