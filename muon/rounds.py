@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 import tierstore
 from muon import newton_schulz
 
+UNEVEN_MAX = 1.1
+"""What a rank may have to do, of the mean, before ranks that have no part of a matrix help out.
+
+It is sent whole to these and back, which takes less time than its Newton-Schulz."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMatrix:
@@ -65,9 +70,10 @@ def assign_owners(
     """Return which rank orthogonalizes each matrix, and how much the ranks then have to do.
 
     A matrix that is whole on a rank is that rank's. Of the others the costliest come first,
-    each to the rank with the least to do among those that have a part of it: of equal matrices
-    the earlier one first, of equal ranks the one with the largest part, then the lowest. Give
-    it all matrices of a step at once: what comes bit by bit is balanced less well.
+    each to the rank with the least to do among those that have a part of it, or among all where
+    that rank would have more than UNEVEN_MAX: of equal matrices the earlier one first, of equal
+    ranks the one with the largest part, then the lowest. Give it all matrices of a step at once:
+    what comes bit by bit is balanced less well.
 
     Args:
         matrices: over the same ranks.
@@ -90,13 +96,15 @@ def assign_owners(
             owners[index] = rank
             sums[rank] += newton_schulz.cost(matrix.shape)
     shared = [index for index in range(len(matrices)) if index not in owners]
-    for index in sorted(shared, key=lambda index: -newton_schulz.cost(matrices[index].shape)):
-        numels = matrices[index].numels
-        _, _, rank = min(
-            (sums[rank], -numel, rank) for rank, numel in enumerate(numels) if numel > 0
-        )
+    costs = {index: newton_schulz.cost(matrices[index].shape) for index in shared}
+    most = UNEVEN_MAX * (sum(sums) + sum(costs.values())) / len(sums)
+    for index in sorted(shared, key=lambda index: -costs[index]):
+        ranks = [(sums[rank], -numel, rank) for rank, numel in enumerate(matrices[index].numels)]
+        least, _, rank = min((load, part, rank) for load, part, rank in ranks if part < 0)
+        if least + costs[index] > most:
+            _, _, rank = min(ranks)
         owners[index] = rank
-        sums[rank] += newton_schulz.cost(matrices[index].shape)
+        sums[rank] += costs[index]
     return [owners[index] for index in range(len(matrices))], sums
 
 

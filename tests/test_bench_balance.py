@@ -23,9 +23,9 @@ def test_small_run(tmp_path: Path) -> None:
     for row in rows:
         assert 1 <= row["bound"] <= row["busiest"] <= row["makespan"]
         assert f"{row['makespan']:.3f}" in done.stdout
+        assert row["busiest"] <= 1.1
         # Where elements are cut equally, matrices that are whole on a rank stay there.
         if row["partition"] != "flat":
-            assert row["busiest"] < 1.1
             assert row["makespan"] < 1.3
         if row["partition"] == "by_parameter":
             assert row["makespan"] == row["busiest"]  # Nobody waits for anybody.
