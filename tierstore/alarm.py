@@ -10,6 +10,7 @@ holds up such threads and never a caller.
 | here/<rank> | its answer: how long each of its threads has been waiting for other ranks |
 | failure | which rank failed and why; written once |
 | heard/<rank> | that rank knows the failure |
+| left/<rank> | that rank was closed, and no failure was known to it |
 | calls, accusers, answers | how many there were; the first call or accuser is for all ranks |
 """
 
@@ -108,8 +109,12 @@ class Alarm:
             absent = [rank for rank in range(self._world_size) if rank not in answers]
             if not absent:
                 return self._rank, f"lost a connection, though all ranks answer: {error}"
-            names = ", ".join(map(str, absent))
-            return absent[0], f"{ENDED}: {what}, and no answer came from rank {names}"
+            left = [rank for rank in absent if self._telling.check([f"left/{rank}"])]
+            gone = [rank for rank in absent if rank not in left]
+            if not gone:
+                return left[0], f"closed its store or exited, and rank {self._rank} still needs it"
+            names = ", ".join(map(str, gone))
+            return gone[0], f"{ENDED}: {what}, and no answer came from rank {names}"
 
         return self._accuse(what, blame)
 
@@ -217,6 +222,8 @@ class Alarm:
                 if self._telling.check([f"heard/{rank}" for rank in others]):
                     break
                 time.sleep(POLL_S)
+        else:
+            self._telling.set(f"left/{self._rank}", "")
         self._closing = True
         self._telling.set(f"call/{self._rank}", "")
 
