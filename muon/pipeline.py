@@ -119,7 +119,9 @@ class Exchanges:
             device = torch.device("cpu")
         # All cut their matrices into the same rounds, so what one has no memory for none has.
         self._gather_memory = min(ranks.training.gather(self._gather_memory))
-        process_group = ranks.new_group(range(ranks.world_size))
+        # What is on a CPU no backend of a GPU sends.
+        backend = "gloo" if device.type == "cpu" else None
+        process_group = ranks.new_group(range(ranks.world_size), backend=backend)
         assert process_group is not None
         self._exchange = Exchange(process_group, wait=ranks.wait, device=device)
 

@@ -74,10 +74,10 @@ REPLACING = Settings(
 )
 """A run that keeps one copy and commits a step more than once."""
 
-SPECIAL = {"run.erase_commits": BEGINNING}
-
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""
+
+SPECIAL = {"run.erase_commits": BEGINNING, "retention.remove_leftovers": PUBLISHING}
 
 MOVING = Settings(
     world_size=1,

@@ -158,6 +158,15 @@ def fail_to_open(job: Job) -> tuple[str, str]:
     return type(raised.value).__name__, str(raised.value)
 
 
+def fail_to_open_where(job: Job, failing: int, operation: str) -> tuple[str, str]:
+    """Open a store where an operation fails on one rank."""
+    full = tierstore.StorageError("write", path="/disk/file", errno=errno.ENOSPC)
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == failing:
+            stack.enter_context(mock.patch(operation, side_effect=full))
+        return fail_to_open(job)
+
+
 def fail_to_restore(job: Job) -> tuple[str, str]:
     _, store, optimizer = open_job(job)
     with store, pytest.raises(tierstore.TierstoreError) as raised:
@@ -238,6 +247,17 @@ def work_in_parts(job: Job, disks: tuple[int, ...]) -> tuple[int, str]:
             job, run=run / job.run.name, checkpoint=checkpoint / job.checkpoint.name
         )
     )
+
+
+def fail_to_open_in_parts(job: Job, disks: tuple[int, ...]) -> tuple[str, str]:
+    assert isinstance(job.run, Path)
+    return fail_to_open(dataclasses.replace(job, run=on_disk(job.run.parent, disks) / job.run.name))
+
+
+def work_in_turned_directories(job: Job) -> tuple[int, str]:
+    """As work(), but each rank after the first has the directories in the other order."""
+    assert isinstance(job.run, list)
+    return work(dataclasses.replace(job, run=job.run[:: -1 if dist.get_rank() else 1]))
 
 
 def fail_to_publish_in_parts(

@@ -81,6 +81,62 @@ def other_hyperparameters(key: str, value: Any) -> tuple[list[str], torch.Tensor
     return raised, parameter.detach()
 
 
+def gradient_of_one_copy(partition: str) -> tuple[list[str], torch.Tensor]:
+    """Step with a gradient on the first of three ranks only, twice, and then on all.
+
+    Returns:
+        What was raised, and the parameter at the end.
+    """
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    raised = []
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        optimizer = muon.Muon([("matrix", parameter)], store=store, partition=partition)
+        if dist.get_rank() == 0:
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(2):
+            with pytest.raises(ValueError) as caught:
+                optimizer.step()
+            raised.append(str(caught.value))
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return raised, parameter.detach()
+
+
+def move_where_one_has_no_room(directory: Path, host_memory: list[int]) -> tuple[str, bool]:
+    """Move pages of unequal sizes to disk, with enough memory for it on one of two ranks.
+
+    Returns:
+        What was raised, and whether all goes on as without a move.
+    """
+    sizes = {"a": (64, 64), "b": (32, 128), "c": (64, 64)}
+    found = []
+    for moves in (True, False):
+        named = {name: torch.nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
+        first = torch.nn.Parameter(torch.ones(20))
+        groups = [
+            {"params": [("first", first)], "algorithm": "adamw"},
+            {"params": list(named.items()), "algorithm": "muon"},
+        ]
+        store = tierstore.TierStore(
+            directory / str(moves),
+            page_bytes=4096,
+            host_memory=host_memory[dist.get_rank()] if moves else "1GiB",
+            peer_timeout=30.0,
+        )
+        with store:
+            optimizer = muon.Muon(groups, store=store)
+            for step in range(3):
+                for parameter in (first, *named.values()):
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                if moves and step == 0:
+                    with pytest.raises(tierstore.TierstoreError) as raised:
+                        store.move("nvme")
+        found.append([first, *named.values()])
+    return str(raised.value), all(map(torch.equal, *found))
+
+
 def _trained(store: tierstore.TierStore, steps: int) -> muon.Muon:
     parameter = torch.nn.Parameter(torch.ones(6, 4))
     optimizer = muon.Muon([("matrix", parameter)], store=store)

@@ -327,7 +327,12 @@ Wrong = Callable[[Here, Ranks], None]
 
 
 def fails(here: Here, ranks: Ranks) -> None:
-    ranks.fail("no room")
+    ranks.fail(OSError("no room"))
+
+
+def passes_on(here: Here, ranks: Ranks) -> None:
+    """Fail for what another rank is to blame for, and may not have said yet."""
+    ranks.fail(PeerFailed(2, "no room"))
 
 
 def dies(here: Here, ranks: Ranks) -> None:
@@ -381,7 +386,7 @@ def fail_together(here: Here) -> Failure:
     ranks = Ranks(None, timeout_s=PATIENCE_S)
     here.meet()
     reasons = [f"{name} of rank {here.rank}" for name in ("training", "commits")]
-    threads = [threading.Thread(target=ranks.fail, args=(reason,)) for reason in reasons]
+    threads = [threading.Thread(target=ranks.fail, args=(OSError(reason),)) for reason in reasons]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -396,7 +401,7 @@ def fail_without_store(here: Here) -> Failure:
     ranks = Ranks(None, timeout_s=PATIENCE_S)
     here.meet()
     here.test.recv()
-    ranks.fail("no room either")
+    ranks.fail(OSError("no room either"))
     failure = failure_of(in_gather, ranks)
     ranks.close()
     return failure
@@ -409,7 +414,7 @@ def fail_within(here: Here, members: list[int]) -> Failure | None:
     if here.rank in members:
         ranks = Ranks(part, timeout_s=PATIENCE_S)
         if here.rank == members[-1]:
-            ranks.fail("no room")
+            ranks.fail(OSError("no room"))
         failure = failure_of(in_gather, ranks)
         ranks.close()
     dist.barrier()  # Or the key-value store could be gone with its rank.
@@ -426,6 +431,19 @@ def come_late(here: Here, absent: int) -> Failure | None:
     except PeerFailed as error:
         return Failure(error.rank, error.reason, time.monotonic())
     raise AssertionError("it came")
+
+
+def meet_again(here: Here) -> list[int]:
+    """Come to the second of two meetings, or to both; the first fails."""
+    if here.rank == 0:
+        failure = come_late(here, absent=1)
+        assert failure is not None
+        assert failure.rank == 1
+    here.meet()
+    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    found = ranks.training.gather(here.rank)
+    ranks.close()
+    return found
 
 
 def interrupt(here: Here, in_gather: bool) -> str:
@@ -445,5 +463,7 @@ def interrupt(here: Here, in_gather: bool) -> str:
             ranks.wait(dist.all_reduce(torch.ones(1), group=group, async_op=True))
     except KeyboardInterrupt as error:
         raised = type(error).__name__
+    if here.rank == 1:  # It would be a call behind the other, which is told why instead.
+        assert failure_of(in_commit, ranks).rank == 1
     ranks.close()
     return raised

@@ -58,7 +58,7 @@ HARMLESS = {
     "fsync in commit.write_durably, called by commit.mark_dirty": (
         "harmless: a mark that is damaged refuses as one that is not"
     ),
-    "fsync in commit.write_durably, called by run.open_run: too late": (
+    "fsync in commit.write_durably, called by run.open_run.<lambda>: too late": (
         "harmless: nothing needs the identity before a commit"
     ),
     "in run.erase, called": "harmless: the new identity is synced next, and with it all this",

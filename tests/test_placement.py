@@ -72,6 +72,12 @@ def test_the_smallest_budget_is_named() -> None:
         place(sizes, Budget(host_memory=10 * SECTOR_BYTES - 1, device_memory=0, buffers=None))
     smallest = place(sizes, Budget(host_memory=10 * SECTOR_BYTES, device_memory=0, buffers=None))
     assert smallest.buffers == 2
+    # Pages that are to stream need buffers, though all of them might rest in less.
+    sizes = [5 * SECTOR_BYTES, SECTOR_BYTES]
+    budget = Budget(host_memory=6 * SECTOR_BYTES, device_memory=0, buffers=None)
+    with pytest.raises(BudgetError, match=f"host_memory={10 * SECTOR_BYTES} or more"):
+        place_all(sizes, budget, Tier.NVME)
+    assert set(place(sizes, budget).tiers) == {Tier.HOST}
 
 
 def test_pages_that_rest_are_spread_over_the_sweep() -> None:

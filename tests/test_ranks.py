@@ -242,6 +242,22 @@ def test_a_part_of_the_world_fails_with_ranks_of_its_own() -> None:
     assert [(failure.rank, failure.reason) for failure in failures] == [(1, "no room")] * 2
 
 
+def test_who_passes_on_a_failure_is_not_to_blame() -> None:
+    args = (1, programs.passes_on, programs.in_gather, programs.PATIENCE_S, True)
+    with running(programs.go_wrong, 3, *args) as job:
+        job.meet()
+        job.receive(1)
+        for rank in (0, 2):
+            failure = job.receive(rank)
+            assert (failure.rank, failure.reason) == (2, "no room")
+
+
+def test_ranks_meet_after_one_did_not_come() -> None:
+    with running(programs.meet_again, 2) as job:
+        job.meet()
+        assert job.results() == [[0, 1]] * 2
+
+
 def test_all_raise_that_a_rank_did_not_come_at_all() -> None:
     with running(programs.come_late, 3, 1) as job:
         began = time.monotonic()

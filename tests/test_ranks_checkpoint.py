@@ -19,7 +19,7 @@ from tests.publishing import assert_equal, digests, names_in, pages_of, read_wit
 from tests.rank_checkpoints import EXTRA, Job, paged
 from tests.rank_pool import RankPool
 from tests.verifying import flip, reseal
-from tierstore.checkpoint.publish import publish_run
+from tierstore.checkpoint.publish_run import publish_run
 from tierstore.checkpoint.report import Fault
 from tierstore.checkpoint.summary import summarize
 from tierstore.checkpoint.verify import verify

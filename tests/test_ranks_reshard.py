@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tierstore
 import tierstore.run
@@ -19,14 +22,13 @@ from tests import crashing, rank_checkpoints
 from tests.publishing import assert_equal, names_in, tensors_in
 from tests.rank_checkpoints import EXTRA, Job, paged
 from tests.rank_pool import RankPool
+from tests.resharding import RESUMED, WORK, assert_run, job_of
 from tests.toy import contents
 from tests.verifying import reseal
 from tierstore.checkpoint import whole_run
-from tierstore.checkpoint.publish import publish_run
+from tierstore.checkpoint.publish_run import publish_run
 from tierstore.checkpoint.verify import verify
-
-WORK = "tests.rank_checkpoints:work"
-RESUMED = {"resume": True, "reshard": True}
+from tierstore.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +43,9 @@ def root(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def job_of(directory: Path, layout: str, *steps: int, **options: Any) -> Job:
-    return Job(
-        run=directory / "run",
-        layout=layout,
-        steps=steps,
-        dtype=torch.bfloat16,
-        awkward=False,
-        **options,
-    )
-
-
 def copied(root: Path, directory: Path) -> Path:
     shutil.copytree(root / "run", directory / "run")
     return directory
-
-
-def assert_run(run: Path, ranks: int) -> None:
-    assert names_in(run) == [f"rank-{rank:05d}" for rank in range(ranks)]
-    assert verify(run).faults == ()
 
 
 def test_on_fewer_and_on_more_ranks(root: Path, pool: RankPool, tmp_path: Path) -> None:
@@ -136,10 +122,10 @@ def test_what_cannot_be_removed_is_told(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is in nobody's way."""
-    directory = copied(root, tmp_path)
-    elsewhere = (directory / "run" / "rank-00002").rename(tmp_path / "elsewhere")
+    directory = left_on_the_way(root, tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(root / "run" / "rank-00002", elsewhere)
     (directory / "run" / "rank-00002").symlink_to(elsewhere)
-    publish_run(root / "run", directory / "run" / "resharded")
     job = job_of(directory, "copies", 1, store={"overwrite": True})
     assert rank_checkpoints.work(job) == (0, "None")
     assert "rank-00002 is a symbolic link" in caplog.text
@@ -159,14 +145,20 @@ def test_after_a_job_of_more_ranks_that_committed_nothing(pool: RankPool, tmp_pa
     assert_run(tmp_path / "run", 3)
 
 
-def test_what_was_committed_by_further_ranks_stays(root: Path, tmp_path: Path) -> None:
-    """And whoever needs the place is told that it is there."""
+@pytest.mark.parametrize("options", [{"resume": True}, RESUMED])
+def test_a_directory_of_some_ranks_only(
+    options: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    """Nothing is begun anew beside what others have committed, unless that is asked for."""
     directory = copied(root, tmp_path)
     shutil.rmtree(directory / "run" / "rank-00000")
-    job = job_of(directory, "copies", 1, store=RESUMED)
+    before = needed(directory / "run")
+    with pytest.raises(tierstore.RunDirectoryError, match="rank 0 finds commits of rank 1 in"):
+        rank_checkpoints.work(job_of(directory, "copies", 1, store=options))
+    assert needed(directory / "run") == before
+    job = job_of(directory, "copies", 1, store={"overwrite": True})
     assert rank_checkpoints.work(job) == (0, "None")
-    assert (directory / "run" / "rank-00002" / "commit-0000000003").exists()
-    assert rank_checkpoints.work(job_of(directory, "copies", store=RESUMED)) == (1, "None")
+    assert_run(directory / "run", 1)
 
 
 def test_commits_that_do_not_belong_together(root: Path, pool: RankPool, tmp_path: Path) -> None:
@@ -190,29 +182,6 @@ def needed(run: Path) -> dict[str, bytes | None]:
     return {path: data for path, data in contents(run).items() if not path.endswith(".next")}
 
 
-def test_a_run_in_several_directories(pool: RankPool, tmp_path: Path) -> None:
-    """Also where they are somewhere else by now, and to more ranks and back."""
-    disks = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    paths = [disk / "run" for disk in disks]
-    job = dataclasses.replace(job_of(tmp_path, "rows", 1), run=paths)
-    assert pool.run(3, WORK, job) == [(0, "None")] * 3
-    moved = tmp_path / "moved" / "run"
-    moved.parent.mkdir()
-    paths = [paths[0], paths[1].rename(moved)]
-    for began, ranks in enumerate((2, 3, 1), start=1):
-        options = {"run": paths, "steps": (began + 1,), "store": RESUMED, "seed": 5}
-        checkpoint = tmp_path / f"checkpoint-{ranks}"
-        again = dataclasses.replace(job, checkpoint=checkpoint, **options)
-        assert [step for step, _ in pool.run(ranks, WORK, again)] == [began] * ranks
-        for path in paths:
-            assert names_in(path) == [f"rank-{rank:05d}" for rank in range(ranks)]
-        assert verify(paths[0]).faults == ()
-        expected = paged(tensors_in(checkpoint))
-    alone = job_of(tmp_path / "alone", "copies", 1, 2, 3, 4, checkpoint=tmp_path / "alone-4")
-    rank_checkpoints.work(alone)
-    assert_equal(expected, paged(tensors_in(tmp_path / "alone-4")))
-
-
 def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> None:
     """Both are as they were."""
     runs = []
@@ -227,22 +196,46 @@ def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> 
     assert all(verify(run).good for run in runs)
 
 
-def test_directories_in_any_order(pool: RankPool, tmp_path: Path) -> None:
-    """With as many ranks, with others, and after a job that was stopped on the way."""
-    paths = [tmp_path / name / "run" for name in ("a", "b")]
-    job = dataclasses.replace(job_of(tmp_path, "rows", 1, 2), run=paths)
-    pool.run(2, WORK, job)
-    turned = dataclasses.replace(job, run=paths[::-1], steps=(), store=RESUMED)
-    assert pool.run(2, WORK, turned) == [(2, "None")] * 2
-    turned = dataclasses.replace(turned, layout="copies")
-    with pytest.raises(tierstore.CheckpointError, match="has no tensor"):
-        rank_checkpoints.work(dataclasses.replace(turned, bias_of_head=True))
-    assert (paths[0] / "resharded").exists()
-    with pytest.raises(tierstore.RunDirectoryError, match="another number of ranks when the"):
-        rank_checkpoints.work(dataclasses.replace(turned, store={"resume": True}))
-    assert rank_checkpoints.work(turned) == (2, "None")
-    for path in paths:
-        assert names_in(path) == ["rank-00000"]
+@pytest.mark.parametrize(
+    ("failing", "operation"),
+    [(1, "tierstore.run.write_durably"), (0, "tierstore.checkpoint.whole_run.remove_surplus")],
+)
+def test_one_rank_that_cannot_begin(
+    failing: int, operation: str, pool: RankPool, tmp_path: Path
+) -> None:
+    """All are told why."""
+    job = job_of(tmp_path, "rows", 1)
+    found = pool.run(3, "tests.rank_checkpoints:fail_to_open_where", job, failing, operation)
+    kinds = [kind for kind, _ in found]
+    assert kinds.pop(failing) == "StorageError"
+    assert kinds == ["PeerFailed"] * 2
+    assert all("No space left" in text for _, text in found)
+    assert pool.run(3, WORK, job) == [(0, "None")] * 3
+
+
+def test_one_rank_that_cannot_restore(root: Path, pool: RankPool, tmp_path: Path) -> None:
+    """All are told why, long before they would give it up."""
+    run = copied(root, tmp_path) / "run"
+    for page in (run / "rank-00001").glob("page-*"):
+        damaged = bytearray(page.read_bytes())
+        damaged[600] ^= 1
+        page.write_bytes(damaged)
+    job = job_of(tmp_path, "rows", store={"resume": True})
+    found = pool.run(3, "tests.rank_checkpoints:fail_to_restore", job)
+    assert [kind for kind, _ in found] == ["PeerFailed", "CorruptionError", "PeerFailed"]
+    assert all("checksum" in text for _, text in found), found
+
+
+def test_stopped_in_its_first_commit(pool: RankPool, tmp_path: Path) -> None:
+    """There is nothing to go on from on other ranks, and it says so."""
+    pool.run(2, WORK, job_of(tmp_path, "rows", 1))
+    (tmp_path / "run" / "rank-00000" / "commit-0000000001").unlink()
+    for ranks in (1, 3):
+        job = job_of(tmp_path, "rows", 1, store=RESUMED)
+        for _, text in pool.run(ranks, "tests.rank_checkpoints:fail_to_open", job):
+            assert "no step was committed by all ranks of" in text
+            assert "start over with overwrite=True" in text
+    assert pool.run(2, WORK, job_of(tmp_path, "rows", store=RESUMED)) == [(0, "None")] * 2
 
 
 def test_in_use_on_the_way(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +266,99 @@ def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:
     job = job_of(directory, "copies", 1, store={"overwrite": True})
     assert rank_checkpoints.work(job) == (0, "None")
     assert not (directory / "run" / "resharded").exists()
+
+
+def left_on_the_way(root: Path, directory: Path) -> Path:
+    """A run that was about to go on with one rank when the job ended."""
+    job = job_of(copied(root, directory), "copies", store=RESUMED)
+    rank_checkpoints.open_job(job)[1].close()
+    assert (directory / "run" / "resharded").exists()
+    return directory
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "checkpoint"])
+def test_the_commands_say_where_it_is(command: str, root: Path, tmp_path: Path) -> None:
+    run = left_on_the_way(root, tmp_path) / "run"
+    arguments = [command, str(run), *([str(tmp_path / "out")] if command == "checkpoint" else [])]
+    assert "is in the checkpoint resharded in it" in CliRunner().invoke(app, arguments).stderr
+    assert CliRunner().invoke(app, ["verify", str(run / "resharded")]).exit_code == 0
+
+
+def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
+    """It is the user's: nothing takes it for what reshard=True left, or removes it."""
+    directory = copied(root, tmp_path)
+    taken = directory / "run" / "resharded"
+    with pytest.raises(tierstore.CheckpointError, match='whose name is not "resharded"'):
+        publish_run(directory / "run", taken)
+    publish_run(directory / "run", tmp_path / "out")
+    taken.mkdir()
+    (taken / "notes").write_text("mine")
+    for _ in range(2):
+        for options in ({"resume": True}, RESUMED, {}):
+            with pytest.raises(tierstore.RunDirectoryError, match="move it somewhere else"):
+                rank_checkpoints.work(job_of(directory, "copies", store=options))
+        assert names_in(directory / "run") == [*(f"rank-0000{n}" for n in range(3)), "resharded"]
+        assert verify(directory / "run").good
+        shutil.rmtree(taken)
+        shutil.copytree(tmp_path / "out", taken)
+    shutil.rmtree(taken)
+    assert rank_checkpoints.work(job_of(directory, "copies", store=RESUMED)) == (3, repr(EXTRA))
+
+
+def test_what_cannot_be_removed_afterwards(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so, the run has begun, and it goes when it can."""
+    left_on_the_way(root, tmp_path)
+    (tmp_path / "run" / "resharded" / "strange").mkdir()
+    job = job_of(tmp_path, "copies", store=RESUMED)
+    assert rank_checkpoints.work(job) == (3, repr(EXTRA))
+    assert "what reshard=True does not need any more stays" in caplog.text
+    (left,) = (tmp_path / "run").glob(".resharded.tmp-*")
+    (left / "strange").rmdir()
+    assert rank_checkpoints.work(job) == (3, repr(EXTRA))
+    assert_run(tmp_path / "run", 1)
+
+
+def test_a_restore_on_the_way_that_fails(root: Path, tmp_path: Path) -> None:
+    """It says how nothing is lost."""
+    left_on_the_way(root, tmp_path)
+    _, store, optimizer = rank_checkpoints.open_job(job_of(tmp_path, "copies", store=RESUMED))
+    broken = tierstore.StorageError("read", path="/disk/page", errno=errno.EIO)
+    with store:
+        with (
+            mock.patch("tierstore.checkpoint.load.CheckpointSource.fill", side_effect=broken),
+            pytest.raises(tierstore.StorageError),
+        ):
+            optimizer.restore()
+        with pytest.raises(tierstore.RunDirectoryError, match="start the job again with resume"):
+            optimizer.restore()
+    assert rank_checkpoints.work(job_of(tmp_path, "copies", store=RESUMED)) == (3, repr(EXTRA))
+
+
+def test_older_commits_are_gone_for_good_before_the_newest(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power loss could bring back one whose pages were overwritten since."""
+    directory = copied(root, tmp_path)
+    removed: list[set[str]] = [set()]
+    unlink, fsync = os.unlink, os.fsync
+
+    def note(path: Any, **options: Any) -> None:
+        unlink(path, **options)
+        removed[-1] |= {name for name in [os.path.basename(path)] if name.startswith("commit-")}
+
+    def separate(descriptor: int) -> None:
+        fsync(descriptor)
+        removed.append(set())
+
+    assert len(list((directory / "run" / "rank-00000").glob("commit-*"))) == 2
+    monkeypatch.setattr(os, "unlink", note)
+    monkeypatch.setattr(os, "fsync", separate)
+    _, store, _ = rank_checkpoints.open_job(job_of(directory, "copies", store=RESUMED))
+    store.close()
+    order = [names for names in removed if names]
+    assert order == [{"commit-0000000002"}, {"commit-0000000003"}] * 3
 
 
 @pytest.mark.parametrize(

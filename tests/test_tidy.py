@@ -49,6 +49,7 @@ TABLE: tuple[tuple[int, frozenset[str]], ...] = (
     (3, frozenset({"spread"})),
     (3, frozenset({"states", "sweep"})),
     (3, frozenset({"checkpoint", "history"})),
+    (3, frozenset({"opening"})),
     (4, frozenset({"paged"})),
     (4, frozenset({"store"})),
     (5, frozenset({"plan", "testing"})),

@@ -89,11 +89,11 @@ class Alarm:
         """What every rank raises from now on, or None."""
         return None if self._failure is None else PeerFailed(*self._failure)
 
-    def tell(self, reason: str) -> None:
-        """Say why this rank cannot go on, unless another said so first. Never raises."""
+    def tell(self, culprit: int, reason: str) -> None:
+        """Say which rank cannot go on and why, unless another did so first. Never raises."""
 
         def tell() -> None:
-            self._publish(self._rank, reason)
+            self._publish(culprit, reason)
             self._call_all()
 
         if self._store_answers:

@@ -71,6 +71,7 @@ def inspect(path: _Place, as_json: _AsJson = False) -> None:
     with _exit_codes(as_json):
         from tierstore.checkpoint.summary import summarize
 
+        _tell_of_reshard(path)
         summary = summarize(path)
         if as_json:
             _write_json(dataclasses.asdict(summary))
@@ -88,6 +89,7 @@ def verify(path: _Place, as_json: _AsJson = False) -> None:
     with _exit_codes(as_json):
         from tierstore.checkpoint import verify as verifying
 
+        _tell_of_reshard(path)
         with _progress("checked") as on_progress:
             report = verifying.verify(path, on_progress)
         if as_json:
@@ -112,8 +114,9 @@ def checkpoint(
     and take no further space; on another one they are copied.
     """
     with _exit_codes(as_json):
-        from tierstore.checkpoint.publish import publish_run
+        from tierstore.checkpoint.publish_run import publish_run
 
+        _tell_of_reshard(run)
         with _progress("copied") as on_progress:
             publication = publish_run(run, out, on_progress=on_progress)
             publication.wait()
@@ -179,6 +182,18 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     task = progress.add_task(what, total=None)
     with progress:
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _tell_of_reshard(run: Path) -> None:
+    """Say on stderr where else a run may be that was taken apart for other ranks."""
+    from tierstore.directories import RESHARDED_NAME
+
+    if (run / RESHARDED_NAME).exists():
+        sys.stderr.write(
+            f"tierstore: {_plain(str(run))} was about to go on with another number of ranks: what "
+            f"it lacks is in the checkpoint {RESHARDED_NAME} in it. Open it with resume=True and "
+            "reshard=True to go on.\n"
+        )
 
 
 # ------------------------------------------------------------------------ what is printed

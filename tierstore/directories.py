@@ -23,7 +23,10 @@ logger = logging.getLogger("tierstore")
 
 RESHARDED_NAME = "resharded"
 """In a run directory, the checkpoint that a run on other ranks begins from, until it has a commit
-of its own."""
+of its own. No other checkpoint may have this name."""
+
+RESHARDED_REMOVED = f".{RESHARDED_NAME}.tmp-"
+"""How its names begin before it is whole, and while it is removed."""
 
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -73,6 +76,23 @@ def open_directories(
     return DealtStorage(parts, measure, overwrite=overwrite)
 
 
+def in_order(directories: Sequence[Path]) -> list[Path]:
+    """Return directories as the run that is in them has them, if one is.
+
+    The first has what is not dealt, and what a run on other ranks is to begin from.
+
+    Raises:
+        StorageError, CorruptionError: what says so cannot be read.
+    """
+
+    def place(directory: Path) -> tuple[int, bool]:
+        path = rank_directory(directory, 0) / DEALING_NAME
+        index = Dealing.from_bytes(get_file(path), str(path)).index if path.exists() else 0
+        return index, not left_by_reshard(directory)
+
+    return sorted(directories, key=place)
+
+
 def open_run_directory(directory: Path, rank: int) -> Storage:
     """Open what one rank has in a run that is there, given its first directory alone.
 
@@ -94,6 +114,15 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
             )
         directories += [Path(other).parent for other in dealing.directories[1:]]
     return open_directories(directories, rank, page_bytes=SECTOR_BYTES)
+
+
+def left_by_reshard(directory: Path) -> list[str]:
+    """Return what a directory has of the checkpoint, whole or not, that such a run begins from."""
+    if not directory.is_dir():
+        return []
+    starts = (RESHARDED_NAME, RESHARDED_REMOVED)
+    names = (name for name in os.listdir(directory) if name.startswith(starts))
+    return [name for name in names if name == RESHARDED_NAME or name.startswith(starts[1])]
 
 
 def _compare(paths: Sequence[Path]) -> None:

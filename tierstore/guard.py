@@ -20,7 +20,7 @@ logger = logging.getLogger("tierstore")
 class Guard:
     """The condition of one store, asked before every call."""
 
-    def __init__(self, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         """Make the condition of a new store.
 
         Args:
@@ -45,7 +45,7 @@ class Guard:
         """Let nothing but restore() and close() work from now on."""
         self.failure = error
         logger.error("the store failed: %r", error)
-        self._on_failure(str(error) or type(error).__name__)
+        self._on_failure(error)
 
     @contextlib.contextmanager
     def failing(self, *, interrupts: bool) -> Iterator[None]:

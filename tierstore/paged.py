@@ -137,7 +137,7 @@ class PagedStates:
         shared = agreement.share_groups(
             self._ranks,
             groups,
-            earlier=[each.shared for each in self._subgroups if each.shared is not None],
+            earlier=self._shared,
             first_group=len(self._groups),
             page_bytes=self._page_bytes,
         )
@@ -219,7 +219,7 @@ class PagedStates:
             raise ValueError(f"window must be from 1 to {self._window_max}, got {window}")
         self._place_again()
         self._compare_values()
-        present = agreement.names_with_gradient(self._sharers, self._groups, self._specs)
+        present = agreement.with_gradient(self._sharers, self._groups, self._specs, self._shared)
         self._changes.warn(wait=True)
         if self._commit_is_due():
             self._begin_commit()
@@ -380,17 +380,16 @@ class PagedStates:
     def _place(self, pages: Sequence[Page], placement: Placement) -> None:
         assert self._device is not None
         self._displaced = pages
-        device = self._device
         on_host = self._config.compute == "host"
-        stepped_on = PlainDevice() if on_host else device
+        stepped_on = PlainDevice() if on_host else self._device
         beside = mirrors_bytes(pages, self._held) if on_host else 0
         try:
             if self._mirrors is not None and self._mirrors.nbytes != beside:
                 self._mirrors.close()
                 self._mirrors = None
             self._pager.make_way(pages, placement, stepped_on, self._write)
-            if on_host and self._mirrors is None:
-                self._mirrors = Mirrors(device, beside, self._held)
+            if beside and self._mirrors is None:
+                self._mirrors = Mirrors(self._device, beside, self._held)
             self._pager.place(pages, placement, stepped_on, beside=beside, held=self._held)
         except BaseException as error:
             # In its traceback would live on what was taken so far, and it is taken anew.
@@ -449,6 +448,10 @@ class PagedStates:
             self._spread.finish()
             self._may_differ = False
 
+    @property
+    def _shared(self) -> list[SharedSubgroup]:
+        return [each.shared for each in self._subgroups if each.shared is not None]
+
     def _commit_is_due(self) -> bool:
         every = self._config.commit_every
         if self._storage is None or every is None:
@@ -457,8 +460,7 @@ class PagedStates:
 
     def _compare_values(self) -> None:
         if self._may_differ:
-            shared = [each.shared for each in self._subgroups if each.shared is not None]
-            agreement.require_same_values(self._sharers, self._groups, shared)
+            agreement.require_same_values(self._sharers, self._groups, self._shared)
             self._may_differ = False
 
     def _begin_commit(self) -> None:
@@ -487,12 +489,12 @@ class PagedStates:
         # (An interrupt may have come anywhere within the pager.)
         return alone and isinstance(error, TierstoreError) and not self._pager.lost_write
 
-    def _tell_others(self, reason: str) -> None:
+    def _tell_others(self, error: BaseException) -> None:
         if self._ranks is not None:
-            self._ranks.fail(reason)
+            self._ranks.fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self._storage:
             self._guard.fail(error)
         else:  # There is nothing to go back to, so this rank may go on; the others cannot.
-            self._tell_others(str(error) or type(error).__name__)
+            self._tell_others(error)

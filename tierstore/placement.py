@@ -95,7 +95,7 @@ def place(sizes: Sequence[int], budget: Budget) -> Placement:
             through_pool = BUFFERS_MIN * buffer_bytes
         for page in _spread(resting, aligned, budget.for_pages - through_pool):
             tiers[page] = Tier.HOST
-    return _with_pool(tiers, aligned, budget)
+    return _with_pool(tiers, aligned, budget, may_rest=True)
 
 
 def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
@@ -113,7 +113,7 @@ def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
             f"{tier.value}_memory has {limits[tier]} ({format_bytes(limits[tier])}) for them: "
             f"pass {tier.value}_memory={smallest} or more"
         )
-    return _with_pool([tier] * len(sizes), aligned, budget)
+    return _with_pool([tier] * len(sizes), aligned, budget, may_rest=False)
 
 
 def _stream_buffers(buffer_bytes: int, pages: int, budget: Budget) -> int:
@@ -144,8 +144,17 @@ def _spread(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int
     return chosen
 
 
-def _with_pool(tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget) -> Placement:
-    """Give what host memory is left to the pool."""
+def _with_pool(
+    tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget, *, may_rest: bool
+) -> Placement:
+    """Give what host memory is left to the pool.
+
+    Args:
+        tiers: where each page rests.
+        aligned: bytes of each.
+        budget: what may be used.
+        may_rest: whether with more memory all of them would rest in it, and need no pool.
+    """
     resident = sum(size for size, tier in zip(aligned, tiers, strict=True) if tier is Tier.HOST)
     moving = [size for size, tier in zip(aligned, tiers, strict=True) if tier is not Tier.HOST]
     if not moving:
@@ -159,7 +168,7 @@ def _with_pool(tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget) ->
         count = max(BUFFERS_MIN, min(count_max, wanted))
     if count > count_max:
         smallest = count * nbytes
-        if budget.buffers is None and Tier.DEVICE not in tiers:
+        if may_rest and budget.buffers is None and Tier.DEVICE not in tiers:
             smallest = min(smallest, sum(moving))  # All of them could rest in so much.
         beside = f" beside {budget.reserved} for gradients and parameters"
         raise BudgetError(

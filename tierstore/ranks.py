@@ -98,13 +98,16 @@ class Ranks:
             raise
         atexit.register(self.close)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Say why this rank cannot go on; the first reason of any rank is what all raise.
 
-        This one raises it, too. Takes milliseconds, or seconds if the key-value store does not
-        answer; never raises itself.
+        This one raises it, too. A PeerFailed says whose fault it is. Takes milliseconds, or
+        seconds if the key-value store does not answer; never raises itself.
         """
-        self._alarm.tell(reason)
+        if isinstance(error, PeerFailed):
+            self._alarm.tell(error.rank, error.reason)
+        else:
+            self._alarm.tell(self.rank, str(error) or type(error).__name__)
 
     def wait(self, work: dist.Work) -> None:
         """Block until a collective that was started with ``async_op=True`` is done.
@@ -117,11 +120,14 @@ class Ranks:
         """
         self._wait(work, "training")
 
-    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def new_group(
+        self, ranks: Sequence[int], *, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
         """Make a process group of some of the ranks; all call this, in the same order.
 
         Args:
             ranks: which, within this group.
+            backend: of torch.distributed; None is that of the default group.
 
         Returns:
             The group, closed by close(), or None on a rank that is not in it.
@@ -145,6 +151,7 @@ class Ranks:
             lambda: dist.new_group(
                 [self.global_ranks[rank] for rank in ranks],
                 timeout=self._torch_timeout,
+                backend=backend,
                 use_local_synchronization=not self._is_world,
             )
         )
@@ -178,16 +185,23 @@ class Ranks:
         """Return a key-value store of these ranks' own, after all of them came."""
         ranks = hashlib.sha256(str(self.global_ranks).encode()).hexdigest()[:16]
         store = distributed_c10d._get_default_store()
-        store = PrefixStore(f"tierstore/{ranks}", store)
-        number, last = divmod(store.add("came", 1) - 1, self.world_size)
-        store = PrefixStore(str(number), store)
+        meetings = PrefixStore(f"tierstore/{ranks}", store)
+        number = meetings.compare_set("number", "", "0").decode()
+        store = PrefixStore(number, meetings)
+
+        def end_meeting() -> None:
+            """Whoever comes from now on comes to another one."""
+            meetings.compare_set("number", number, str(int(number) + 1))
+
         store.set(f"came/{self.rank}", "")
-        if last == self.world_size - 1:
+        if store.add("came", 1) == self.world_size:
+            end_meeting()
             store.set("all came", "")
         began = time.monotonic()
         while not store.check(["all came"]):
             waited = time.monotonic() - began
             if waited > self._timeout_s:
+                end_meeting()
                 for rank in range(self.world_size):
                     if not store.check([f"came/{rank}"]):
                         reason = f"did not open its store within {self._timeout_s:g} s"
@@ -252,6 +266,11 @@ class Ranks:
                 if waited > self._timeout_s:
                     raise self._alarm.late(thread, self._timeout_s)
                 _pause(waited, _PAUSE_S_MAX)
+        except Exception:
+            raise
+        except BaseException as error:  # The others finish without it, and are a call ahead.
+            self.fail(error)
+            raise
         finally:
             del self._waiting_since[thread]
 

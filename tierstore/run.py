@@ -97,7 +97,7 @@ def open_run(
     identity = RunIdentity(
         run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
     )
-    write_durably(storage, IDENTITY_NAME, identity.to_bytes())
+    agree(peers, lambda: write_durably(storage, IDENTITY_NAME, identity.to_bytes()))
     return identity, None
 
 
@@ -163,7 +163,7 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
     if newest is None:
         raise RunDirectoryError(
             f"no step was committed by all ranks of {storages[0].location} yet, so there is none "
-            "to publish"
+            "to publish, or to go on from on other ranks: start over with overwrite=True"
         )
     for each in found:
         each.go_back_to(newest)
@@ -327,10 +327,14 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
 
 def erase_commits(storage: Storage) -> None:
     """Remove the commits of a run, before all else, so that no half of it looks whole."""
-    for name in storage.list():
-        if manifest_revision(name):
+    names = storage.list()
+    commits = sorted((revision, name) for name in names if (revision := manifest_revision(name)))
+    # The newest last: a power loss that brought back only an older one would have it gone on
+    # from, whose pages were overwritten since.
+    for doomed in (commits[:-1], commits[-1:]):
+        for _, name in doomed:
             storage.unlink(name)
-    storage.sync_directory()
+        storage.sync_directory()
 
 
 def erase(storage: Storage) -> None:

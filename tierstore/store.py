@@ -15,10 +15,11 @@ from torch import distributed as dist
 
 from tierstore.agreement import require_same_options
 from tierstore.config import StoreConfig
-from tierstore.directories import RESHARDED_NAME, open_directories, rank_directory
+from tierstore.directories import open_directories
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.fsdp import reshard
 from tierstore.manifest import Manifest
+from tierstore.opening import look_for_other_ranks, remove_other_ranks
 from tierstore.paged import PagedStates
 from tierstore.pages import check_files, check_same_model
 from tierstore.peers import Alone, Peers, agree
@@ -117,18 +118,6 @@ class TierStore(PagedStates):
         ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
         opened: list[Storage | None] = []
 
-        def look_for_other_ranks() -> str | None:
-            if peers.rank or not directories or overwrite:
-                return None
-            for each in directories:
-                rank_directory(each, 0)  # Refuses one that may not be looked into.
-            if not reshard and not any((each / RESHARDED_NAME).exists() for each in directories):
-                return None
-            from tierstore.checkpoint.reshard import begin_reshard
-
-            found = begin_reshard(directories, peers.world_size, reshard=reshard)
-            return None if found is None else str(found)
-
         def open_storages() -> None:
             if not isinstance(paths, Sequence):
                 opened.append(paths)
@@ -153,7 +142,11 @@ class TierStore(PagedStates):
         sharers: Peers = Alone() if ranks is None else peers
         try:
             require_same_options(sharers, options)
-            self._resharded = agree(sharers, look_for_other_ranks)[0]
+            self._resharded: Path | None = None
+            if directories and not overwrite:
+                self._resharded, directories = look_for_other_ranks(
+                    directories, peers, sharers, resume=resume, reshard=reshard
+                )
             agree(sharers, open_storages)
             super().__init__(opened[0], config, peers, ranks, resume=resume, overwrite=overwrite)
         except BaseException:
@@ -163,11 +156,9 @@ class TierStore(PagedStates):
         self._publication: Publication | None = None  # One that is being copied.
         if self._resharded is not None:
             self._guard.awaits_restore = True
-        elif directories and not peers.rank and not self._guard.awaits_restore:
-            from tierstore.checkpoint.whole_run import remove_surplus
-
+        elif directories and not self._guard.awaits_restore:
             try:
-                remove_surplus(directories, peers.world_size, overwrite=overwrite)
+                remove_other_ranks(directories, peers, sharers, overwrite=overwrite)
             except BaseException:
                 self._close(synchronize=False)
                 raise
@@ -344,18 +335,22 @@ class TierStore(PagedStates):
 
         agree(self._peers, check)
         self._guard.awaits_restore = True  # Until all of the below is done.
-        self._pager.abandon(self._pages)
-        self._place_again()
-        restore_parameters(self._pager, self._pages, manifest.pages)
-        self._spread_all()
-        self._commits.go_on_from(manifest)
-        self._history.go_on_from(manifest, self._groups)
-        self._allocate(storage, self._pages)
+        try:
+            self._pager.abandon(self._pages)
+            self._place_again()
+            restore_parameters(self._pager, self._pages, manifest.pages)
+            self._spread_all()
+            self._commits.go_on_from(manifest)
+            self._history.go_on_from(manifest, self._groups)
+            self._allocate(storage, self._pages)
+        except BaseException as error:
+            self._tell_others(error)
+            raise
         self._guard.awaits_restore = False
         self._guard.failure = None
         return manifest.step
 
-    def _reshard(self, storage: Storage, checkpoint: str) -> int:
+    def _reshard(self, storage: Storage, checkpoint: Path) -> int:
         """Begin from what the run was on other ranks, and commit it before that is removed."""
         from tierstore.checkpoint.whole_run import end_reshard
 
@@ -368,7 +363,7 @@ class TierStore(PagedStates):
             raise
         self._history.annotate(self.extra)
         self.synchronize()
-        run = Path(checkpoint).parent
+        run = checkpoint.parent
         agree(self._peers, lambda: None if self._peers.rank else end_reshard(run))
         self._resharded = None
         return step
@@ -377,9 +372,11 @@ class TierStore(PagedStates):
         from tierstore.checkpoint.load import CheckpointSource
 
         if self._guard.awaits_restore or self._history.step or self._guard.failure:
+            todo = "go on with restore() alone, or name another directory, or pass overwrite=True"
+            if self._resharded is not None:  # It failed when it was begun.
+                todo = "nothing is lost, start the job again with resume=True and reshard=True"
             raise RunDirectoryError(
-                "a checkpoint begins a new run, and this one has steps already: go on with "
-                "restore() alone, or name another directory, or pass overwrite=True"
+                f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
         sources: list[CheckpointSource] = []
 
@@ -414,6 +411,12 @@ class TierStore(PagedStates):
         target = Tier(tier)
         if target is Tier.NVME:
             self._require_storage('move("nvme")')
+
+        def plan() -> None:
+            if self._device is not None:
+                self._placement(self._pages, self._device.device, target)
+
+        agree(self._sharers, plan)  # Before any of them moves a page.
         agree(self._sharers, lambda: self._bring_to(target))
         self._tier = target
         self._agree_on_window()
@@ -476,8 +479,8 @@ class TierStore(PagedStates):
         The last step may lack its ``extra`` and the learning rates of the scheduler. A
         checkpoint that is being copied is waited for; if that fails, the log says so.
         """
-        if kind is not None:
-            self._tell_others(str(error) or kind.__name__)
+        if error is not None:
+            self._tell_others(error)
         self._close(synchronize=kind is None)
 
     def _finish_publication(self) -> None:

@@ -23,13 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from tierstore.checkpoint.contents import ModelContents, Names, plain_names
-from tierstore.checkpoint.coverage import coverage_faults
+from tierstore.checkpoint.contents import ModelContents, Names
 from tierstore.checkpoint.files import (
     MARKER_NAME,
     METADATA_NAME,
@@ -46,21 +44,18 @@ from tierstore.checkpoint.retention import (
     retain,
     temporary_prefix,
 )
-from tierstore.checkpoint.verify import kind_of
-from tierstore.checkpoint.whole_run import whole_run
+from tierstore.directories import RESHARDED_NAME
 from tierstore.errors import (
     CheckpointError,
-    CorruptionError,
     RunDirectoryError,
     StorageError,
     TierstoreError,
 )
 from tierstore.manifest import Manifest, seal
 from tierstore.page import PageLayout
-from tierstore.peers import Alone, Peers, agree
+from tierstore.peers import Peers, agree
 from tierstore.publication import Publication
-from tierstore.run import find_whole_run
-from tierstore.storage.base import Folder, Storage
+from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")
 
@@ -78,6 +73,8 @@ class Committed:
     """Says what of the model is in no page, and the names of what is."""
     model_prefix: str
     """What stands before the names of the model: ends in a dot, or is empty."""
+    for_reshard: bool = False
+    """Whether it is what reshard=True begins from, whose name nothing else may have."""
 
     def __post_init__(self) -> None:
         if self.model_prefix and not re.fullmatch(r"[^.]+\.", self.model_prefix):
@@ -131,65 +128,6 @@ def publish(
     return publishing.publication
 
 
-def publish_run(
-    run: Path, out: Path, *, on_progress: Callable[[int, int], None] = lambda copied, total: None
-) -> Publication:
-    """Publish the committed step of a run that nobody uses; see publish().
-
-    It holds what is paged: the rest of the model is not in a run.
-
-    Raises:
-        CheckpointError: ``run`` holds no run, not all of its ranks, or this user may not read
-            it; or as in publish().
-        RunDirectoryError: nothing was committed, or the directory cannot be used.
-        RunLockedError: a process uses the run.
-        StorageError, CorruptionError: as in publish().
-    """
-    if kind_of(run) != "run":
-        raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
-    with whole_run([run], find_others=True) as storages:
-        return publish_whole(list(storages.values()), out, on_progress=on_progress)
-
-
-def publish_whole(
-    storages: Sequence[Storage],
-    out: Path,
-    *,
-    on_progress: Callable[[int, int], None] = lambda copied, total: None,
-) -> Publication:
-    """Publish the committed step of a run whose locked directories are all here.
-
-    Raises:
-        RunDirectoryError: they are not all of one run, or it has no committed step.
-        CorruptionError: the ranks have committed what does not belong together.
-        CheckpointError, StorageError, CorruptionError: as in publish().
-    """
-    found = find_whole_run(storages)
-    for place, what in coverage_faults([manifest for _, manifest in found]):
-        raise CorruptionError(f"{storages[0].location} and beside it: {place} {what}")
-    commits = [
-        RankCommit(
-            storage=storage,
-            manifest=manifest,
-            layouts=layouts_of(manifest),
-            # Whoever goes on with the run allocates them.
-            provide_spares=lambda names: None,
-        )
-        for storage, manifest in found
-    ]
-    groups = [group for commit in commits for group in commit.manifest.groups]
-    names = plain_names(dict.fromkeys(spec.name for group in groups for spec in group))
-    committed = Committed(
-        peers=Alone(),
-        commits=commits,
-        contents=lambda: ModelContents(names=names, unpaged={}),
-        model_prefix="model.",
-    )
-    publication = publish(committed, os.fspath(out), on_progress=on_progress)
-    publication.wait()
-    return publication
-
-
 class _Publishing:
     def __init__(
         self,
@@ -241,10 +179,11 @@ class _Publishing:
                 f"keep_last must be at least 1, or None for all; got {self._keep_last!r}"
             )
         folder, self._name = os.path.split(os.path.abspath(self._path))
-        if not self._name or self._name.startswith((".", "rank-")):
+        is_reserved = self._name == RESHARDED_NAME and not self._committed.for_reshard
+        if not self._name or self._name.startswith((".", "rank-")) or is_reserved:
             raise CheckpointError(
-                f"{self._path!r} cannot name a checkpoint: give a directory whose name begins "
-                'neither with a dot nor with "rank-"'
+                f"{self._path!r} cannot name a checkpoint: give a directory whose name is not "
+                f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
             )
         if not self._committed.commits:
             raise CheckpointError("there is no step to publish yet: do one first")

@@ -11,10 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.checkpoint.commits import Rank, newest_commit, read_ranks
-from tierstore.checkpoint.publish import publish_whole
+from tierstore.checkpoint.publish_run import publish_whole
 from tierstore.checkpoint.reading import Reader
-from tierstore.checkpoint.whole_run import end_reshard, in_order, remove_ranks, whole_run
-from tierstore.directories import RESHARDED_NAME
+from tierstore.checkpoint.whole_run import (
+    end_reshard,
+    has_resharded,
+    remove_ranks,
+    whole_run,
+)
+from tierstore.directories import RESHARDED_NAME, left_by_reshard
 from tierstore.errors import RunDirectoryError
 from tierstore.run import erase_commits, find_whole_run
 
@@ -25,7 +30,7 @@ def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool
     One rank calls this before any of them opens the run.
 
     Args:
-        directories: those of all ranks, in any order; the run may be absent.
+        directories: those of all ranks, in order; the run may be absent.
         world_size: number of ranks that go on with it.
         reshard: whether they may, if it had another.
 
@@ -38,10 +43,9 @@ def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool
         RunDirectoryError, RunLockedError, CheckpointError, StorageError, CorruptionError: the
             run cannot be published, see publish_run(). It is as it was.
     """
-    directories = in_order(directories)
     run = directories[0]
     checkpoint = run / RESHARDED_NAME
-    if not checkpoint.exists() and not (reshard and _is_of_others(run, world_size)):
+    if not left_by_reshard(run) and not (reshard and _is_of_others(run, world_size)):
         return None
     with whole_run(directories) as storages:  # Nobody else changes anything from here on.
         ranks = read_ranks(Reader(run))
@@ -50,9 +54,10 @@ def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool
             end_reshard(run)  # What it led to has a commit, or it was not begun from.
             if not reshard or of_run == world_size:
                 return None
-            publish_whole(list(storages.values()), checkpoint)
-        elif not checkpoint.exists():
-            find_whole_run(list(storages.values()))  # Says what it lacks.
+            publish_whole(list(storages.values()), checkpoint, for_reshard=True)
+        elif not has_resharded(run):
+            if reshard:
+                find_whole_run(list(storages.values()))  # Says what it lacks.
             return None
         elif not reshard:
             raise RunDirectoryError(
@@ -74,11 +79,9 @@ def _world_size_of(ranks: Sequence[Rank]) -> int | None:
 
 
 def _is_of_others(run: Path, world_size: int) -> bool:
-    """Return whether the first rank has commits of a run of another number of ranks."""
-    return run.exists() and any(
-        rank.rank == 0
-        and rank.commits
-        and rank.identity is not None
-        and rank.identity.world_size != world_size
-        for rank in read_ranks(Reader(run))
-    )
+    """Return whether the first rank is of a run of others, of which any rank has commits."""
+    ranks = read_ranks(Reader(run)) if run.exists() else []
+    found = [(rank.identity, rank.commits) for rank in ranks if rank.identity]
+    if not found or found[0][0].rank or found[0][0].world_size == world_size:
+        return False
+    return any(commits for other, commits in found if other.run_id == found[0][0].run_id)

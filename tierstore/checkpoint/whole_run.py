@@ -6,20 +6,23 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tierstore.checkpoint.files import MARKER_NAME
 from tierstore.checkpoint.retention import remove
-from tierstore.dealing import DEALING_NAME, Dealing
 from tierstore.directories import (
     RESHARDED_NAME,
+    RESHARDED_REMOVED,
+    left_by_reshard,
     open_directories,
     open_run_directory,
     rank_directory,
 )
-from tierstore.errors import TierstoreError
-from tierstore.manifest import manifest_revision
+from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
+from tierstore.manifest import manifest_revision, unseal
 from tierstore.run import LOCK_TIMEOUT_S, erase, erase_commits
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder
@@ -33,7 +36,11 @@ _RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
 @contextlib.contextmanager
 def whole_run(
-    directories: Sequence[Path], *, find_others: bool = False, first_rank: int = 0
+    directories: Sequence[Path],
+    *,
+    find_others: bool = False,
+    first_rank: int = 0,
+    overwrite: bool = False,
 ) -> Iterator[dict[int, Storage]]:
     """Open and lock what ranks have in a run; yield it by rank, in order.
 
@@ -42,6 +49,7 @@ def whole_run(
         find_others: whether only the first of them is given, and the others are where they
             were when they were last used.
         first_rank: leave those before it alone.
+        overwrite: whether all of it is going to be removed, whatever it is of.
 
     Raises:
         RunDirectoryError, RunLockedError, StorageError, CorruptionError: it cannot be used, or
@@ -55,24 +63,12 @@ def whole_run(
             if find_others:
                 storages[rank] = open_run_directory(directories[0], rank)
             else:
-                storages[rank] = open_directories(directories, rank, page_bytes=SECTOR_BYTES)
+                storages[rank] = open_directories(
+                    directories, rank, page_bytes=SECTOR_BYTES, overwrite=overwrite
+                )
             opened.callback(storages[rank].close)
             storages[rank].lock(LOCK_TIMEOUT_S)
         yield storages
-
-
-def in_order(directories: Sequence[Path]) -> list[Path]:
-    """Return directories with the one that has what is not dealt first, if a run is in them.
-
-    Raises:
-        StorageError, CorruptionError: what says so cannot be read.
-    """
-
-    def index(directory: Path) -> int:
-        place = rank_directory(directory, 0) / DEALING_NAME
-        return Dealing.from_bytes(get_file(place), str(place)).index if place.exists() else 0
-
-    return sorted(directories, key=index)
 
 
 def remove_ranks(directories: Sequence[Path], storages: dict[int, Storage]) -> None:
@@ -92,12 +88,43 @@ def remove_ranks(directories: Sequence[Path], storages: dict[int, Storage]) -> N
                 shutil.rmtree(folder)
 
 
+def has_resharded(run: Path) -> bool:
+    """Return whether there is the checkpoint that a run on other ranks begins from.
+
+    Raises:
+        RunDirectoryError: something else has its name.
+    """
+    place = run / RESHARDED_NAME
+    if not place.exists():
+        return False
+    try:
+        marker = unseal("checkpoint", get_file(place / MARKER_NAME), f"{place}/{MARKER_NAME}")
+    except TierstoreError as error:
+        marker = {"name": error}
+    if marker["name"] != RESHARDED_NAME:
+        raise RunDirectoryError(
+            f"{place} is not what reshard=True leaves under this name, but {marker['name']}: move "
+            "it somewhere else"
+        )
+    return True
+
+
 def end_reshard(run: Path) -> None:
-    """Remove the checkpoint, if there is one."""
-    if (run / RESHARDED_NAME).exists():
-        folder = LocalFolder(run)
-        remove(folder, RESHARDED_NAME)
+    """Remove that checkpoint, if there is one.
+
+    Raises:
+        RunDirectoryError, StorageError: it is something else, or keeps its name.
+    """
+    folder = LocalFolder(run)
+    if has_resharded(run):
+        # First out of the way, so that no part of it is taken for the whole.
+        folder.rename(RESHARDED_NAME, f"{RESHARDED_REMOVED}{secrets.token_hex(4)}")
         folder.sync_children()
+    for name in left_by_reshard(run):
+        try:
+            remove(folder, name)
+        except StorageError as error:
+            logger.warning("what reshard=True does not need any more stays: %s", error)
 
 
 def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: bool) -> None:
@@ -111,13 +138,14 @@ def remove_surplus(directories: Sequence[Path], world_size: int, *, overwrite: b
         overwrite: whether also what they had committed, and what reshard=True left.
 
     Raises:
-        StorageError: what reshard=True left could not be removed, and would be taken for the run.
+        RunDirectoryError, StorageError: what reshard=True left keeps its name, and would be taken
+            for the run.
     """
     if overwrite:
         for directory in directories:
             end_reshard(directory)
     try:
-        with whole_run(directories, first_rank=world_size) as storages:
+        with whole_run(directories, first_rank=world_size, overwrite=overwrite) as storages:
             removed = {
                 rank: storage
                 for rank, storage in storages.items()

@@ -1,0 +1,102 @@
+"""What the ranks of a job find out together before they open a run, so that none is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstore.directories import in_order, left_by_reshard, rank_directory
+from tierstore.errors import RunDirectoryError
+from tierstore.manifest import manifest_revision
+from tierstore.peers import Peers, agree
+
+
+def look_for_other_ranks(
+    directories: Sequence[Path], peers: Peers, sharers: Peers, *, resume: bool, reshard: bool
+) -> tuple[Path | None, list[Path]]:
+    """Return a checkpoint to begin from instead of a run, and the directories in one order.
+
+    Args:
+        directories: those of a run that is not going to be overwritten, in any order.
+        peers: all ranks, which call this together.
+        sharers: those of them that share their parameters with this one.
+        resume: whether the run is gone on with.
+        reshard: whether it may have been one of another number of ranks.
+
+    Raises:
+        RunDirectoryError: a directory cannot be used, or has commits of a rank that is not
+            started where they are; or as in begin_reshard().
+        PeerFailed: any of this on another rank.
+    """
+    given = list(map(os.path.abspath, directories))
+
+    def look() -> tuple[str | None, list[str]]:
+        if peers.rank:
+            return None, given
+        for each in directories:
+            rank_directory(each, 0)  # Refuses one that may not be looked into.
+        ordered = in_order(list(map(Path, given)))
+        found = None
+        if reshard or any(map(left_by_reshard, ordered)):
+            from tierstore.checkpoint.reshard import begin_reshard
+
+            found = begin_reshard(ordered, peers.world_size, reshard=reshard)
+        return None if found is None else str(found), list(map(str, ordered))
+
+    checkpoint, ordered = agree(sharers, look)[0]
+    if checkpoint is None and resume:
+        _require_ranks_where_they_were(directories, peers)
+    if sorted(ordered) != sorted(given):
+        ordered = given  # This rank has a disk of its own, under another path.
+    return None if checkpoint is None else Path(checkpoint), list(map(Path, ordered))
+
+
+def remove_other_ranks(
+    directories: Sequence[Path], peers: Peers, sharers: Peers, *, overwrite: bool
+) -> None:
+    """Remove what jobs of more ranks left where a new run begins; see remove_surplus()."""
+
+    def remove() -> None:
+        from tierstore.checkpoint.whole_run import remove_surplus
+
+        if peers.rank == 0:
+            remove_surplus(directories, peers.world_size, overwrite=overwrite)
+
+    agree(sharers, remove)
+
+
+def _require_ranks_where_they_were(directories: Sequence[Path], peers: Peers) -> None:
+    """Refuse to begin anew, or to mix, where commits are on a disk that their rank is not on."""
+    found = agree(peers, lambda: _ranks_with_commits(directories, peers.rank))
+    none_is_there = not any(rank in own for rank, own in enumerate(found))
+    for finder, ranks in enumerate(found):
+        for rank in ranks:
+            here = rank < len(found)
+            if rank not in found[rank] if here else none_is_there:
+                names = ", ".join(map(str, directories))
+                raise RunDirectoryError(
+                    f"rank {finder} finds commits of rank {rank} in {names}, and "
+                    + (f"rank {rank} does not" if here else "no rank of this job finds its own")
+                    + ": start each rank on the machine and with the directories that it had, or "
+                    "pass overwrite=True to begin anew"
+                )
+
+
+def _ranks_with_commits(directories: Sequence[Path], rank: int) -> list[int]:
+    """Return this rank if it has commits, else all others that have some here."""
+    folders = [path for each in directories if each.is_dir() for path in each.iterdir()]
+    ranks = {
+        path: int(match[1])
+        for path in folders
+        if (match := re.fullmatch(r"rank-(\d{5})", path.name)) and not path.is_symlink()
+    }
+    own = [path for path, other in ranks.items() if other == rank]
+    if any(map(_has_commits, own)):
+        return [rank]
+    return sorted({other for path, other in ranks.items() if _has_commits(path)})
+
+
+def _has_commits(folder: Path) -> bool:
+    return folder.is_dir() and any(map(manifest_revision, os.listdir(folder)))
