@@ -81,28 +81,6 @@ def other_hyperparameters(key: str, value: Any) -> tuple[list[str], torch.Tensor
     return raised, parameter.detach()
 
 
-def gradient_of_one_copy(partition: str) -> tuple[list[str], torch.Tensor]:
-    """Step with a gradient on the first of three ranks only, twice, and then on all.
-
-    Returns:
-        What was raised, and the parameter at the end.
-    """
-    parameter = torch.nn.Parameter(torch.ones(6, 4))
-    raised = []
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
-        optimizer = muon.Muon([("matrix", parameter)], store=store, partition=partition)
-        if dist.get_rank() == 0:
-            parameter.grad = torch.ones_like(parameter)
-        for _ in range(2):
-            with pytest.raises(ValueError) as caught:
-                optimizer.step()
-            raised.append(str(caught.value))
-            assert torch.equal(parameter, torch.ones_like(parameter))
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    return raised, parameter.detach()
-
-
 def move_where_one_has_no_room(directory: Path, host_memory: list[int]) -> tuple[str, bool]:
     """Move pages of unequal sizes to disk, with enough memory for it on one of two ranks.
 

@@ -81,7 +81,7 @@ class Case:
     first: int = 1
     last: int = STEPS
     absent_on: tuple[int, ...] = ()
-    """Ranks that have no gradients at every third step, but of scalars: all ranks hold these."""
+    """Ranks that have no gradients at every third step."""
 
     def store_options(self, rank: int) -> dict[str, Any]:
         """Return the options of TierStore for a rank."""
@@ -351,9 +351,8 @@ def train(case: Case) -> Trained:
         if resume:
             assert optimizer.restore() == case.first - 1
         for step in range(case.first, case.last + 1):
-            gradients = whole_gradients(case.shapes, step, case.uniform)
-            if step % 3 == 0 and rank in case.absent_on:
-                gradients = {name: each for name, each in gradients.items() if not each.ndim}
+            absent = step % 3 == 0 and rank in case.absent_on
+            gradients = {} if absent else whole_gradients(case.shapes, step, case.uniform)
             model.set_gradients(gradients)
             optimizer.step()
         return trained_by(model, optimizer, issued, states=case.last == STEPS)

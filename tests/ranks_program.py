@@ -335,6 +335,10 @@ def passes_on(here: Here, ranks: Ranks) -> None:
     ranks.fail(PeerFailed(2, "no room"))
 
 
+def passes_on_from_elsewhere(here: Here, ranks: Ranks) -> None:
+    ranks.fail(PeerFailed(2, "no room"), of_others=True)
+
+
 def dies(here: Here, ranks: Ranks) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -440,6 +444,23 @@ def meet_again(here: Here) -> list[int]:
         assert failure is not None
         assert failure.rank == 1
     here.meet()
+    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    found = ranks.training.gather(here.rank)
+    ranks.close()
+    return found
+
+
+def interrupted_meeting(here: Here) -> list[int]:
+    """Come to the second of two meetings, or to both; an interrupt ends the first."""
+    if here.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            Ranks(None, timeout_s=PATIENCE_S)
+        except KeyboardInterrupt:
+            here.meet()
+    else:
+        here.meet()
     ranks = Ranks(None, timeout_s=PATIENCE_S)
     found = ranks.training.gather(here.rank)
     ranks.close()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -242,18 +244,28 @@ def test_a_part_of_the_world_fails_with_ranks_of_its_own() -> None:
     assert [(failure.rank, failure.reason) for failure in failures] == [(1, "no room")] * 2
 
 
-def test_who_passes_on_a_failure_is_not_to_blame() -> None:
-    args = (1, programs.passes_on, programs.in_gather, programs.PATIENCE_S, True)
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (programs.passes_on, (2, "no room")),
+        # Its number may be another rank's in this group.
+        (programs.passes_on_from_elsewhere, (1, "rank 2 failed: no room")),
+    ],
+)
+def test_who_passes_on_a_failure(wrong: Wrong, told: tuple[int, str]) -> None:
+    args = (1, wrong, programs.in_gather, programs.PATIENCE_S, True)
     with running(programs.go_wrong, 3, *args) as job:
         job.meet()
         job.receive(1)
         for rank in (0, 2):
             failure = job.receive(rank)
-            assert (failure.rank, failure.reason) == (2, "no room")
+            assert (failure.rank, failure.reason) == told
 
 
-def test_ranks_meet_after_one_did_not_come() -> None:
-    with running(programs.meet_again, 2) as job:
+@pytest.mark.parametrize("program", [programs.meet_again, programs.interrupted_meeting])
+def test_ranks_meet_again(program: Callable[..., Any]) -> None:
+    """After one did not come in time, or another did not wait for it."""
+    with running(program, 2) as job:
         job.meet()
         assert job.results() == [[0, 1]] * 2
 

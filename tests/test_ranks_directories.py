@@ -28,7 +28,8 @@ def test_ranks_on_the_disks_of_others(
     job = job_of(tmp_path, "rows", 3, checkpoint=tmp_path / "later", store=resumed)
     refused = pool.run(3, "tests.rank_checkpoints:fail_to_open_in_parts", job, disks)
     for _, text in refused:
-        assert f"rank {finder} finds commits of rank {lost}" in text
+        place = tmp_path / f"disk-{disks[finder]}" / "run"
+        assert f"rank {finder} finds commits of rank {lost} in {place}, " in text
         assert f"rank {lost} does not: start each rank on the machine" in text
     assert pool.run(3, parts, job, (0, 1, 2)) == [(2, repr(EXTRA))] * 3
 
@@ -74,19 +75,33 @@ def test_directories_in_any_order(pool: RankPool, tmp_path: Path) -> None:
         assert names_in(path) == ["rank-00000"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "overwrite"), [(2, False), (3, False), (3, True)])
 def test_ranks_deal_over_directories_in_one_order(
-    ranks: int, pool: RankPool, tmp_path: Path
+    ranks: int, overwrite: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     """Whichever order each was given, as the run begins or goes on with more ranks."""
     paths = [tmp_path / name / "run" for name in ("a", "b")]
-    job = dataclasses.replace(job_of(tmp_path, "rows", 1), run=paths)
+    begins = {"overwrite": overwrite}
+    job = dataclasses.replace(job_of(tmp_path, "rows", 1, store=begins), run=paths)
     pool.run(2, "tests.rank_checkpoints:work_in_turned_directories", job)
     turned = dataclasses.replace(job, run=paths[::-1], steps=(2,), store=RESUMED)
     assert pool.run(ranks, WORK, turned) == [(1, "None")] * ranks
     assert verify(paths[0]).faults == ()
     turned = dataclasses.replace(turned, layout="copies")
     assert rank_checkpoints.work(turned) == (2, "None")
+
+
+def test_a_path_that_goes_up_from_a_link(tmp_path: Path) -> None:
+    """It is the system's to follow: the same directory as for any other call."""
+    (tmp_path / "real" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "below")
+    path = tmp_path / "link" / ".." / "run"
+    job = dataclasses.replace(job_of(tmp_path, "copies", 1), run=path)
+    assert rank_checkpoints.work(job) == (0, "None")
+    job = dataclasses.replace(job, store={"resume": True})
+    assert rank_checkpoints.work(job) == (1, "None")
+    assert names_in(tmp_path / "real" / "run") == ["rank-00000"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_overwritten_in_one_of_its_directories(pool: RankPool, tmp_path: Path) -> None:

@@ -56,19 +56,6 @@ def test_different_hyperparameters(pool: RankPool, key: str, value: object, mess
         assert torch.equal(found, parameter)
 
 
-@pytest.mark.parametrize("partition", ["by_parameter", "flat"])
-def test_a_gradient_that_some_copies_lack(pool: RankPool, partition: str) -> None:
-    """Taken for zeros there, it would be lost, or half of it."""
-    parameter = torch.nn.Parameter(torch.ones(6, 4))
-    parameter.grad = torch.ones_like(parameter)
-    muon.Muon([("matrix", parameter)]).step()
-    message = "ranks [0] have a gradient of 'matrix', and ranks [1, 2], which hold the same"
-    for raised, found in pool.run(3, "tests.rank_refusals:gradient_of_one_copy", partition):
-        assert len(raised) == 2
-        assert all(message in text for text in raised)
-        assert torch.equal(found, parameter)
-
-
 def test_a_move_that_one_rank_has_no_room_for(pool: RankPool, tmp_path: Path) -> None:
     """No rank moves anything."""
     memory = [94300, 60000]

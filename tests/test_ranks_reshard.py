@@ -26,7 +26,7 @@ from tests.resharding import RESUMED, WORK, assert_run, job_of
 from tests.toy import contents
 from tests.verifying import reseal
 from tierstore.checkpoint import whole_run
-from tierstore.checkpoint.publish_run import publish_run
+from tierstore.checkpoint.publish_run import publish_run, publish_whole
 from tierstore.checkpoint.verify import verify
 from tierstore.cli import app
 
@@ -280,8 +280,16 @@ def left_on_the_way(root: Path, directory: Path) -> Path:
 def test_the_commands_say_where_it_is(command: str, root: Path, tmp_path: Path) -> None:
     run = left_on_the_way(root, tmp_path) / "run"
     arguments = [command, str(run), *([str(tmp_path / "out")] if command == "checkpoint" else [])]
-    assert "is in the checkpoint resharded in it" in CliRunner().invoke(app, arguments).stderr
+    assert "it is in the checkpoint resharded in it" in CliRunner().invoke(app, arguments).stderr
     assert CliRunner().invoke(app, ["verify", str(run / "resharded")]).exit_code == 0
+
+
+def test_the_commands_know_when_it_means_nothing(root: Path, tmp_path: Path) -> None:
+    run = copied(root, tmp_path) / "run"
+    with whole_run.whole_run([run]) as storages:
+        publish_whole(list(storages.values()), run / "resharded", for_reshard=True)
+    done = CliRunner().invoke(app, ["verify", str(run)])
+    assert (done.exit_code, done.stderr) == (0, "")
 
 
 def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
@@ -294,7 +302,7 @@ def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
     taken.mkdir()
     (taken / "notes").write_text("mine")
     for _ in range(2):
-        for options in ({"resume": True}, RESUMED, {}):
+        for options in ({"resume": True}, RESUMED, {}, {"overwrite": True}):
             with pytest.raises(tierstore.RunDirectoryError, match="move it somewhere else"):
                 rank_checkpoints.work(job_of(directory, "copies", store=options))
         assert names_in(directory / "run") == [*(f"rank-0000{n}" for n in range(3)), "resharded"]
@@ -333,6 +341,8 @@ def test_a_restore_on_the_way_that_fails(root: Path, tmp_path: Path) -> None:
             optimizer.restore()
         with pytest.raises(tierstore.RunDirectoryError, match="start the job again with resume"):
             optimizer.restore()
+        with pytest.raises(tierstore.RunDirectoryError, match=r"go on with restore\(\) alone"):
+            optimizer.restore(checkpoint=tmp_path / "run" / "resharded")
     assert rank_checkpoints.work(job_of(tmp_path, "copies", store=RESUMED)) == (3, repr(EXTRA))
 
 

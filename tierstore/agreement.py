@@ -93,11 +93,8 @@ def share_groups(
     ]
 
 
-def with_gradient(
-    peers: Peers,
-    groups: Sequence[PagedGroup],
-    specs: Mapping[str, ParameterSpec],
-    shared: Sequence[SharedSubgroup],
+def names_with_gradient(
+    peers: Peers, groups: Sequence[PagedGroup], specs: Mapping[str, ParameterSpec]
 ) -> frozenset[str]:
     """Return the parameters of which any rank has a gradient, after checking all of them.
 
@@ -105,11 +102,9 @@ def with_gradient(
         peers: all ranks, which call this together.
         groups: the groups, the same on all of them.
         specs: what the parameters were when they were attached, by name.
-        shared: the subgroups that they are cut into; none where there is one rank.
 
     Raises:
-        ValueError: a parameter or gradient does not fit, only some of the ranks that hold the
-            same elements have a gradient of them, or the ranks have different
+        ValueError: a parameter or gradient does not fit, or the ranks have different
             hyperparameters; the message names the first.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """
@@ -130,19 +125,6 @@ def with_gradient(
     if len(set(digests)) > 1:
         _refuse_hyperparameters(peers, groups)
     found = functools.reduce(operator.or_, gradients)
-    if any(of_rank != found for of_rank in gradients):
-        names = {member.name: index for index, member in enumerate(members)}
-        for shard in (shard for subgroup in shared for shard in subgroup.shards):
-            index = names[shard.spec.name]
-            for ranks in shard.parameter.holding.replicas():
-                have = [rank for rank in ranks if gradients[rank] >> index & 1]
-                if have and len(have) < len(ranks):
-                    raise ValueError(
-                        f"ranks {have} have a gradient of {shard.spec.name!r}, and ranks "
-                        f"{sorted(set(ranks) - set(have))}, which hold the same elements, have "
-                        "none: reduce gradients over the ranks before the step, or set those to "
-                        "zeros that a rank has none of"
-                    )
     return frozenset(member.name for index, member in enumerate(members) if found >> index & 1)
 
 

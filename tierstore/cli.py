@@ -185,14 +185,16 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _tell_of_reshard(run: Path) -> None:
-    """Say on stderr where else a run may be that was taken apart for other ranks."""
+    """Say on stderr where a run is that was taken apart for other ranks."""
+    from tierstore.checkpoint.commits import newest_commit, read_ranks
+    from tierstore.checkpoint.reading import Reader
     from tierstore.directories import RESHARDED_NAME
 
-    if (run / RESHARDED_NAME).exists():
+    if (run / RESHARDED_NAME).exists() and newest_commit(read_ranks(Reader(run))) is None:
         sys.stderr.write(
-            f"tierstore: {_plain(str(run))} was about to go on with another number of ranks: what "
-            f"it lacks is in the checkpoint {RESHARDED_NAME} in it. Open it with resume=True and "
-            "reshard=True to go on.\n"
+            f"tierstore: {_plain(str(run))} was about to go on with another number of ranks: it is "
+            f"in the checkpoint {RESHARDED_NAME} in it. Open it with resume=True and reshard=True "
+            "to go on.\n"
         )
 
 

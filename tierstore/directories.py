@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,10 @@ of its own. No other checkpoint may have this name."""
 
 RESHARDED_REMOVED = f".{RESHARDED_NAME}.tmp-"
 """How its names begin before it is whole, and while it is removed."""
+
+_LEFT_BY_RESHARD = re.compile(
+    rf"{RESHARDED_NAME}|{re.escape(RESHARDED_REMOVED)}[0-9a-f]{{8}}(-[0-9a-f]{{8}})?"
+)
 
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -118,11 +122,9 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
 
 def left_by_reshard(directory: Path) -> list[str]:
     """Return what a directory has of the checkpoint, whole or not, that such a run begins from."""
-    if not directory.is_dir():
-        return []
-    starts = (RESHARDED_NAME, RESHARDED_REMOVED)
-    names = (name for name in os.listdir(directory) if name.startswith(starts))
-    return [name for name in names if name == RESHARDED_NAME or name.startswith(starts[1])]
+    with looking_into(directory):
+        names = os.listdir(directory) if directory.is_dir() else []
+    return [name for name in names if _LEFT_BY_RESHARD.fullmatch(name)]
 
 
 def _compare(paths: Sequence[Path]) -> None:
@@ -149,7 +151,7 @@ def rank_directory(directory: Path, rank: int) -> Path:
             someone else, lies in memory, or holds something that is not a run.
     """
     path = directory / f"rank-{rank:05d}"
-    try:
+    with looking_into(directory):
         if path.is_symlink():
             raise RunDirectoryError(
                 f"{path} is a symbolic link: remove it, or name another directory"
@@ -160,12 +162,19 @@ def rank_directory(directory: Path, rank: int) -> Path:
         if directory.exists() and not path.exists():
             _check_empty(directory)
         _check_filesystem(directory)
+    return path
+
+
+@contextlib.contextmanager
+def looking_into(directory: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a RunDirectoryError that says what to do."""
+    try:
+        yield
     except OSError as error:
         raise RunDirectoryError(
-            f"{directory} cannot be looked into: {error.strerror} (errno {error.errno}); make "
-            "it accessible for this user, or name another directory"
+            f"{error.filename or directory} cannot be looked into: {error.strerror} (errno "
+            f"{error.errno}); make it accessible for this user, or name another directory"
         ) from error
-    return path
 
 
 def _check_empty(directory: Path) -> None:

@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierstore.directories import in_order, left_by_reshard, rank_directory
+from tierstore.directories import in_order, left_by_reshard, looking_into, rank_directory
 from tierstore.errors import RunDirectoryError
 from tierstore.manifest import manifest_revision
 from tierstore.peers import Peers, agree
 
 
 def look_for_other_ranks(
-    directories: Sequence[Path], peers: Peers, sharers: Peers, *, resume: bool, reshard: bool
+    directories: Sequence[Path],
+    peers: Peers,
+    sharers: Peers,
+    *,
+    resume: bool,
+    reshard: bool,
+    overwrite: bool,
 ) -> tuple[Path | None, list[Path]]:
     """Return a checkpoint to begin from instead of a run, and the directories in one order.
 
     Args:
-        directories: those of a run that is not going to be overwritten, in any order.
+        directories: those of the run, in any order.
         peers: all ranks, which call this together.
         sharers: those of them that share their parameters with this one.
         resume: whether the run is gone on with.
         reshard: whether it may have been one of another number of ranks.
+        overwrite: whether it is going to be removed.
 
     Raises:
         RunDirectoryError: a directory cannot be used, or has commits of a rank that is not
             started where they are; or as in begin_reshard().
         PeerFailed: any of this on another rank.
     """
-    given = list(map(os.path.abspath, directories))
+    given = [str(each.absolute()) for each in directories]
 
     def look() -> tuple[str | None, list[str]]:
         if peers.rank:
             return None, given
         for each in directories:
             rank_directory(each, 0)  # Refuses one that may not be looked into.
+        if overwrite:
+            from tierstore.checkpoint.whole_run import has_resharded
+
+            for each in directories:
+                has_resharded(each)  # Refuses what is not to be removed.
+            return None, given
         ordered = in_order(list(map(Path, given)))
         found = None
         if reshard or any(map(left_by_reshard, ordered)):
@@ -46,10 +58,10 @@ def look_for_other_ranks(
         return None if found is None else str(found), list(map(str, ordered))
 
     checkpoint, ordered = agree(sharers, look)[0]
-    if checkpoint is None and resume:
-        _require_ranks_where_they_were(directories, peers)
     if sorted(ordered) != sorted(given):
         ordered = given  # This rank has a disk of its own, under another path.
+    if checkpoint is None and resume and sharers.world_size == peers.world_size:
+        _require_ranks_where_they_were(ordered, peers)
     return None if checkpoint is None else Path(checkpoint), list(map(Path, ordered))
 
 
@@ -67,36 +79,37 @@ def remove_other_ranks(
     agree(sharers, remove)
 
 
-def _require_ranks_where_they_were(directories: Sequence[Path], peers: Peers) -> None:
+def _require_ranks_where_they_were(directories: Sequence[str], peers: Peers) -> None:
     """Refuse to begin anew, or to mix, where commits are on a disk that their rank is not on."""
     found = agree(peers, lambda: _ranks_with_commits(directories, peers.rank))
     none_is_there = not any(rank in own for rank, own in enumerate(found))
     for finder, ranks in enumerate(found):
-        for rank in ranks:
+        for rank, place in ranks.items():
             here = rank < len(found)
             if rank not in found[rank] if here else none_is_there:
-                names = ", ".join(map(str, directories))
                 raise RunDirectoryError(
-                    f"rank {finder} finds commits of rank {rank} in {names}, and "
+                    f"rank {finder} finds commits of rank {rank} in {place}, and "
                     + (f"rank {rank} does not" if here else "no rank of this job finds its own")
                     + ": start each rank on the machine and with the directories that it had, or "
                     "pass overwrite=True to begin anew"
                 )
 
 
-def _ranks_with_commits(directories: Sequence[Path], rank: int) -> list[int]:
-    """Return this rank if it has commits, else all others that have some here."""
-    folders = [path for each in directories if each.is_dir() for path in each.iterdir()]
-    ranks = {
-        path: int(match[1])
-        for path in folders
-        if (match := re.fullmatch(r"rank-(\d{5})", path.name)) and not path.is_symlink()
-    }
-    own = [path for path, other in ranks.items() if other == rank]
-    if any(map(_has_commits, own)):
-        return [rank]
-    return sorted({other for path, other in ranks.items() if _has_commits(path)})
+def _ranks_with_commits(directories: Sequence[str], rank: int) -> dict[int, str]:
+    """Return where this rank has commits, or else all others that have some here."""
+    found = {}
+    for directory in map(Path, directories):
+        with looking_into(directory):
+            if _has_commits(directory / f"rank-{rank:05d}"):
+                return {rank: str(directory)}  # The others need no look, which takes each a while.
+            for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
+                match = re.fullmatch(r"rank-(\d{5})", folder.name)
+                if match and _has_commits(folder):
+                    found[int(match[1])] = str(directory)
+    return found
 
 
 def _has_commits(folder: Path) -> bool:
-    return folder.is_dir() and any(map(manifest_revision, os.listdir(folder)))
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return any(manifest_revision(path.name) for path in folder.iterdir())

@@ -219,7 +219,7 @@ class PagedStates:
             raise ValueError(f"window must be from 1 to {self._window_max}, got {window}")
         self._place_again()
         self._compare_values()
-        present = agreement.with_gradient(self._sharers, self._groups, self._specs, self._shared)
+        present = agreement.names_with_gradient(self._sharers, self._groups, self._specs)
         self._changes.warn(wait=True)
         if self._commit_is_due():
             self._begin_commit()

@@ -98,13 +98,17 @@ class Ranks:
             raise
         atexit.register(self.close)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
         """Say why this rank cannot go on; the first reason of any rank is what all raise.
 
-        This one raises it, too. A PeerFailed says whose fault it is. Takes milliseconds, or
-        seconds if the key-value store does not answer; never raises itself.
+        This one raises it, too. Takes milliseconds, or seconds if the key-value store does not
+        answer; never raises itself.
+
+        Args:
+            error: why. A PeerFailed says whose fault it is.
+            of_others: whether that may be a rank of another group, with a number there.
         """
-        if isinstance(error, PeerFailed):
+        if isinstance(error, PeerFailed) and not of_others:
             self._alarm.tell(error.rank, error.reason)
         else:
             self._alarm.tell(self.rank, str(error) or type(error).__name__)
@@ -198,15 +202,18 @@ class Ranks:
             end_meeting()
             store.set("all came", "")
         began = time.monotonic()
-        while not store.check(["all came"]):
-            waited = time.monotonic() - began
-            if waited > self._timeout_s:
-                end_meeting()
-                for rank in range(self.world_size):
-                    if not store.check([f"came/{rank}"]):
-                        reason = f"did not open its store within {self._timeout_s:g} s"
-                        raise PeerFailed(rank, reason)
-            _pause(waited, _MEETING_PAUSE_S_MAX)
+        try:
+            while not store.check(["all came"]):
+                waited = time.monotonic() - began
+                if waited > self._timeout_s:
+                    came = [store.check([f"came/{rank}"]) for rank in range(self.world_size)]
+                    reason = f"did not open its store within {self._timeout_s:g} s"
+                    # If all came, one of them ended before it could say so.
+                    raise PeerFailed(came.index(False) if False in came else self.rank, reason)
+                _pause(waited, _MEETING_PAUSE_S_MAX)
+        except BaseException:
+            end_meeting()
+            raise
         return store
 
     def _channel(self, thread: str, store: Store) -> Channel:

@@ -132,20 +132,20 @@ class TierStore(PagedStates):
                 )
             )
 
+        modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
         options = {
             "page_bytes": config.page_bytes,
             "commit_every": commit_every,
-            "resume": resume,
-            "reshard": reshard,
-            "overwrite": overwrite,
+            "number of directories": len(directories),
+            **modes,
         }
         sharers: Peers = Alone() if ranks is None else peers
         try:
             require_same_options(sharers, options)
             self._resharded: Path | None = None
-            if directories and not overwrite:
+            if directories:
                 self._resharded, directories = look_for_other_ranks(
-                    directories, peers, sharers, resume=resume, reshard=reshard
+                    directories, peers, sharers, **modes
                 )
             agree(sharers, open_storages)
             super().__init__(opened[0], config, peers, ranks, resume=resume, overwrite=overwrite)
@@ -373,7 +373,7 @@ class TierStore(PagedStates):
 
         if self._guard.awaits_restore or self._history.step or self._guard.failure:
             todo = "go on with restore() alone, or name another directory, or pass overwrite=True"
-            if self._resharded is not None:  # It failed when it was begun.
+            if checkpoint is self._resharded:  # That failed.
                 todo = "nothing is lost, start the job again with resume=True and reshard=True"
             raise RunDirectoryError(
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
@@ -479,8 +479,8 @@ class TierStore(PagedStates):
         The last step may lack its ``extra`` and the learning rates of the scheduler. A
         checkpoint that is being copied is waited for; if that fails, the log says so.
         """
-        if error is not None:
-            self._tell_others(error)
+        if error is not None and self._ranks is not None:
+            self._ranks.fail(error, of_others=True)
         self._close(synchronize=kind is None)
 
     def _finish_publication(self) -> None:

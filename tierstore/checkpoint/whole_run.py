@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -93,13 +94,16 @@ def has_resharded(run: Path) -> bool:
 
     Raises:
         RunDirectoryError: something else has its name.
+        StorageError: it cannot be read.
     """
     place = run / RESHARDED_NAME
-    if not place.exists():
+    if not os.path.lexists(place):
         return False
     try:
         marker = unseal("checkpoint", get_file(place / MARKER_NAME), f"{place}/{MARKER_NAME}")
     except TierstoreError as error:
+        if isinstance(error, StorageError) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
         marker = {"name": error}
     if marker["name"] != RESHARDED_NAME:
         raise RunDirectoryError(
