@@ -168,6 +168,18 @@ def test_holds_the_extra_of_the_last_commit(tmp_path: Path) -> None:
     other.store.close()
 
 
+def test_a_path_that_goes_up_from_a_link(tmp_path: Path) -> None:
+    """What is published is where whoever opens that path looks."""
+    (tmp_path / "real" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "below")
+    ours = Ours(tmp_path / "run").train(1)
+    path = tmp_path / "link" / ".." / "checkpoint"
+    ours.store.checkpoint(path)
+    ours.store.close()
+    assert (path / ".metadata").exists()
+    assert not (tmp_path / "checkpoint").exists()
+
+
 def test_commits_what_is_not_committed(tmp_path: Path) -> None:
     """A step between two commits, and states that were written after one."""
     toy = Toy(tmp_path / "run", commit_every=10)

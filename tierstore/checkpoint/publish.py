@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -178,7 +178,8 @@ class _Publishing:
             raise ValueError(
                 f"keep_last must be at least 1, or None for all; got {self._keep_last!r}"
             )
-        folder, self._name = os.path.split(os.path.abspath(self._path))
+        path = Path(self._path).absolute()  # Not abspath(): the system follows links before "..".
+        folder, self._name = str(path.parent), path.name
         is_reserved = self._name == RESHARDED_NAME and not self._committed.for_reshard
         if not self._name or self._name.startswith((".", "rank-")) or is_reserved:
             raise CheckpointError(
