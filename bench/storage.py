@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from tierstore.checksums import block_checksum
 from tierstore.errors import RunDirectoryError
+from tierstore.run.checksums import block_checksum
 from tierstore.storage import Extent, Storage, Transfer, open_storage
 from tierstore.units import align_up, format_bytes
 

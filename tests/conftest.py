@@ -10,9 +10,13 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.rank_pool import RankPool
+    from tests.support.rank_pool import RankPool
 
-pytest.register_assert_rewrite("tests.training", "tests.rank_checks", "tests.rank_order")
+pytest.register_assert_rewrite(
+    "tests.support.training",
+    "tests.rank_programs.checks",
+    "tests.rank_programs.collective_order",
+)
 
 # The tensors of most tests are small: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -24,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, a checkpoint of it, and one that DCP wrote: for all tests, to be copied."""
-    from tests.verifying import make_originals
+    from tests.support.originals import make_originals
 
     return make_originals(tmp_path_factory.mktemp("originals"))
 
@@ -32,7 +36,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Processes that are ranks of gloo groups, for all tests."""
-    from tests.rank_pool import RankPool
+    from tests.support.rank_pool import RankPool
 
     with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
         yield ranks

@@ -10,7 +10,7 @@ import torch
 
 import muon
 import tierstore
-from tests import training
+from tests.support import training
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -1,4 +1,4 @@
-"""The rules of the design that a reader of one file cannot see: levels, sizes, words.
+"""The rules of the design that a reader of one file cannot see: levels, effects, words.
 
 Each rule is a function from source text to complaints, shown first on a text that breaks
 it, then applied to every file of the repository.
@@ -15,50 +15,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES_MAX = 500
 
-# Modules of tierstore, lowest first; an import goes to an earlier row only. The number is the
-# level; rows of one level are in the order in which they may use each other.
-TABLE: tuple[tuple[int, frozenset[str]], ...] = (
-    (0, frozenset({"_native", "errors", "units"})),
-    (0, frozenset({"alarm", "channel", "peers"})),
-    (0, frozenset({"ranks"})),
-    (
-        1,
-        frozenset({"checksums", "chunks", "guard", "publication", "records", "stats", "tagged"}),
-    ),
-    (1, frozenset({"ownership", "placement"})),
-    (1, frozenset({"config", "sharding"})),
-    (1, frozenset({"holding"})),
-    (1, frozenset({"dtensors"})),
-    (1, frozenset({"groups"})),
-    (1, frozenset({"partition"})),
-    (1, frozenset({"manifest", "rank_partition"})),
-    (1, frozenset({"fsdp"})),
-    (1, frozenset({"agreement"})),
-    (1, frozenset({"dealing"})),
-    (1, frozenset({"page"})),
-    (1, frozenset({"schedule"})),
-    (2, frozenset({"storage"})),
-    (3, frozenset({"buffers", "device", "directories", "timeline"})),
-    (3, frozenset({"commit", "views"})),
-    (3, frozenset({"run", "transit"})),
-    (3, frozenset({"residency"})),
-    (3, frozenset({"mirrors"})),
-    (3, frozenset({"pages"})),
-    (3, frozenset({"spread"})),
-    (3, frozenset({"states", "sweep"})),
-    (3, frozenset({"checkpoint", "history"})),
-    (3, frozenset({"opening"})),
-    (4, frozenset({"paged"})),
-    (4, frozenset({"store"})),
-    (5, frozenset({"plan", "testing"})),
-    (6, frozenset({"cli"})),
+# The rooms of tierstore, lowest level first. An import goes to a lower level, or stays in its room.
+LEVELS = (
+    "errors units config",
+    "layout storage ranks",
+    "run testing",
+    "paging inspection",
+    "checkpoint",
+    "store paged stats",
+    "cli",
 )
-ROW_OF = {module: row for row, (_, modules) in enumerate(TABLE) for module in modules}
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
 
-# Packages whose own modules may import each other; cycles are refused everywhere.
-FAMILIES = frozenset({"storage", "checkpoint", "plan", "testing"})
+# Imports that break the rule, as (module, imported module).
+EXCEPTIONS = {
+    ("tierstore.config", "tierstore.units"),
+    ("tierstore.config", "tierstore.paging.tier_plan"),
+    ("tierstore.inspection.verify", "tierstore.checkpoint.dcp_writer"),
+    ("tierstore.run.history", "tierstore.paging.page"),
+    ("tierstore.run.history", "tierstore.paging.page_table"),
+    ("tierstore.store", "tierstore.paged"),
+    ("tierstore.store", "tierstore.stats"),
+}
 
 # Calls that do something: under `python -O` an assert around them would not.
 EFFECTS = frozenset(
@@ -93,11 +72,16 @@ def imported_names(source: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def level_complaints(name: str, source: str) -> list[str]:
+def prefixes(parts: list[str]) -> list[str]:
+    """Return ``a``, ``a.b`` and so on: what is imported is a module, or a name in one."""
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def level_complaints(name: str, source: str, exceptions: set[tuple[str, str]]) -> list[str]:
     """Return what is wrong with the imports of one module of tierstore."""
-    own = name.split(".")[1] if "." in name else None
-    if own is not None and own not in ROW_OF:
-        return [f"{name} is not in the table of tests/test_tidy.py"]
+    room = name.split(".")[1] if "." in name else None
+    if room is not None and room not in LEVEL_OF:
+        return [f"{name} is in no level of tests/test_tidy.py"]
     complaints = []
     for target in imported_names(source):
         head, *rest = target.split(".")
@@ -105,13 +89,14 @@ def level_complaints(name: str, source: str) -> list[str]:
             complaints.append(f"{name} imports {target}: tierstore never imports muon")
         elif head == "":
             complaints.append(f"{name} imports {target}: write the full name")
-        elif head == "tierstore" and own is not None:
-            if not rest or rest[0] not in ROW_OF:
-                complaints.append(f"{name} imports {target}, which is not in the table")
-            elif rest[0] == own:
-                if own not in FAMILIES and name != f"tierstore.{own}":
-                    complaints.append(f"{name} imports {target} of its own level")
-            elif ROW_OF[rest[0]] >= ROW_OF[own]:
+        elif head == "tierstore" and room is not None:
+            if not rest or rest[0] not in LEVEL_OF:
+                complaints.append(f"{name} imports {target}, which is in no level")
+            elif rest[0] == room and (ROOT / "tierstore" / room).is_dir():
+                continue  # A module of its own room; cycles are refused everywhere.
+            elif any((name, f"tierstore.{module}") in exceptions for module in prefixes(rest)):
+                continue
+            elif LEVEL_OF[rest[0]] >= LEVEL_OF[room]:
                 complaints.append(f"{name} imports {target}, which is not below it")
     return complaints
 
@@ -151,19 +136,19 @@ def public_names() -> set[str]:
 @pytest.mark.parametrize(
     ("name", "source", "complaint"),
     [
-        ("tierstore.page", "import tierstore.store", "not below"),
-        ("tierstore.page", "def f():\n    from tierstore import store", "not below"),
+        ("tierstore.layout.chunks", "import tierstore.store", "not below"),
+        ("tierstore.layout.chunks", "def f():\n    from tierstore import store", "not below"),
         ("tierstore.units", "from tierstore.errors import StorageError", "not below"),
-        ("tierstore.commit", "from tierstore.residency import Residency", "not below"),
+        ("tierstore.storage.base", "from tierstore.layout.chunks import Chunk", "not below"),
+        ("tierstore.run.committer", "from tierstore.paging.pager import Pager", "not below"),
         ("tierstore.store", "from muon import Muon", "never imports muon"),
-        ("tierstore.store", "from .page import Page", "full name"),
-        ("tierstore.store", "from tierstore import TierStore", "not in the table"),
-        ("tierstore.novelty", "", "not in the table"),
-        ("tierstore.pages.cut", "import tierstore.pages.move", "own level"),
+        ("tierstore.store", "from .units import KIB", "full name"),
+        ("tierstore.store", "from tierstore import TierStore", "in no level"),
+        ("tierstore.novelty", "", "in no level"),
     ],
 )
 def test_import_rule_sees(name: str, source: str, complaint: str) -> None:
-    (found,) = level_complaints(name, source)
+    (found,) = level_complaints(name, source, set())
     assert complaint in found
 
 
@@ -172,20 +157,27 @@ def test_import_rule_sees(name: str, source: str, complaint: str) -> None:
     [
         ("tierstore", "from tierstore.store import TierStore"),
         ("tierstore.storage.uring", "from tierstore.storage.files import Files"),
-        ("tierstore.storage", "from tierstore.storage.select import open_storage"),
-        ("tierstore.testing", "from tierstore.testing.faults import FaultyStorage"),
-        ("tierstore.residency", "import torch\nfrom tierstore.run import Run"),
+        ("tierstore.storage", "from tierstore.units import Extent"),
+        ("tierstore.testing", "from tierstore.storage.memory import MemoryStorage"),
+        ("tierstore.paging.pager", "import torch\nfrom tierstore.run.committer import Committer"),
     ],
 )
 def test_import_rule_allows(name: str, source: str) -> None:
-    assert level_complaints(name, source) == []
+    assert level_complaints(name, source, set()) == []
+
+
+def test_import_rule_allows_a_named_exception() -> None:
+    name, source = "tierstore.run.history", "from tierstore.paging.page import Page"
+    exceptions = {("tierstore.run.history", "tierstore.paging.page")}
+    assert level_complaints(name, source, set())
+    assert level_complaints(name, source, exceptions) == []
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "import tierstore.page",
-        "from tierstore.page import Page",
+        "import tierstore.layout.page_layout",
+        "from tierstore.layout.page_layout import Page",
         "from tierstore import page",
         "import tierstore\ntierstore.page.layout()",
         "from tierstore import _native",
@@ -213,7 +205,17 @@ def test_assert_rule_allows_questions() -> None:
 
 @pytest.mark.parametrize("path", python_files("tierstore"), ids=module_name)
 def test_imports_go_to_a_lower_level(path: Path) -> None:
-    assert level_complaints(module_name(path), path.read_text()) == []
+    assert level_complaints(module_name(path), path.read_text(), EXCEPTIONS) == []
+
+
+def test_every_exception_is_needed() -> None:
+    needless = set()
+    for name, imported in EXCEPTIONS:
+        source = (ROOT / (name.replace(".", "/") + ".py")).read_text()
+        complaints = level_complaints(name, source, EXCEPTIONS - {(name, imported)})
+        if not any(imported in complaint for complaint in complaints):
+            needless.add((name, imported))
+    assert needless == set()
 
 
 @pytest.mark.parametrize("package", ["tierstore", "muon"])
@@ -240,13 +242,6 @@ def test_only_public_names_of_tierstore_are_used(path: Path) -> None:
 )
 def test_no_assert_around_effects(path: Path) -> None:
     assert assert_complaints(path.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    "path", python_files("tierstore", "muon", "examples", "bench", "tests"), ids=module_name
-)
-def test_module_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LINES_MAX
 
 
 @pytest.mark.parametrize(

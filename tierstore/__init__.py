@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierstore.chunks import Chunk
+    from tierstore.checkpoint.publication import Publication
     from tierstore.errors import (
         BudgetError,
         CheckpointError,
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
         SweepError,
         TierstoreError,
     )
-    from tierstore.groups import PagedGroup, PagedParameter
-    from tierstore.peers import Peers
-    from tierstore.publication import Publication
-    from tierstore.rank_partition import SharedShard, SharedSubgroup
-    from tierstore.ranks import Ranks
+    from tierstore.layout.chunks import Chunk
+    from tierstore.layout.ownership import SharedShard, SharedSubgroup
+    from tierstore.layout.parameters import PagedGroup, PagedParameter
+    from tierstore.paging.sweep import SteppedPages
+    from tierstore.paging.views import ChunkView, PageView, ShardView
+    from tierstore.ranks.job import Ranks
+    from tierstore.ranks.peers import Peers
     from tierstore.stats import Stats
     from tierstore.store import TierStore
-    from tierstore.sweep import SteppedPages
     from tierstore.units import parse_bytes
-    from tierstore.views import ChunkView, PageView, ShardView
 
 __version__ = "0.1.0"
 
 # Imported when first asked for, so that a command that needs no torch does not wait for it.
 _MODULES = {
-    "Chunk": "chunks",
-    "ChunkView": "views",
-    "PageView": "views",
-    "PagedGroup": "groups",
-    "PagedParameter": "groups",
-    "Peers": "peers",
-    "Publication": "publication",
-    "Ranks": "ranks",
-    "SharedShard": "rank_partition",
-    "SharedSubgroup": "rank_partition",
-    "ShardView": "views",
+    "Chunk": "layout.chunks",
+    "ChunkView": "paging.views",
+    "PageView": "paging.views",
+    "PagedGroup": "layout.parameters",
+    "PagedParameter": "layout.parameters",
+    "Peers": "ranks.peers",
+    "Publication": "checkpoint.publication",
+    "Ranks": "ranks.job",
+    "SharedShard": "layout.ownership",
+    "SharedSubgroup": "layout.ownership",
+    "ShardView": "paging.views",
     "Stats": "stats",
-    "SteppedPages": "sweep",
+    "SteppedPages": "paging.sweep",
     "TierStore": "store",
     "parse_bytes": "units",
 }

@@ -25,8 +25,8 @@ from tierstore.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tierstore.checkpoint.report import Report
-    from tierstore.checkpoint.summary import Summary
+    from tierstore.inspection.report import Report
+    from tierstore.inspection.summary import Summary
 
 _BAD_DATA, _WRONG_CALL = 1, 2
 _ROWS_MAX = 40
@@ -69,7 +69,7 @@ def inspect(path: _Place, as_json: _AsJson = False) -> None:
     Reads manifests and .metadata, no pages; works while the run is in use.
     """
     with _exit_codes(as_json):
-        from tierstore.checkpoint.summary import summarize
+        from tierstore.inspection.summary import summarize
 
         _tell_of_reshard(path)
         summary = summarize(path)
@@ -87,7 +87,7 @@ def verify(path: _Place, as_json: _AsJson = False) -> None:
     Exits with 1 if anything is not as it was written.
     """
     with _exit_codes(as_json):
-        from tierstore.checkpoint import verify as verifying
+        from tierstore.inspection import verify as verifying
 
         _tell_of_reshard(path)
         with _progress("checked") as on_progress:
@@ -114,7 +114,7 @@ def checkpoint(
     and take no further space; on another one they are copied.
     """
     with _exit_codes(as_json):
-        from tierstore.checkpoint.publish_run import publish_run
+        from tierstore.checkpoint.publish_stopped import publish_run
 
         _tell_of_reshard(run)
         with _progress("copied") as on_progress:
@@ -186,9 +186,9 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def _tell_of_reshard(run: Path) -> None:
     """Say on stderr where a run is that was taken apart for other ranks."""
-    from tierstore.checkpoint.commits import newest_commit, read_ranks
-    from tierstore.checkpoint.reading import Reader
-    from tierstore.directories import RESHARDED_NAME
+    from tierstore.inspection.reader import Reader
+    from tierstore.inspection.run_reader import newest_commit, read_ranks
+    from tierstore.run.directories import RESHARDED_NAME
 
     if (run / RESHARDED_NAME).exists() and newest_commit(read_ranks(Reader(run))) is None:
         sys.stderr.write(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.placement import BUFFERS_MIN, Budget
+from tierstore.paging.tier_plan import BUFFERS_MIN, Budget
 from tierstore.units import SECTOR_BYTES
 
 

@@ -9,16 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from tierstore import agreement
-from tierstore.commit import Commits
 from tierstore.config import StoreConfig
-from tierstore.device import Device, PlainDevice, open_device
 from tierstore.errors import SweepError, TierstoreError
-from tierstore.groups import PagedGroup, ParameterSpec
-from tierstore.guard import Guard
-from tierstore.history import History
-from tierstore.mirrors import Mirrors, mirrors_bytes
-from tierstore.pages import (
+from tierstore.layout.ownership import SharedSubgroup
+from tierstore.layout.parameters import PagedGroup, ParameterSpec
+from tierstore.paging import rank_checks
+from tierstore.paging.device import Device, PlainDevice, open_device
+from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
+from tierstore.paging.page import Page
+from tierstore.paging.page_table import (
     LocalSubgroup,
     check_groups,
     create_files,
@@ -26,18 +25,25 @@ from tierstore.pages import (
     make_subgroups,
     pages_of,
 )
-from tierstore.peers import Alone, Peers, agree
-from tierstore.placement import Placement, Tier, place, place_all
-from tierstore.rank_partition import SharedSubgroup
-from tierstore.ranks import Ranks
-from tierstore.residency import Pager
-from tierstore.run import abandon_in_children, open_run
-from tierstore.spread import Spread
-from tierstore.states import agree_to_read, agree_to_write, fill_states, read_states, write_pages
+from tierstore.paging.pager import Pager
+from tierstore.paging.replication import Spread
+from tierstore.paging.sweep import Changes, SteppedPages, Sweep
+from tierstore.paging.tier_plan import Placement, Tier, place, place_all
+from tierstore.paging.views import PageView
+from tierstore.paging.whole_states import (
+    agree_to_read,
+    agree_to_write,
+    fill_states,
+    read_states,
+    write_pages,
+)
+from tierstore.ranks.job import Ranks
+from tierstore.ranks.peers import Alone, Peers, agree
+from tierstore.run.committer import Commits
+from tierstore.run.history import History
+from tierstore.run.recovery import abandon_in_children, open_run
+from tierstore.run.usability import Guard
 from tierstore.storage.base import Storage
-from tierstore.sweep import Changes, SteppedPages, Sweep
-from tierstore.transit import Page
-from tierstore.views import PageView
 
 # The matrices of one subgroup are gathered, of one computed, and of one the updates come back.
 _WINDOW_MAX = 3
@@ -134,7 +140,7 @@ class PagedStates:
             self._sharers,
             lambda: specs.update(check_groups(groups, self._specs, first_group=len(self._groups))),
         )
-        shared = agreement.share_groups(
+        shared = rank_checks.share_groups(
             self._ranks,
             groups,
             earlier=self._shared,
@@ -219,7 +225,7 @@ class PagedStates:
             raise ValueError(f"window must be from 1 to {self._window_max}, got {window}")
         self._place_again()
         self._compare_values()
-        present = agreement.names_with_gradient(self._sharers, self._groups, self._specs)
+        present = rank_checks.names_with_gradient(self._sharers, self._groups, self._specs)
         self._changes.warn(wait=True)
         if self._commit_is_due():
             self._begin_commit()
@@ -460,12 +466,12 @@ class PagedStates:
 
     def _compare_values(self) -> None:
         if self._may_differ:
-            agreement.require_same_values(self._sharers, self._groups, self._shared)
+            rank_checks.require_same_values(self._sharers, self._groups, self._shared)
             self._may_differ = False
 
     def _begin_commit(self) -> None:
         self._compare_values()
-        agreement.require_same_commit(self._sharers, self._groups, self._history.scalars)
+        rank_checks.require_same_commit(self._sharers, self._groups, self._history.scalars)
         with self._guard.failing(interrupts=True):
             for page in self._pages:
                 if page.is_changed:

@@ -13,21 +13,21 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 
-from tierstore.agreement import require_same_options
+from tierstore.checkpoint.opening import look_for_other_ranks, remove_other_ranks
+from tierstore.checkpoint.publication import Publication
 from tierstore.config import StoreConfig
-from tierstore.directories import open_directories
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
-from tierstore.fsdp import reshard
-from tierstore.manifest import Manifest
-from tierstore.opening import look_for_other_ranks, remove_other_ranks
 from tierstore.paged import PagedStates
-from tierstore.pages import check_files, check_same_model
-from tierstore.peers import Alone, Peers, agree
-from tierstore.placement import Budget, Tier
-from tierstore.publication import Publication
-from tierstore.ranks import ranks_of
-from tierstore.run import recover
-from tierstore.states import restore_parameters
+from tierstore.paging.fsdp import reshard
+from tierstore.paging.page_table import check_files, check_same_model
+from tierstore.paging.rank_checks import require_same_options
+from tierstore.paging.tier_plan import Budget, Tier
+from tierstore.paging.whole_states import restore_parameters
+from tierstore.ranks.job import ranks_of
+from tierstore.ranks.peers import Alone, Peers, agree
+from tierstore.run.directories import open_directories
+from tierstore.run.manifest import Manifest
+from tierstore.run.recovery import recover
 from tierstore.stats import Stats
 from tierstore.storage.base import Storage
 from tierstore.units import parse_bytes
@@ -248,8 +248,8 @@ class TierStore(PagedStates):
             StorageError: the disk is full, say. Nothing is left of the checkpoint.
             CorruptionError: a page that was copied is not what was committed. Likewise.
         """
-        from tierstore.checkpoint.contents import contents_of
-        from tierstore.checkpoint.page_files import RankCommit
+        from tierstore.checkpoint.model_contents import contents_of
+        from tierstore.checkpoint.page_links import RankCommit
         from tierstore.checkpoint.publish import Committed, publish
 
         self._guard.require_restored()
@@ -352,7 +352,7 @@ class TierStore(PagedStates):
 
     def _reshard(self, storage: Storage, checkpoint: Path) -> int:
         """Begin from what the run was on other ranks, and commit it before that is removed."""
-        from tierstore.checkpoint.whole_run import end_reshard
+        from tierstore.checkpoint.stopped_run import end_reshard
 
         self._guard.awaits_restore = False
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage.holding import HeldBackWrite
+from tests.support.held_transfer import HeldBackWrite
 from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
 from tierstore.storage import Extent, Storage, open_storage
 from tierstore.testing.transfers import (

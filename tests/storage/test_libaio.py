@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.storage.direct_tests import DirectStorageTests
+from tests.support.direct_suite import DirectStorageTests
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import (

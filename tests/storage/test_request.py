@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tierstore.units import SECTOR_BYTES
 
 
-@pytest.fixture(scope="module", params=["tierstore._native", "tierstore.storage.request"])
+@pytest.fixture(scope="module", params=["tierstore.storage._native", "tierstore.storage.request"])
 def decision(request: pytest.FixtureRequest) -> ModuleType:
     """Give a module that has Request: the engine in C++, which may be absent, or in Python."""
-    if request.param == "tierstore._native":
+    if request.param == "tierstore.storage._native":
         return pytest.importorskip(request.param, reason="installed without liburing")
     return importlib.import_module(request.param)
 

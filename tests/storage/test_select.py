@@ -36,7 +36,9 @@ storage.close()
 @pytest.fixture
 def native() -> Any:
     """Give the extension; skip where io_uring does not work, so that nothing can fall back."""
-    extension = pytest.importorskip("tierstore._native", reason="installed without liburing")
+    extension = pytest.importorskip(
+        "tierstore.storage._native", reason="installed without liburing"
+    )
     try:
         extension.UringEngine(1, 4096)
     except OSError as error:
@@ -84,25 +86,25 @@ def test_auto_takes_io_uring_where_it_works(
 
 
 def test_auto_takes_libaio_without_the_extension(libaio: None, tmp_path: Path) -> None:
-    done = open_without(tmp_path, "auto", "tierstore._native")
+    done = open_without(tmp_path, "auto", "tierstore.storage._native")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "libaio\n"
     assert "WARNING" in done.stderr
-    assert "tierstore._native is not built" in done.stderr
+    assert "tierstore.storage._native is not built" in done.stderr
 
 
 def test_auto_falls_back_without_both(tmp_path: Path) -> None:
-    done = open_without(tmp_path, "auto", "tierstore._native", "libaio")
+    done = open_without(tmp_path, "auto", "tierstore.storage._native", "libaio")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "aiofiles\n"
-    assert "tierstore._native is not built" in done.stderr
+    assert "tierstore.storage._native is not built" in done.stderr
     assert "libaio cannot be loaded" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("engine", "module", "reason"),
     [
-        ("io_uring", "tierstore._native", "tierstore._native is not built"),
+        ("io_uring", "tierstore.storage._native", "tierstore.storage._native is not built"),
         ("libaio", "libaio", "libaio cannot be loaded"),
     ],
 )

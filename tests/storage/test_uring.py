@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.storage.direct_tests import DirectStorageTests
-from tests.storage.holding import HeldBackWrite
+from tests.support.direct_suite import DirectStorageTests
+from tests.support.held_transfer import HeldBackWrite
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent
 
-native = pytest.importorskip("tierstore._native", reason="installed without liburing")
+native = pytest.importorskip("tierstore.storage._native", reason="installed without liburing")
 try:
     native.UringEngine(1, SECTOR_BYTES)
 except OSError as refused:

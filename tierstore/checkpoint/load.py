@@ -10,19 +10,19 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from tierstore.checkpoint.commits import read_marker, read_published
-from tierstore.checkpoint.contents import plain_names
-from tierstore.checkpoint.files import MARKER_NAME, METADATA_NAME
-from tierstore.checkpoint.reading import Reader
-from tierstore.checkpoint.stored import StoredEntries
-from tierstore.checkpoint.unpickle import read_metadata
-from tierstore.checkpoint.values import CommittedValues, StockValues
-from tierstore.checkpoint.verify import verify
+from tierstore.checkpoint.dcp_reader import StoredEntries
+from tierstore.checkpoint.model_contents import plain_names
+from tierstore.checkpoint.saved_values import CommittedValues, StockValues
 from tierstore.errors import CheckpointError, CorruptionError
-from tierstore.groups import MASTER, PagedGroup, ParameterSpec
-from tierstore.manifest import Manifest
-from tierstore.peers import Peers
-from tierstore.views import PageView
+from tierstore.inspection.dcp_metadata import read_metadata
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.run_reader import read_marker, read_published
+from tierstore.inspection.verify import verify
+from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec
+from tierstore.paging.views import PageView
+from tierstore.ranks.peers import Peers
+from tierstore.run.checkpoint_names import MARKER_NAME, METADATA_NAME
+from tierstore.run.manifest import Manifest
 
 
 class CheckpointSource:

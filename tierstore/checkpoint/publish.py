@@ -27,16 +27,10 @@ from typing import Any
 
 import xxhash
 
-from tierstore.checkpoint.contents import ModelContents, Names
-from tierstore.checkpoint.files import (
-    MARKER_NAME,
-    METADATA_NAME,
-    UNPAGED_NAME,
-    published_manifest,
-    published_page,
-)
-from tierstore.checkpoint.metadata import checkpoint_metadata, layouts_of
-from tierstore.checkpoint.page_files import PageFiles, RankCommit
+from tierstore.checkpoint.dcp_writer import checkpoint_metadata, layouts_of
+from tierstore.checkpoint.model_contents import ModelContents, Names
+from tierstore.checkpoint.page_links import PageFiles, RankCommit
+from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.retention import (
     is_taken,
     remove,
@@ -44,17 +38,23 @@ from tierstore.checkpoint.retention import (
     retain,
     temporary_prefix,
 )
-from tierstore.directories import RESHARDED_NAME
 from tierstore.errors import (
     CheckpointError,
     RunDirectoryError,
     StorageError,
     TierstoreError,
 )
-from tierstore.manifest import Manifest, seal
-from tierstore.page import PageLayout
-from tierstore.peers import Peers, agree
-from tierstore.publication import Publication
+from tierstore.layout.page_layout import PageLayout
+from tierstore.ranks.peers import Peers, agree
+from tierstore.run.checkpoint_names import (
+    MARKER_NAME,
+    METADATA_NAME,
+    UNPAGED_NAME,
+    published_manifest,
+    published_page,
+)
+from tierstore.run.directories import RESHARDED_NAME
+from tierstore.run.manifest import Manifest, seal
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierstore.checkpoint.commits import Rank, newest_commit, read_ranks
-from tierstore.checkpoint.publish_run import publish_whole
-from tierstore.checkpoint.reading import Reader
-from tierstore.checkpoint.whole_run import (
+from tierstore.checkpoint.publish_stopped import publish_whole
+from tierstore.checkpoint.stopped_run import (
     end_reshard,
     has_resharded,
     remove_ranks,
     whole_run,
 )
-from tierstore.directories import RESHARDED_NAME, left_by_reshard
 from tierstore.errors import RunDirectoryError
-from tierstore.run import erase_commits, find_whole_run
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.run_reader import Rank, newest_commit, read_ranks
+from tierstore.run.directories import RESHARDED_NAME, left_by_reshard
+from tierstore.run.recovery import erase_commits, find_whole_run
 
 
 def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> Path | None:

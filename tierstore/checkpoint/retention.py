@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from tierstore.checkpoint.files import MARKER_NAME
 from tierstore.errors import StorageError, TierstoreError
-from tierstore.manifest import is_count, unseal
+from tierstore.run.checkpoint_names import MARKER_NAME
+from tierstore.run.manifest import is_count, unseal
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")

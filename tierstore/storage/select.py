@@ -116,7 +116,7 @@ def _open_uring(directory: Path) -> Storage:
         from tierstore.storage.uring import UringStorage
     except ImportError as error:
         raise _EngineError(
-            f"the extension tierstore._native is not built ({error}); "
+            f"the extension tierstore.storage._native is not built ({error}); "
             "install liburing's development package and install tierstore again"
         ) from error
     try:

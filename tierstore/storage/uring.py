@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierstore._native import Ticket, UringEngine
+from tierstore.storage._native import Ticket, UringEngine
 from tierstore.storage.direct import QUEUE_DEPTH, REQUEST_BYTES, DirectStorage, Held
 from tierstore.units import format_bytes
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "deepspeed_step.py"
+
+
+def run_benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_says_how_to_install_what_is_absent(tmp_path: Path) -> None:
+    # An installed one is hidden.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more:"
+        " None if name == 'deepspeed' else found(name, *more)\n"
+    )
+    report_path = tmp_path / "report.json"
+    done = run_benchmark("--small", "--json", str(report_path), PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "not measured: DeepSpeed is not installed" in done.stdout
+    assert "pip install --no-build-isolation" in done.stdout
+    assert not report_path.exists()
+
+
+@pytest.mark.long  # DeepSpeed compiles in each of its processes.
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+def test_small_run(tmp_path: Path) -> None:
+    scratch = tmp_path / "device"
+    scratch.mkdir()
+    report_path = tmp_path / "report.json"
+    done = run_benchmark("--small", "--directory", str(scratch), "--json", str(report_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(report_path.read_text())
+    assert [trial["error"] for trial in report["trials"]] == [None] * len(report["trials"])
+    assert [(row["rule"], row["contender"]) for row in report["rows"]] == [
+        (rule, contender)
+        for rule in ("muon", "adamw")
+        for contender in ("DeepSpeed", "ours", "ours again")
+    ]
+    for row in report["rows"]:
+        assert row["whole_ratio"] == sorted(row["whole_ratio"])
+        assert row["peak_bytes"] > 0
+        assert row["read_bytes"] > 0
+        assert row["written_bytes"] > 0
+        # One model, one batch, one rule: so one loss, but for rounding.
+        theirs = next(each for each in report["rows"] if each["rule"] == row["rule"])
+        for step, their_step in zip(row["steps"], theirs["steps"], strict=True):
+            assert step["loss"] == pytest.approx(their_step["loss"], rel=0.02)
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,315 @@
+"""restore(checkpoint=) of what is no checkpoint of this model: refused, nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import muon
+import tierstore
+from tests.support import training
+from tests.support.originals import edit
+from tests.support.published import (
+    Ours,
+    Reference,
+    assert_equal,
+    names_in,
+    pages_of,
+    published_toy,
+    save_with_dcp,
+)
+from tests.support.toy import FIRST, FOURTH, MODEL, RANK, SECOND, THIRD, Spec, Toy, unchanged
+
+
+def cut_page(checkpoint: Path) -> None:
+    page = pages_of(checkpoint)[0]
+    with page.open("r+b") as file:
+        file.truncate(page.stat().st_size - 4096)
+
+
+def flip_page(checkpoint: Path) -> None:
+    with pages_of(checkpoint)[1].open("r+b") as file:
+        file.seek(520)
+        file.write(b"\x55")
+
+
+def remove_page(checkpoint: Path) -> None:
+    pages_of(checkpoint)[0].unlink()
+
+
+def flip_metadata(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 32
+    (checkpoint / ".metadata").write_bytes(data)
+
+
+def flip_unpaged(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "unpaged").read_bytes())
+    data[-300] ^= 1
+    (checkpoint / "unpaged").write_bytes(data)
+
+
+def flip_manifest(checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "rank-00000.commit").read_bytes())
+    data[-5] ^= 1
+    (checkpoint / "rank-00000.commit").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_page, flip_page, remove_page, flip_metadata, flip_unpaged, flip_manifest]
+)
+def test_damage_is_found_before_anything_is_changed(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    checkpoint = published_toy(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    toy = Toy(tmp_path / "run")
+    with unchanged(tmp_path / "run"), pytest.raises(tierstore.CorruptionError, match="damaged"):
+        toy.store.restore(checkpoint=tmp_path / "damaged")
+    toy.assert_at(0)
+    # The store is as good as new.
+    assert toy.store.restore(checkpoint=checkpoint) == 3
+    toy.step()
+    toy.assert_at(4)
+    toy.store.close()
+
+
+def other_shapes(directory: Path) -> Toy:
+    first: Spec = ("first", (5, 8), torch.bfloat16, {"momentum": torch.bfloat16}, False)
+    return Toy(directory, [[first, SECOND], [THIRD]])
+
+
+def missing_states(directory: Path) -> Toy:
+    third: Spec = ("third", (3, 4), torch.float16, {"momentum": torch.float16}, False)
+    return Toy(directory, [[FIRST, SECOND], [third]])
+
+
+def another_parameter(directory: Path) -> Toy:
+    return Toy(directory, [*MODEL, [FOURTH]])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (other_shapes, r"'model.first' of shape \[5, 7\], here it is \[5, 8\]"),
+        (missing_states, r"no tensor 'optimizer\.state\.third\.momentum'"),
+        (another_parameter, r"no tensor .*fourth"),
+    ],
+)
+def test_another_model(make: Callable[[Path], Toy], message: str, tmp_path: Path) -> None:
+    checkpoint = published_toy(tmp_path)
+    toy = make(tmp_path / "run")
+    with (
+        unchanged(tmp_path / "run"),
+        pytest.raises(tierstore.CheckpointError, match=message),
+    ):
+        toy.store.restore(checkpoint=checkpoint)
+    toy.assert_at(0)
+    toy.step()
+    toy.assert_at(1)
+    toy.store.close()
+
+
+def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
+    """Of a model alone one can load the model, with DCP; states are not made up."""
+    reference = Reference("layers")
+    dcp.save(
+        {"model": reference.model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True
+    )
+    ours = Ours(tmp_path / "run")
+    before = ours.state()["model"]
+    with pytest.raises(tierstore.CheckpointError, match=r"no tensor 'optimizer\.state"):
+        ours.optimizer.restore(checkpoint=tmp_path / "stock")
+    assert_equal(ours.state()["model"], before)
+    ours.store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"amsgrad": True}, "amsgrad"), ({"maximize": True}, "maximize")]
+)
+def test_options_that_are_not_supported(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Refused like a state dict with them, before anything is changed."""
+    model = nn.Linear(5, 4)
+    reference = torch.optim.AdamW(model.parameters(), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    reference.step()
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, reference)}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    other = nn.Linear(5, 4)
+    before = copy.deepcopy(other.state_dict())
+    groups = [{"params": list(other.named_parameters()), "algorithm": "adamw"}]
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups, store=store)
+        with pytest.raises(ValueError, match=message):
+            optimizer.restore(checkpoint=tmp_path / "stock")
+        assert_equal(other.state_dict(), before)
+        assert not optimizer.param_groups[0]["amsgrad"]
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+LR = "optimizer.param_groups.0.lr"
+
+
+def moved(metadata: Metadata, key: str, place: Any) -> None:
+    """Have ``.metadata`` say that LR was elsewhere in the state dict, under another key."""
+    metadata.state_dict_metadata[key] = metadata.state_dict_metadata.pop(LR)
+    metadata.storage_data[MetadataIndex(key)] = metadata.storage_data.pop(MetadataIndex(LR))
+    del metadata.planner_data[LR]
+    metadata.planner_data[key] = place
+
+
+PLACES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
+    "far": (
+        lambda m: moved(m, f"{LR}.{10**11}", ("optimizer", "param_groups", 0, "lr", 10**11)),
+        "dicts and lists",
+    ),
+    "negative": (
+        lambda m: moved(m, f"{LR}.-1", ("optimizer", "param_groups", 0, "lr", -1)),
+        "dicts and lists",
+    ),
+    "inside another value": (
+        lambda m: moved(m, f"{LR}.0", ("optimizer", "param_groups", 0, "eps", 0)),
+        "place of another key",
+    ),
+    "of another key": (lambda m: moved(m, LR, ("optimizer", "lr")), "place of another key"),
+    "deep": (
+        lambda m: moved(
+            m, f"{LR}{'.0' * 9999}", ("optimizer", "param_groups", 0, "lr", *[0] * 9999)
+        ),
+        "place of another key",
+    ),
+    "no place": (lambda m: moved(m, LR, 7), "place of another key"),
+    "a place of something": (
+        lambda m: moved(m, f"{LR}.None", ("optimizer", "param_groups", 0, "lr", None)),
+        "place of another key",
+    ),
+    "a group": (
+        lambda m: moved(m, "optimizer.param_groups.0.7", ("optimizer", "param_groups", 0, 7)),
+        "dicts and lists",
+    ),
+    "a list": (
+        lambda m: moved(m, f"{LR}.0", ("optimizer", "param_groups", 0, "lr", 0)),
+        "cannot be used",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), PLACES.values(), ids=PLACES)
+def test_hyperparameters_in_strange_places(
+    change: Callable[[Metadata], Any], message: str, tmp_path: Path
+) -> None:
+    """Refused at once, without a list as long as an index is high."""
+    save_with_dcp(Reference().train(1), tmp_path / "stock", flat=False, prefix=True)
+    edit(tmp_path / "stock", change)
+    assert_refused(tmp_path, message)
+
+
+def assert_refused(tmp_path: Path, message: str) -> None:
+    """Check that no run begins from ``stock``, and that the model can be trained nevertheless."""
+    ours = Ours(tmp_path / "run")
+    before = copy.deepcopy((ours.model.state_dict(), ours.optimizer.param_groups))
+    with pytest.raises(tierstore.CheckpointError, match=message):
+        ours.optimizer.restore(checkpoint=tmp_path / "stock")
+    assert_equal((ours.model.state_dict(), ours.optimizer.param_groups), before)
+    ours.train(1).store.close()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_hyperparameters_of_classes_that_are_not_made(flat: bool, tmp_path: Path) -> None:
+    reference = Reference().train(1)
+    reference.optimizers[0].param_groups[0]["lr"] = np.float64(0.5)
+    save_with_dcp(reference, tmp_path / "stock", flat=flat, prefix=True)
+    name = "hidden.weight" if flat else "0"
+    message = rf"'optimizer\.param_groups\.{name}\.lr' is of a class that .* its item\(\)"
+    assert_refused(tmp_path, message)
+
+
+def test_hyperparameters_of_any_size(tmp_path: Path) -> None:
+    """A commit could not carry them."""
+    reference = Reference().train(1)
+    reference.optimizers[0].param_groups[0]["table"] = torch.zeros(2**24 + 1)
+    save_with_dcp(reference, tmp_path / "stock", flat=False, prefix=True)
+    assert_refused(tmp_path, r"'optimizer\.param_groups\.0\.table' has 64\.0 MiB, where a small")
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])
+def test_counts_that_are_none(count: float, tmp_path: Path) -> None:
+    reference = Reference().train(1)
+    for state in reference.optimizers[1].state.values():
+        state["step"].fill_(count)
+    save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
+    assert_refused(tmp_path, f"has the step {count}")
+
+
+def test_unnamed_parameters(tmp_path: Path) -> None:
+    """Their names in the checkpoint are those of the model, which nobody has here."""
+    ours = Ours(tmp_path / "run", named=False).train(1)
+    ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
+    ours.store.close()
+    other = Ours(tmp_path / "other", named=False)
+    with pytest.raises(tierstore.CheckpointError, match=r"'model\.0\.0'"):
+        other.optimizer.restore(checkpoint=tmp_path / "checkpoint")
+    other.store.close()
+    named = Ours(tmp_path / "named", seed=3)
+    assert named.optimizer.restore(checkpoint=tmp_path / "checkpoint") == 1
+    named.store.close()
+
+
+@pytest.mark.parametrize("which", ["run", "rank", "empty", "absent", "file"])
+def test_not_a_checkpoint(which: str, tmp_path: Path) -> None:
+    published_toy(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    path = {"run": tmp_path / "origin", "rank": tmp_path / "origin" / RANK}.get(
+        which, tmp_path / which
+    )
+    toy = Toy(tmp_path / "new")
+    with unchanged(tmp_path / "new"), pytest.raises(tierstore.CheckpointError, match=str(path)):
+        toy.store.restore(checkpoint=path)
+    toy.assert_at(0)
+    toy.store.close()
+
+
+@pytest.mark.parametrize("state", ["resumed", "stepped", "failed"])
+def test_a_run_that_has_steps(state: str, tmp_path: Path) -> None:
+    checkpoint = published_toy(tmp_path)
+    toy = Toy(tmp_path / "run")
+    toy.step()
+    toy.store.synchronize()
+    if state == "resumed":
+        toy.store.close()
+        toy = Toy(tmp_path / "run", resume=True)
+    elif state == "failed":
+        with pytest.raises(tierstore.SweepError), toy.store.sweep() as pages:
+            next(pages)
+    with pytest.raises(tierstore.RunDirectoryError, match="has steps already"):
+        toy.store.restore(checkpoint=checkpoint)
+    assert toy.store.restore() == 1
+    toy.assert_at(1)
+    toy.store.close()
+
+
+def test_a_store_without_a_directory() -> None:
+    parameters = training.make_parameters()
+    optimizer = muon.Muon(training.make_groups(parameters))
+    with pytest.raises(tierstore.RunDirectoryError, match="needs a store with a directory"):
+        optimizer.restore(checkpoint="anywhere")
+    assert names_in(Path("anywhere")) == []

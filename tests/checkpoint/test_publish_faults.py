@@ -1,0 +1,282 @@
+"""checkpoint() on a disk that refuses: a typed error, nothing left, training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tests.support import killed_processes
+from tests.support.published import assert_holds_toy, assert_nothing_left, names_in
+from tests.support.toy import RANK, Toy, resumed, unchanged
+from tierstore.storage.select import open_storage
+from tierstore.testing.faults import Fault, FaultyStorage
+
+Operation = tuple[str, int]
+
+
+class Watched:
+    """A toy run after some steps, published once, on a storage that fails on command."""
+
+    def __init__(
+        self, directory: Path, watch: Callable[[str, str], None] = lambda operation, name: None
+    ) -> None:
+        self.run = directory / "run"
+        self.folder = directory / "checkpoints"
+        self.storage = FaultyStorage(
+            open_storage(self.run / RANK),
+            on_operation=lambda operation, name, when: (
+                when == "before" and self.watch(operation, name)
+            ),
+        )
+        self.watch: Callable[[str, str], object] = watch
+        self.toy = Toy(self.storage)
+        self.toy.step()
+        self.toy.store.checkpoint(self.folder / "1")
+        self.toy.step()
+        self.toy.store.synchronize()
+
+    def operations(self, call: Callable[[], object]) -> list[Operation]:
+        """Return what a call does to the storage: each operation, and the how manieth it is."""
+        found: list[str] = []
+        self.watch = lambda operation, name: found.append(operation)
+        call()
+        self.watch = lambda operation, name: None
+        return [(operation, found[: i + 1].count(operation)) for i, operation in enumerate(found)]
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
+    """What the second checkpoint of a run does, which removes the first."""
+    watched = Watched(tmp_path_factory.mktemp("operations"))
+    found = watched.operations(
+        lambda: watched.toy.store.checkpoint(watched.folder / "2", keep_last=1)
+    )
+    watched.toy.store.close()
+    return found
+
+
+def test_operations_are_those_that_are_made_to_fail(operations: list[Operation]) -> None:
+    """So that the tests below do not pass by failing nothing."""
+    names = [operation for operation, _ in operations]
+    pages = 2
+    assert names.count("folder_link") == names.count("create") == pages
+    assert {"folder_make", "folder_put", "folder_append", "folder_flush"} < set(names)
+    assert {"folder_sync", "folder_rename", "folder_sync_children", "folder_remove"} < set(names)
+    published = names.index("folder_rename")
+    assert published > max(i for i, name in enumerate(names) if name == "folder_put")
+    assert published > names.index("folder_sync")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(errno.ENOSPC, id="ENOSPC"),
+        pytest.param(errno.EIO, id="EIO", marks=pytest.mark.long),
+    ],
+)
+def test_any_operation_may_fail(number: int, operations: list[Operation], tmp_path: Path) -> None:
+    """What fails after the checkpoint is there is the removal of the one before it."""
+    published = operations.index(("folder_rename", 1)) + 1
+    assert operations[published] == ("folder_sync_children", 1)
+    for index, (operation, call) in enumerate(operations):
+        watched = Watched(tmp_path / str(index))
+        store = watched.toy.store
+        watched.storage.arm(Fault("error", operation, call=call, errno=number))
+        if index <= published:
+            with pytest.raises(tierstore.StorageError) as caught:
+                store.checkpoint(watched.folder / "2", keep_last=1)
+            assert caught.value.errno == number
+            assert_nothing_left(watched.run, watched.folder, ["1"])
+            assert_holds_toy(watched.folder / "1", 1)
+        else:
+            store.checkpoint(watched.folder / "2", keep_last=1)
+            assert_holds_toy(watched.folder / "2", 2)
+        watched.storage.disarm()
+        # As if nothing had been.
+        watched.toy.step()
+        store.checkpoint(watched.folder / "3", keep_last=1)
+        watched.toy.step()
+        watched.toy.assert_at(4)
+        store.close()
+        assert_holds_toy(watched.folder / "3", 3)
+        assert_nothing_left(watched.run, watched.folder, ["3"])
+        resumed(watched.run, 4).store.close()
+
+
+@pytest.mark.parametrize("operation", ["folder_unlink", "folder_remove"])
+def test_what_a_failing_removal_leaves_is_removed_later(operation: str, tmp_path: Path) -> None:
+    """The error is that of the operation that failed first."""
+    watched = Watched(tmp_path)
+    store = watched.toy.store
+    watched.storage.arm(Fault("error", "folder_sync", call=1, errno=errno.ENOSPC))
+    watched.storage.arm(Fault("error", operation, probability=1.0, errno=errno.EIO))
+    with pytest.raises(tierstore.StorageError, match="folder_sync") as caught:
+        store.checkpoint(watched.folder / "2")
+    assert caught.value.errno == errno.ENOSPC
+    watched.storage.disarm()
+    left = [name for name in names_in(watched.folder) if name != "1"]
+    assert len(left) == 1
+    assert left[0].startswith(".2.tmp-")
+    store.checkpoint(watched.folder / "again")
+    assert_holds_toy(watched.folder / "again", 2)
+    assert names_in(watched.folder) == ["1", "again"]
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EDQUOT])
+def test_other_refusals_of_the_filesystem(number: int, tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.storage.arm(Fault("error", "folder_make", call=1, errno=number))
+    with pytest.raises(tierstore.StorageError) as caught:
+        watched.toy.store.checkpoint(watched.folder / "2")
+    assert caught.value.errno == number
+    assert_nothing_left(watched.run, watched.folder, ["1"])
+    watched.toy.step()
+    watched.toy.assert_at(3)
+    watched.toy.store.close()
+
+
+def raise_before(watched: Watched, number: int, error: BaseException) -> None:
+    """Have the n-th operation from now on raise something that no storage does."""
+    left = [number]
+
+    def count(operation: str, name: str) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+
+    watched.watch = count
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("step")])
+def test_whatever_fails_in_the_removal_is_logged(
+    error: Exception,
+    operations: list[Operation],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watched = Watched(tmp_path)
+    raise_before(watched, operations.index(("folder_remove", 1)) + 1, error)
+    watched.toy.store.checkpoint(watched.folder / "2", keep_last=1)
+    assert f"older checkpoints beside 2 stay: {error!r}" in caplog.text
+    assert_holds_toy(watched.folder / "2", 2)
+    watched.toy.store.close()
+
+
+def test_interrupted_at_any_operation(operations: list[Operation], tmp_path: Path) -> None:
+    """Ctrl-C leaves one checkpoint or the other: the new one, once that has its name for good."""
+    published = operations.index(("folder_sync_children", 1))
+    for index in range(len(operations)):
+        watched = Watched(tmp_path / str(index))
+        store = watched.toy.store
+        raise_before(watched, index + 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            store.checkpoint(watched.folder / "2", keep_last=1)
+        found = [name for name in names_in(watched.folder) if not name.startswith(".")]
+        assert found in ([["1"]] if index <= published else [["1", "2"], ["2"]])
+        for name in found:
+            assert_holds_toy(watched.folder / name, int(name))
+        watched.toy.step()
+        store.checkpoint(watched.folder / "3", keep_last=1)
+        watched.toy.assert_at(3)
+        store.close()
+        assert_nothing_left(watched.run, watched.folder, ["3"])
+
+
+@pytest.mark.parametrize("operation", ["flush", "put", "rename", "sync_directory"])
+def test_a_commit_that_fails_is_not_published(operation: str, tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.toy.step()
+    watched.storage.arm(Fault("error", operation, call=1))
+    with pytest.raises(tierstore.StorageError):
+        watched.toy.store.checkpoint(watched.folder / "3")
+    watched.storage.disarm()
+    assert names_in(watched.folder) == ["1"]
+    assert watched.toy.store.restore() == 2
+    watched.toy.assert_at(2)
+    watched.toy.step()
+    watched.toy.store.checkpoint(watched.folder / "3")
+    watched.toy.store.close()
+    assert_holds_toy(watched.folder / "3", 3)
+    assert_nothing_left(watched.run, watched.folder, ["1", "3"])
+
+
+def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
+    """The space that the run will need beside the checkpoint is taken first."""
+    watched = Watched(tmp_path)
+    watched.storage.arm(Fault("error", "create", call=2, errno=errno.ENOSPC))
+    done: list[str] = []
+    watched.watch = lambda operation, name: done.append(operation)
+    with pytest.raises(tierstore.StorageError):
+        watched.toy.store.checkpoint(watched.folder / "2")
+    assert "folder_link" not in done
+    assert not list((watched.run / RANK).glob("page-*.b.next"))
+    watched.toy.store.close()
+
+
+# --------------------------------------------------------------------------------- crashes
+
+
+def publish_and_die(directory: Path, step: int, number: int) -> None:
+    """Go on to a step, publish it as its number, and be killed before the n-th operation."""
+    left = [number]
+    armed = []
+
+    def count(operation: str, name: str, when: str) -> None:
+        if armed and when == "before":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=count)
+    toy = Toy(storage, resume=True)
+    toy.store.restore()
+    toy.step()
+    toy.store.synchronize()
+    armed.append(True)
+    toy.store.checkpoint(directory / "checkpoints" / str(step), keep_last=1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_cuts(count: int) -> list[object]:
+    """All cuts, of which every sixth is in the short run."""
+    return [
+        pytest.param(cut, marks=[] if cut % 6 == 1 else pytest.mark.long)
+        for cut in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize("cut", crash_cuts(48))
+def test_killed_at_any_operation(cut: int, tmp_path: Path) -> None:
+    """Either checkpoint is there and whole, perhaps both; what is left over goes away."""
+    toy = Toy(tmp_path / "run")
+    toy.step()
+    toy.store.checkpoint(tmp_path / "checkpoints/1")
+    toy.store.close()
+    child = killed_processes._processes.Process(target=publish_and_die, args=(tmp_path, 2, cut))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    found = [name for name in names_in(tmp_path / "checkpoints") if not name.startswith(".")]
+    assert found in (["1"], ["1", "2"], ["2"])
+    for name in found:
+        assert_holds_toy(tmp_path / "checkpoints" / name, int(name))
+    toy = resumed(tmp_path / "run", 2)
+    toy.step()
+    toy.store.checkpoint(tmp_path / "checkpoints/3", keep_last=2)
+    toy.store.close()
+    assert_nothing_left(tmp_path / "run", tmp_path / "checkpoints", [found[-1], "3"])
+    assert_holds_toy(tmp_path / "checkpoints/3", 3)
+
+
+def test_nothing_is_done_to_the_run_while_it_is_refused(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    with unchanged(tmp_path), pytest.raises(tierstore.CheckpointError):
+        watched.toy.store.checkpoint(watched.folder / "1")
+    watched.toy.store.close()

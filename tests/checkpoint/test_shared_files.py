@@ -1,0 +1,176 @@
+"""A page file that something else uses as well: a checkpoint, a mapping, a forked child."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.support.toy import MODEL, RANK, SECOND, THIRD, Toy, resumed
+from tierstore.storage.memory import MemoryFiles, MemoryStorage
+from tierstore.storage.select import open_storage
+from tierstore.testing.faults import Fault, FaultyStorage
+
+
+def test_a_forked_child_keeps_what_it_mapped(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+    states = toy.store.read_states()
+    before = states["second"]["average"].clone()
+    go = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(go[0], 1)
+        os._exit(0 if torch.equal(states["second"]["average"], before) else 1)
+    del states  # Here nobody uses it any more.
+    for _ in range(4):
+        toy.step()
+    toy.store.synchronize()
+    os.write(go[1], b"!")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for descriptor in go:
+        os.close(descriptor)
+    toy.store.close()
+
+
+@pytest.mark.parametrize("commit_every", [1, None])
+def test_no_space_for_a_shared_file_leaves_the_commit(
+    commit_every: int | None, tmp_path: Path
+) -> None:
+    storage = FaultyStorage(open_storage(tmp_path / RANK))
+    toy = Toy(storage, commit_every=commit_every)
+    toy.step()
+    toy.step()
+    toy.store.synchronize()
+    states = toy.store.read_states()
+    fault = Fault("error", "create", probability=1.0, errno=errno.ENOSPC)
+    storage.arm(fault)
+    if commit_every is not None:
+        toy.step()  # Into the other copies, which nobody shares.
+    with pytest.raises(tierstore.StorageError, match="No space"):
+        toy.step()
+    assert toy.store.committed_step in (2, 3)
+    storage.disarm()
+    assert toy.store.restore() == toy.store.committed_step
+    toy.assert_at(toy.store.committed_step)
+    assert states["second"]["average"].eq(2).all()
+    toy.store.close()
+
+
+def test_a_refused_restore_leaves_no_stale_spares(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    toy.step()
+    toy.store.checkpoint(tmp_path / "checkpoints" / "one")
+    toy.attach([("late", (3,), torch.float32, {}, True)])
+    with pytest.raises(tierstore.RunMismatchError):
+        toy.store.restore()
+    for _ in range(4):
+        toy.step()
+    toy.store.close()
+    groups = [*MODEL, [("late", (3,), torch.float32, {}, True)]]
+    Toy(tmp_path / "run", groups, resume=True).store.close()
+
+
+def test_a_failed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:
+    storage = FaultyStorage(open_storage(tmp_path / RANK))
+    toy = Toy(storage)
+    toy.step()
+    storage.arm(Fault("error", "folder_put", call=2, errno=errno.ENOSPC))
+    with pytest.raises(tierstore.StorageError, match="No space"):
+        toy.store.checkpoint(tmp_path / "checkpoints" / "one")
+    assert not list((tmp_path / RANK).glob("*.next"))
+    assert not list((tmp_path / "checkpoints").iterdir())
+    toy.step()
+    toy.store.checkpoint(tmp_path / "checkpoints" / "one")
+    toy.store.close()
+
+
+def test_what_a_run_begins_with_can_be_committed(tmp_path: Path) -> None:
+    """Before any step: the commit holds what was loaded, and its extra."""
+    toy = Toy(tmp_path)
+    toy.store.write_states({"second": {"average": torch.full((9,), 5.0)}})
+    toy.store.commit(extra={"seed": 3})
+    toy.store.close()
+    again = Toy(tmp_path, resume=True)
+    assert again.store.restore() == 0
+    assert again.store.extra == {"seed": 3}
+    assert again.store.read_states()["second"]["average"].eq(5).all()
+    again.store.close()
+
+
+class Ranks:
+    """Threads of this process as the ranks of a job."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.values: list[Any] = [None] * world_size
+
+
+class Rank:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks = ranks
+        self.rank = rank
+        self.world_size = len(ranks.values)
+        self._mutex = threading.Lock()
+
+    def gather(self, value: Any) -> list[Any]:
+        with self._mutex:
+            self._ranks.values[self.rank] = value
+            self._ranks.barrier.wait(timeout=60)
+            values = list(self._ranks.values)
+            self._ranks.barrier.wait(timeout=60)
+            return values
+
+
+def test_one_rank_links_and_another_copies() -> None:
+    """Each does with its own pages what it can; nothing is appended to a linked file."""
+    folders: dict[str, dict[str, dict[str, bytearray]]] = {}
+    files = [MemoryFiles(folders) for _ in range(2)]
+    ranks, errors = Ranks(2), []
+
+    def run(rank: int) -> None:
+        try:
+            storage = FaultyStorage(MemoryStorage(files[rank]))
+            specs = [[SECOND], [THIRD]][rank]
+            toy = Toy(storage, [specs], process_group=Rank(ranks, rank))
+            toy.step()
+            if rank == 1:
+                fault = Fault("error", "folder_link", probability=1.0, errno=errno.EXDEV)
+                storage.arm(fault)
+            toy.store.checkpoint("/checkpoints/one").wait()
+            toy.step()
+            toy.step()
+            toy.store.close()
+        except BaseException as error:
+            errors.append(error)
+            ranks.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    published = folders["/checkpoints"]["one"]
+    for rank in range(2):
+        (name,) = [name for name in published if name.startswith(f"rank-0000{rank}.page")]
+        own = files[rank].contents["page-000000.a"]
+        assert len(published[name]) == len(own)
+        assert published[name] is not own
+
+
+def test_resumed_after_all_that(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+    states = toy.store.read_states()
+    toy.step()
+    toy.step()
+    toy.store.close()
+    assert states["second"]["average"].eq(1).all()
+    resumed(tmp_path, 3).store.close()

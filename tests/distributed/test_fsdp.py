@@ -1,0 +1,69 @@
+"""FSDP2 and DDP around the optimizer: real forwards and backwards on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with RankPool(tmp_path_factory.mktemp("worlds")) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "store", "options"),
+    [
+        ("fp32", {"compute": "host", "free_gradients": True}, {}),
+        ("bf16", {}, {"prefetch_in_backward": True}),
+        ("offloaded", {"free_gradients": True}, {"prefetch_in_backward": True}),
+        ("kept", {}, {}),
+    ],
+)
+def test_fsdp_gets_what_one_process_gets_of_its_gradients(
+    settings: str,
+    store: dict[str, Any],
+    options: dict[str, Any],
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    """Parameters of which some ranks have no rows; clipped and accumulated gradients."""
+    pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store, options)
+
+
+@pytest.mark.parametrize("kept", [None, False])
+def test_a_forward_without_a_backward(kept: bool | None, pool: RankPool, tmp_path: Path) -> None:
+    """An evaluation, then step() or restore(), then a forward: that sees what was written."""
+    options = {} if kept is None else {"reshard_after_forward": kept}
+    for message in pool.run(2, "tests.rank_programs.fsdp:gathered", tmp_path, options):
+        assert message.startswith("ValueError: FSDP2 uses a gathered copy of parameter ")
+
+
+@pytest.mark.parametrize("partition", ["auto", "flat", "by_parameter"])
+def test_gradients_that_are_missing(partition: str, pool: RankPool) -> None:
+    pool.run(3, "tests.rank_programs.fsdp:missing_gradients", partition)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "compiled"])
+def test_wrapped_models(kind: str, pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, "tests.rank_programs.fsdp:wrapped", kind, tmp_path)
+
+
+def test_gradients_placed_otherwise_are_refused(pool: RankPool) -> None:
+    first, second = pool.run(2, "tests.rank_programs.fsdp:placed_otherwise")
+    for messages in (first, second):
+        assert "gradient of 'cut' is (Partial(sum),)" in messages["partial"]
+        assert "redistribute" in messages["partial"]
+        assert "(Shard(dim=0),)" in messages["sharded"]
+    assert first["partial on one"].startswith("ValueError: the gradient of 'cut'")
+    assert second["partial on one"].startswith("PeerFailed: rank 0")
+
+
+def test_all_ranks_compute_in_the_dtype_that_one_has_measured(pool: RankPool) -> None:
+    pool.run(3, "tests.rank_programs.fsdp:measured_dtype")

@@ -1,0 +1,71 @@
+"""State dicts of several ranks: those of one process, in parts or whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_programs.training import Case
+from tests.support.rank_pool import RankPool
+
+PLAIN: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "plain", {"partition": "by_parameter"}),
+    (3, "plain", {"partition": "flat"}),
+]
+CUT: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "copies", {}),
+    (1, "fsdp", {}),
+    (3, "fsdp", {}),
+    (3, "columns", {}),
+    (4, "hsdp", {}),
+]
+STACKED: list[tuple[int, str, dict[str, Any]]] = [
+    (4, "fsdp and tp", {}),
+    (4, "experts", {}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT, *STACKED])
+def test_saved_loaded_and_gone_on_from(
+    ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    case = Case(layout=layout, options=options)
+    pool.run(ranks, "tests.rank_programs.states:round_trip", case, tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])
+def test_helpers_of_torch(
+    ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    case = Case(layout=layout, options=options)
+    pool.run(ranks, "tests.rank_programs.states:helpers", case, tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])
+def test_adamw_of_torch(ranks: int, layout: str, options: dict[str, Any], pool: RankPool) -> None:
+    pool.run(ranks, "tests.rank_programs.states:stock_adamw", Case(layout=layout, options=options))
+
+
+@pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])
+def test_muon_of_torch(ranks: int, layout: str, options: dict[str, Any], pool: RankPool) -> None:
+    pool.run(ranks, "tests.rank_programs.states:stock_muon", Case(layout=layout, options=options))
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "plain"), (2, "fsdp")])
+def test_what_one_rank_does_otherwise_is_refused_on_all(
+    ranks: int, layout: str, pool: RankPool
+) -> None:
+    """And changes nothing."""
+    first, second = pool.run(ranks, "tests.rank_programs.states:refused", Case(layout=layout))
+    for rank, messages in enumerate((first, second)):
+        assert messages["alone"].startswith("RuntimeError: 'momentum_buffer' of parameter 'wide'")
+        assert "wide" in messages["names"]
+        assert messages["calls"].startswith(f"PeerFailed: rank {1 - rank}")
+        assert "state_dict" in messages["calls"]
+        assert "ranks 0 and 1 differ" in messages["missing"]
+        if layout == "fsdp":
+            assert messages["placement"].startswith("ValueError: state 'momentum_buffer' of 'wide'")
+    assert first["wrong_shape"].startswith("PeerFailed: rank 1")
+    assert second["wrong_shape"].startswith("ValueError: state 'momentum_buffer'")

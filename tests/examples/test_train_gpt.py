@@ -1,0 +1,90 @@
+"""The example, run as its readers run it: whole, killed and resumed, started twice."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+STEPS = 40
+# A line is printed every second step of 40, the first long before the last step.
+KILL_AFTER_STEP = 6
+
+
+def command(directory: Path, *arguments: str) -> list[str]:
+    """Return the command line of a run small enough for a test."""
+    sizes = ["--layers", "2", "--width", "64", "--batch", "2", "--context", "32"]
+    run = ["--steps", str(STEPS), "--threads", "1", "--directory", str(directory)]
+    return [sys.executable, str(EXAMPLE), *sizes, *run, *arguments]
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the example to its end."""
+    return subprocess.run(
+        command(directory, *arguments), capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def run_and_kill(directory: Path) -> None:
+    """Start the example and kill it when it says that KILL_AFTER_STEP is done."""
+    with subprocess.Popen(command(directory), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(f"step {KILL_AFTER_STEP} "):
+                process.kill()
+                break
+        else:
+            pytest.fail(f"the run ended before it printed step {KILL_AFTER_STEP}")
+    assert process.returncode == -signal.SIGKILL
+
+
+def digest(output: str) -> str:
+    """Return the SHA-256 that a run prints at its end."""
+    match = re.search(r"^parameters sha256 ([0-9a-f]{64})$", output, re.MULTILINE)
+    assert match is not None, output
+    return match[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the directory and the output of a run that nothing interrupted."""
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    result = run(directory)
+    assert result.returncode == 0, result.stderr
+    return directory, result.stdout
+
+
+def test_killed_and_resumed_run_ends_in_the_same_bits(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run_and_kill(tmp_path / "run")
+    result = run(tmp_path / "run", "--resume")
+    assert result.returncode == 0, result.stderr
+    resumed = re.search(r"^resumed after step (\d+)$", result.stdout, re.MULTILINE)
+    assert resumed is not None
+    # A kill finds the step that was printed, or the one before it.
+    assert KILL_AFTER_STEP - 1 <= int(resumed[1]) < STEPS
+    assert digest(result.stdout) == digest(finished[1])
+
+
+def test_another_seed_ends_in_other_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
+    result = run(tmp_path / "run", "--seed", "1")
+    assert digest(result.stdout) != digest(finished[1])
+
+
+def test_starting_over_a_committed_run_is_refused(finished: tuple[Path, str]) -> None:
+    directory, output = finished
+    result = run(directory)
+    assert result.returncode == 2
+    assert "--resume" in result.stderr
+    assert "--overwrite" in result.stderr
+    assert "Traceback" not in result.stderr
+    # The refused start changed nothing: the run is still there, at its end.
+    again = run(directory, "--resume")
+    assert f"resumed after step {STEPS}" in again.stdout
+    assert digest(again.stdout) == digest(output)

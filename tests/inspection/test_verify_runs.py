@@ -1,0 +1,283 @@
+"""What manifests say: of a checkpoint, of a run, of several ranks; and what nobody meant."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+import tierstore
+from tests.support.originals import (
+    STEPS,
+    TWIN,
+    check,
+    committed_pages,
+    flip,
+    places,
+    reseal,
+    text,
+)
+from tests.support.toy import FIRST, MODEL, RANK, SECOND, Toy, resumed
+from tierstore.inspection.summary import summarize
+
+TENSOR = {"$tensor": {"dtype": "uint8", "shape": [], "data": "AA=="}}
+
+# -------------------------------------------------------------------- a published checkpoint
+
+
+def relist(published: Path, name: str) -> None:
+    """Have tierstore.json say what a file is now."""
+    data = (published / name).read_bytes()
+    entry = {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    reseal(
+        published / "tierstore.json",
+        "checkpoint",
+        lambda body: body["files"].update({name: entry}),
+    )
+
+
+def test_a_manifest_of_another_step(published: Path) -> None:
+    name = f"{RANK}.commit"
+    reseal(published / name, "commit", lambda body: body.update(step=STEPS + 1))
+    relist(published, name)
+    report = check(published)
+    assert name in places(report)
+    assert "step 4 of run" in text(report)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("pages"),
+        lambda body: body.update(surprise=1),
+        lambda body: body.update(page_bytes=0),
+        lambda body: body.update(rank="0"),
+        lambda body: body.update(pages=7),
+        lambda body: body["pages"][0].update(copy="../../etc/passwd"),
+        lambda body: body["pages"][0].update(step=-1),
+        lambda body: body["pages"][0].update(checksums="not hexadecimal"),
+        lambda body: body["pages"][0].update(checksums="00" * 8),
+        lambda body: body["pages"].pop(),
+        lambda body: body.update(layout="0" * 32),
+        lambda body: body["groups"][0][0].update(shape=[2**62, 2**62]),
+        lambda body: body["groups"][0][1].update(shape=[2**40]),
+        lambda body: body["groups"][0][0].update(shape=[-1]),
+        lambda body: body["groups"][0][0].update(dtype="load"),
+        lambda body: body.update(groups=[[None]]),
+        lambda body: body["groups"][0][0].update(shape=[1] * 17),
+        lambda body: body["groups"][0][0].update(elementwise="no"),
+        lambda body: body.update(first=1),
+        lambda body: body.update(hyperparameters=5),
+        lambda body: body.update(hyperparameters=[1, 2, 3]),
+        lambda body: body["hyperparameters"].pop(),
+        lambda body: body["hyperparameters"][0].update(lr={"$unknown": 1}),
+        lambda body: body.update(scalars=[1]),
+        lambda body: body.update(scalars={"second": 1}),
+        lambda body: body.update(extra={"$unknown": 1}),
+        lambda body: body.update(extra={"$dict": [[TENSOR, 1]]}),
+    ],
+)
+def test_manifests_sealed_by_somebody_else(
+    change: Callable[[dict[str, Any]], None], published: Path, run: Path, tmp_path: Path
+) -> None:
+    """Whatever they say, everybody reports it soon and raises nothing else."""
+    name = f"{RANK}.commit"
+    reseal(published / name, "commit", change)
+    relist(published, name)
+    assert not check(published).good
+    newest = f"{RANK}/commit-{STEPS:010d}"
+    reseal(run / newest, "commit", change)
+    assert not check(run).good
+    for directory in (published, run):
+        assert summarize(directory).step in (None, STEPS - 1, STEPS)
+    toy = Toy(tmp_path / "new")
+    with pytest.raises(tierstore.CorruptionError):
+        toy.store.restore(checkpoint=published)
+    toy.store.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(hyperparameters=5),
+        lambda body: body.update(extra={"$unknown": 1}),
+        lambda body: body.pop("first"),
+    ],
+)
+def test_a_restart_does_without_such_a_manifest(
+    change: Callable[[dict[str, Any]], None], run: Path
+) -> None:
+    """As without a damaged one: the commit before it is there."""
+    reseal(run / RANK / f"commit-{STEPS:010d}", "commit", change)
+    resumed(run, STEPS - 1, groups=[*MODEL, [TWIN]]).store.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("files"),
+        lambda body: body.update(files=[]),
+        lambda body: body.update(world_size=3),
+        lambda body: body.update(world_size=-1),
+        lambda body: body.update(step="3"),
+        lambda body: body.update(run_id="another"),
+        lambda body: body.pop("name"),
+        lambda body: body.update(name=7),
+        lambda body: body.update(world_size=0),
+        lambda body: body["files"].update({"../x": {"nbytes": 1, "xxh3_128": None}}),
+        lambda body: body["files"].update({"x": {"nbytes": 1, "xxh3_128": None}}),
+        lambda body: body["files"]["unpaged"].update(xxh3_128=None),
+        lambda body: body["files"]["unpaged"].update(nbytes=0),
+        lambda body: body["files"].pop(".metadata"),
+        lambda body: body["files"].pop(f"{RANK}.page-000000"),
+    ],
+)
+def test_markers_sealed_by_somebody_else(
+    change: Callable[[dict[str, Any]], None], published: Path
+) -> None:
+    reseal(published / "tierstore.json", "checkpoint", change)
+    assert not check(published).good
+
+
+def test_a_marker_that_lists_a_file_in_a_folder(published: Path) -> None:
+    """As large and with the checksum that it says, but no name of a flat directory."""
+    (published / "x").mkdir()
+    (published / "x" / "y").write_bytes(b"")
+    relist(published, "x/y")
+    (fault,) = check(published).faults
+    assert fault.place == "tierstore.json"
+
+
+def test_a_later_version(published: Path) -> None:
+    path = published / "tierstore.json"
+    path.write_bytes(path.read_bytes().replace(b" checkpoint 1 ", b" checkpoint 2 ", 1))
+    (fault,) = check(published).faults
+    assert "has format version 2" in fault.what
+    assert "use the version of tierstore that wrote it; if there is none" in fault.what
+
+
+def test_files_that_do_not_belong(published: Path) -> None:
+    (published / "README.md").write_text("mine")
+    report = check(published)
+    assert report.good
+    assert report.notes == ("not part of the checkpoint: README.md",)
+
+
+# ------------------------------------------------------------------------------------ a run
+
+
+def test_nothing_was_committed(tmp_path: Path) -> None:
+    Toy(tmp_path).store.close()
+    report = check(tmp_path)
+    assert (report.good, report.step) == (True, None)
+    assert report.notes == ("nothing was committed yet, so there is nothing to check",)
+
+
+def test_without_checksums(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, [[FIRST, SECOND]], checksums=False)
+    toy.step()
+    toy.store.close()
+    (page,) = committed_pages(tmp_path, step=1)
+    flip(tmp_path / page, 512)
+    report = check(tmp_path)
+    assert report.good
+    assert "checksums=False: of its pages only lengths and framing" in report.notes[0]
+    flip(tmp_path / page, 511)
+    (fault,) = check(tmp_path).faults
+    assert "lacks the bytes around it by which torch reads it" in fault.what
+
+
+def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, commit_every=None)
+    toy.step()
+    toy.store.close()
+    assert check(tmp_path).good
+    dirty = tmp_path / RANK / "dirty"
+    dirty.write_text(json.dumps({"overwriting": "commit-0000000000"}))
+    assert check(tmp_path).good  # The crash came after the next commit.
+    for content in (
+        json.dumps({"overwriting": "commit-0000000001"}),
+        "",
+        "[]",
+        '{"overwriting": null}',
+        '{"overwriting": "something else"}',
+    ):
+        dirty.write_text(content)
+        (fault,) = check(tmp_path).faults
+        assert fault.place == f"{RANK}/dirty"
+        assert "its pages are of mixed steps" in fault.what
+
+
+def second_rank(run: Path, **changes: Any) -> None:
+    """Make a run of one rank one of two, with the same pages."""
+    for name in ("run.json", *(f"commit-{step:010d}" for step in (STEPS - 1, STEPS))):
+        kind = "run" if name == "run.json" else "commit"
+        reseal(run / RANK / name, kind, lambda body: body.update(world_size=2))
+    shutil.copytree(run / RANK, run / "rank-00001")
+    for name in ("run.json", *(f"commit-{step:010d}" for step in (STEPS - 1, STEPS))):
+        kind = "run" if name == "run.json" else "commit"
+        reseal(run / "rank-00001" / name, kind, lambda body: body.update(rank=1))
+
+
+def test_two_ranks(run: Path) -> None:
+    nbytes = check(run).bytes_checked
+    second_rank(run)
+    report = check(run)
+    assert (report.good, report.step, report.bytes_checked) == (True, STEPS, 2 * nbytes)
+    page = committed_pages(run)[0].replace(RANK, "rank-00001")
+    flip(run / page, 600)
+    assert places(check(run)) == {page}
+
+
+def test_an_absent_rank(run: Path) -> None:
+    second_rank(run)
+    shutil.rmtree(run / "rank-00001")
+    (fault,) = check(run).faults
+    assert fault.place == "rank-00001"
+    assert "is missing, and the run has 2 ranks: if it is on the disk of another" in fault.what
+
+
+def test_a_rank_that_went_further(run: Path) -> None:
+    second_rank(run)
+    newest = f"rank-00001/commit-{STEPS:010d}"
+    (run / newest).unlink()
+    report = check(run)
+    assert (report.good, report.step) == (True, STEPS - 1)
+    assert "rank-00000 went further than step 2" in report.notes[0]
+
+
+def test_a_step_of_two_attempts(run: Path) -> None:
+    second_rank(run)
+    reseal(
+        run / "rank-00001" / f"commit-{STEPS:010d}",
+        "commit",
+        lambda body: body.update(attempt="another"),
+    )
+    report = check(run)
+    assert (report.good, report.step) == (True, STEPS - 1)
+    reseal(
+        run / "rank-00001" / f"commit-{STEPS - 1:010d}",
+        "commit",
+        lambda body: body.update(attempt="another"),
+    )
+    assert "no committed step in common" in text(check(run))
+
+
+def test_ranks_of_two_runs(run: Path) -> None:
+    second_rank(run)
+    for name in ("run.json", *(f"commit-{step:010d}" for step in (STEPS - 1, STEPS))):
+        kind = "run" if name == "run.json" else "commit"
+        reseal(run / "rank-00001" / name, kind, lambda body: body.update(run_id="f" * 32))
+    assert "holds ranks of different runs" in text(check(run))
+
+
+def test_a_folder_of_another_rank(run: Path) -> None:
+    os.rename(run / RANK, run / "rank-00001")
+    report = check(run)
+    assert {"rank-00000", "rank-00001/run.json"} <= places(report)

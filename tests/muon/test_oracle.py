@@ -1,0 +1,321 @@
+"""Against torch.optim on the same gradients: bit for bit where it is right."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests.support import training
+
+STEPS = 12
+SHAPES = [(16, 16), (33, 70), (70, 33), (1, 19), (19, 1), (128, 257)]
+
+
+def matrices(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+
+
+def set_same_gradients(
+    step: int, *runs: list[torch.nn.Parameter], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    grads = [torch.randn(p.shape, generator=generator).to(dtype) for p in runs[0]]
+    for run in runs:
+        for parameter, grad in zip(run, grads, strict=True):
+            parameter.grad = grad.to(parameter.dtype)
+    return grads
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_fp32_equals_torch(
+    nesterov: bool, adjust_lr_fn: str | None, weight_decay: float
+) -> None:
+    options: dict[str, Any] = {
+        "lr": 0.02,
+        "nesterov": nesterov,
+        "adjust_lr_fn": adjust_lr_fn,
+        "weight_decay": weight_decay,
+    }
+    ours, theirs = matrices(), matrices()
+    optimizer, reference = muon.Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for step in range(1, STEPS + 1):
+        grads = set_same_gradients(step, ours, theirs)
+        optimizer.step()
+        reference.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(ours, grads, strict=True))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        expected = reference.state[other]["momentum_buffer"]
+        assert torch.equal(optimizer.state[mine]["momentum_buffer"], expected)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.03])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adamw_equals_torch(weight_decay: float, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {
+        "lr": 1e-3,
+        "betas": (0.85, 0.97),
+        "eps": 1e-7,
+        "weight_decay": weight_decay,
+    }
+    ours, theirs = training.make_parameters(dtype), training.make_parameters(dtype)
+    optimizer = muon.Muon([{"params": list(ours.items()), "algorithm": "adamw", **options}])
+    reference = torch.optim.AdamW(theirs.values(), foreach=False, **options)
+    for step in range(1, STEPS + 1):
+        training.set_gradients(ours, step)
+        training.set_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    for name, mine in ours.items():
+        assert torch.equal(mine, theirs[name]), name
+        for state, expected in reference.state[theirs[name]].items():
+            if mine.numel():
+                assert torch.equal(optimizer.state[mine][state], expected), (name, state)
+
+
+def test_both_with_groups_and_scheduler() -> None:
+    ours, theirs = training.make_parameters(), training.make_parameters()
+    groups = training.make_groups(theirs)
+    references: list[torch.optim.Optimizer] = []
+    for group in groups:
+        options = {k: v for k, v in group.items() if k != "algorithm"}
+        kind = torch.optim.Muon if group["algorithm"] == "muon" else torch.optim.AdamW
+        keywords = {} if group["algorithm"] == "muon" else {"foreach": False}
+        references.append(kind([options], **keywords))
+    optimizer = muon.Muon(training.make_groups(ours))
+    schedulers = [training.make_scheduler(each) for each in [optimizer, *references]]
+    for step in range(1, STEPS + 1):
+        training.set_gradients(ours, step)
+        training.set_gradients(theirs, step)
+        for each in [optimizer, *references]:
+            each.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    for name, mine in ours.items():
+        assert torch.equal(mine, theirs[name]), name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_bf16_with_fp32_momentum_equals_torch_over_fp32_copies(nesterov: bool) -> None:
+    ours = matrices(torch.bfloat16)
+    copies = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    optimizer = muon.Muon(ours, lr=0.02, nesterov=nesterov, momentum_dtype=torch.float32)
+    reference = torch.optim.Muon(copies, lr=0.02, nesterov=nesterov)
+    for step in range(1, STEPS + 1):
+        set_same_gradients(step, ours, copies, dtype=torch.bfloat16)
+        optimizer.step()
+        reference.step()
+    for mine, copy in zip(ours, copies, strict=True):
+        assert torch.equal(mine, copy.bfloat16())
+        assert torch.equal(optimizer.state[mine]["master"], copy)
+
+
+def test_bf16_adamw_equals_torch_over_fp32_copies() -> None:
+    ours = training.make_parameters(torch.bfloat16)
+    copies = {name: torch.nn.Parameter(p.detach().float()) for name, p in ours.items()}
+    optimizer = muon.Muon([{"params": list(ours.items()), "algorithm": "adamw"}])
+    reference = torch.optim.AdamW(copies.values(), foreach=False)
+    for step in range(1, STEPS + 1):
+        training.set_gradients(ours, step)
+        for name, copy in copies.items():
+            grad = ours[name].grad
+            copy.grad = None if grad is None else grad.float()
+        optimizer.step()
+        reference.step()
+    for name, mine in ours.items():
+        assert torch.equal(mine, copies[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_bf16_momentum_is_the_rounded_average(nesterov: bool) -> None:
+    """torch.optim.Muon 2.13 over bf16 parameters is no oracle: with ``nesterov=False`` it
+    normalizes the momentum buffer itself, in place. So the formula, in float64: the buffer
+    is within one rounding per step of the exact average, and the step is the one that
+    exact momentum gives up to that."""
+    mine = torch.nn.Parameter(torch.zeros(24, 40, dtype=torch.bfloat16))
+    optimizer = muon.Muon([mine], lr=0.02, nesterov=nesterov, momentum=0.9, weight_decay=0.0)
+    average = torch.zeros(24, 40, dtype=torch.float64)
+    for step in range(1, STEPS + 1):
+        (grad,) = set_same_gradients(step, [mine], dtype=torch.bfloat16)
+        optimizer.step()
+        average = 0.9 * average + 0.1 * grad.double()
+    buffer = optimizer.state[mine]["momentum_buffer"]
+    assert buffer.dtype == torch.bfloat16
+    # Each step rounds to 8 bits (half an ulp, 2^-9 relative) and later ones decay it: the
+    # errors add up to at most 2^-9 / (1 - 0.9) of the largest average on the way, about 1.
+    assert (buffer.double() - average).abs().max() < 2**-9 / (1 - 0.9)
+
+
+def test_tiny_gradients_do_not_explode() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(8, 12))
+    parameter.grad = torch.full((8, 12), 1e-12)
+    muon.Muon([parameter], lr=1.0, weight_decay=0.0).step()
+    assert parameter.isfinite().all()
+    # 1e-12 is far below eps: what is left after division by eps, grown five times by at
+    # most the first coefficient, stays far from one.
+    assert parameter.abs().max() < 1e-12 / 1e-7 * 3.5**5
+
+
+SPECTRA = {
+    "of a random matrix": torch.linspace(0.4, 1.6, 512),
+    "equal": torch.ones(512),
+    "one large": torch.cat([torch.tensor([100.0]), torch.ones(511)]),
+    "two levels": torch.cat([torch.ones(256), torch.full((256,), 1e-2)]),
+    "decaying": torch.logspace(0, -6, 512),
+    "of low rank": torch.cat([torch.ones(8), torch.zeros(504)]),
+}
+
+
+def usual_newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return what the iteration gives when each step is done with the whole matrix."""
+    wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    wide = wide / wide.norm()
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+    return wide.T if matrix.size(0) > matrix.size(1) else wide
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (1600, 512), (512, 512), (600, 512)])
+@pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
+def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[int, int]) -> None:
+    """It does other operations than torch.optim.Muon there, and is about as exact."""
+    generator = torch.Generator().manual_seed(1)
+    u = torch.linalg.qr(torch.randn(512, 512, generator=generator, dtype=torch.float64))[0]
+    v = torch.linalg.qr(torch.randn(max(shape), 512, generator=generator, dtype=torch.float64))[0]
+    s = spectrum.double() / spectrum.double().norm()
+    matrix = u @ torch.diag(s) @ v.T
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    expected = u @ torch.diag(s) @ v.T
+    if shape[0] > shape[1]:
+        matrix, expected = matrix.T.contiguous(), expected.T
+
+    def error(update: torch.Tensor) -> float:
+        return float((update.double() - expected).norm() / expected.norm())
+
+    parameter = torch.nn.Parameter(torch.zeros(matrix.shape))
+    parameter.grad = matrix.float()
+    torch.optim.Muon(
+        [parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False
+    ).step()  # In bfloat16.
+    stock = -parameter.detach() / max(1, matrix.size(0) / matrix.size(1)) ** 0.5
+    ours = muon.orthogonalize_(matrix.bfloat16())
+    assert error(ours) < 1.75 * error(stock)
+    assert torch.linalg.matrix_norm(ours.double(), 2) < 1.25
+    usual = usual_newton_schulz(matrix.float(), 5)
+    assert error(muon.orthogonalize_(matrix.float())) < 2 * error(usual)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 12])
+@pytest.mark.parametrize("spectrum", [SPECTRA["of a random matrix"], SPECTRA["decaying"]])
+def test_newton_schulz_of_large_matrices_in_other_steps(spectrum: torch.Tensor, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    u, v = (torch.linalg.qr(torch.randn(size, 512, generator=generator))[0] for size in (512, 1536))
+    matrix = u @ torch.diag(spectrum) @ v.T
+    exact = usual_newton_schulz(matrix.double(), steps)
+    usual = usual_newton_schulz(matrix, steps)
+    ours = muon.orthogonalize_(matrix.clone(), steps=steps)
+    assert (ours - exact).norm() < 2 * (usual - exact).norm()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_newton_schulz_of_large_matrices_passes_nan_on(value: float) -> None:
+    matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1))
+    matrix[3, 4] = value
+    assert muon.orthogonalize_(matrix).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("coefficients", [(1.2, 15.0, 3.0), (1.5, 0.5, 0.5)])
+def test_newton_schulz_of_large_matrices_may_diverge(
+    coefficients: tuple[float, float, float], dtype: torch.dtype
+) -> None:
+    matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
+    update = muon.orthogonalize_(matrix, coefficients=coefficients, steps=12)
+    assert not update.isfinite().all() or update.norm() > 1e6
+
+
+def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
+    """Kernels for bfloat16 are compiled and kept for each factor that an addend has."""
+    generator = torch.Generator().manual_seed(1)
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    for number in range(70):
+        matrix = torch.randn(512, 1024, generator=generator)
+        matrix[:, 0] += number  # Another spectrum each time.
+        muon.orthogonalize_(matrix.bfloat16())
+        if number == 10:
+            before = resident_bytes()
+    assert resident_bytes() - before < 60e6  # 280e6 with a factor of its own in each product.
+
+
+@pytest.mark.parametrize("coefficients", [(1.5, -0.5, 0.0), (1.2, 0.0, -0.2), (1.0, 0.0, 0.0)])
+def test_newton_schulz_of_large_matrices_with_other_coefficients(
+    coefficients: tuple[float, float, float],
+) -> None:
+    matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)).double()
+    s = torch.linalg.svdvals(matrix)
+    s = s / s.norm()
+    ours = muon.orthogonalize_(matrix, coefficients=coefficients, steps=7)
+    a, b, c = coefficients
+    for _ in range(7):
+        s = a * s + b * s**3 + c * s**5
+    found = torch.linalg.svdvals(ours)
+    assert torch.allclose(found, s.sort(descending=True).values, rtol=1e-10)
+
+
+def test_newton_schulz_below_512_rows_equals_torch() -> None:
+    grad = torch.randn(511, 1600, generator=torch.Generator().manual_seed(1)).bfloat16()
+    parameter = torch.nn.Parameter(torch.zeros(511, 1600))
+    parameter.grad = grad.float()
+    torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    assert torch.equal(parameter, -muon.orthogonalize_(grad.clone()).float())
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (20, 50), (50, 20), (1, 7)])
+def test_newton_schulz_against_svd(shape: tuple[int, int]) -> None:
+    """The polynomial iterated on the singular values, in float64."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert torch.allclose(muon.orthogonalize_(matrix.clone()), u @ torch.diag(s) @ vh, atol=1e-12)
+
+
+def test_store_is_usable_by_hand() -> None:
+    """The Muon step again, by the store's public side and a float64 formula."""
+    parameter = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    parameter.grad = torch.full((5,), 0.5, dtype=torch.bfloat16)
+    store = tierstore.TierStore(None)
+    paged = tierstore.PagedParameter(
+        name="p", tensor=parameter, states={"sum": torch.float32}, elementwise=True
+    )
+    store.attach([tierstore.PagedGroup(parameters=[paged], hyperparameters={})])
+    for _ in range(3):
+        with store.sweep() as pages:
+            for page in pages:
+                for shard in page.shards:
+                    for chunk in shard.chunks:
+                        assert chunk.grad is not None
+                        chunk.states["sum"] += chunk.grad
+                        chunk.master -= 0.001 * chunk.states["sum"]
+    states = store.read_states()["p"]
+    assert torch.equal(states["sum"], torch.full((5,), 1.5))
+    assert torch.allclose(states["master"], torch.full((5,), 1 - 0.0005 - 0.001 - 0.0015))
+    assert torch.equal(parameter, states["master"].bfloat16())

@@ -1,0 +1,223 @@
+"""Owners and rounds, computed without any rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muon import newton_schulz
+from muon.rounds import SharedMatrix, assign_owners, plan_rounds, whole_on
+from tests.support.tilings import any_matrix, by_flat_ranges, by_rows
+from tierstore.layout.chunks import Chunk
+
+world_sizes = st.integers(1, 6)
+randoms = st.randoms(use_true_random=False)
+ITEMSIZE = 2
+
+
+def some_matrices(world_size: int, random: Random, count: int = 8) -> list[SharedMatrix]:
+    return [any_matrix(world_size, random) for _ in range(random.randrange(count))]
+
+
+def elements_on(matrix: SharedMatrix, rank: int) -> int:
+    return sum(chunk.sizes[0] * chunk.sizes[1] for chunk in matrix.chunks[rank])
+
+
+def cost(matrix: SharedMatrix) -> int:
+    """Multiplications of one step: X X^T, its square, and the polynomial with X."""
+    rows, columns = min(matrix.shape), max(matrix.shape)
+    return rows * rows * columns + rows * rows * rows + rows * rows * columns
+
+
+# ---------------------------------------------------------------------------- owners
+
+
+def test_owners_by_hand() -> None:
+    whole = Chunk((0, 0), (4, 8))
+    matrices = [
+        by_rows((4, 4), 3),  # Rank 2 has nothing of those of four rows.
+        SharedMatrix(shape=(4, 8), chunks=[[whole], [], []]),
+        by_rows((4, 10), 3),
+        by_rows((1, 5), 3, dim=1),
+    ]
+    assert [newton_schulz.cost(matrix.shape) for matrix in matrices] == [192, 320, 384, 11]
+    # 320 stay on rank 0; 384 to rank 1; 192 would make 512 there, of 302 on the mean rank, and
+    # go to rank 2, and so do 11.
+    assert assign_owners(matrices, [0, 0, 0]) == ([2, 0, 1, 2], [320, 384, 203])
+    assert assign_owners(matrices, [1000, 0, 900]) == ([1, 0, 1, 1], [1320, 587, 900])
+    # Rank 2 has least to do, but nothing of this one, and 944 are near enough to the mean of 865.
+    far = by_flat_ranges((4, 10), [20, 40])
+    assert assign_owners([far], [560, 1100, 550]) == ([0], [944, 1100, 550])
+    # Of equal ranks the one that has most of it.
+    assert assign_owners([by_flat_ranges((2, 3), [1, 4])], [0, 0, 0])[0] == [1]
+    assert assign_owners([], [1, 2]) == ([], [1, 2])
+
+
+@settings(deadline=None)
+@given(world_sizes, randoms)
+def test_the_costliest_go_to_the_rank_with_least(world_size: int, random: Random) -> None:
+    matrices = some_matrices(world_size, random)
+    before = [random.randrange(500) for _ in range(world_size)]
+    owners, sums = assign_owners(matrices, before)
+    mean = Fraction(sum(before) + sum(map(cost, matrices)), world_size)
+    dealt = [index for index, matrix in enumerate(matrices) if whole_on(matrix) is None]
+    # Undone from the last to the first: what was given last went to the least of the holders,
+    # or of all ranks where that made more than a tenth above the mean.
+    for index in sorted(dealt, key=lambda index: (cost(matrices[index]), -index)):
+        matrix, owner = matrices[index], owners[index]
+        sums[owner] -= cost(matrix)
+        holders = [rank for rank in range(world_size) if elements_on(matrix, rank)]
+        if min(sums[rank] for rank in holders) + cost(matrix) > mean * Fraction(11, 10):
+            holders = list(range(world_size))
+        assert owner in holders
+        least = [rank for rank in holders if sums[rank] == min(sums[r] for r in holders)]
+        assert sums[owner] == sums[least[0]]
+        most = max(elements_on(matrix, rank) for rank in least)
+        assert owner == next(rank for rank in least if elements_on(matrix, rank) == most)
+    for index in set(range(len(matrices))) - set(dealt):
+        assert elements_on(matrices[index], owners[index]) == matrices[index].numel
+        sums[owners[index]] -= cost(matrices[index])
+    assert sums == before
+
+
+def test_a_matrix_is_whole_on_one_rank_in_any_number_of_chunks() -> None:
+    halves = [Chunk((0, 0), (1, 3)), Chunk((1, 0), (1, 3))]
+    assert whole_on(SharedMatrix(shape=(2, 3), chunks=[[], halves])) == 1
+    assert whole_on(SharedMatrix(shape=(2, 3), chunks=[[halves[0]], [halves[1]]])) is None
+    assert whole_on(SharedMatrix(shape=(0, 3), chunks=[[], []])) == 0
+    assert whole_on(by_rows((1, 3), 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([[Chunk((0, 0), (1, 3))], []], "must have its 6 elements together, got 3"),
+        ([[Chunk((0, 0), (2, 3))], [Chunk((0, 0), (1, 1))]], "6 elements together, got 7"),
+        ([[Chunk((0, 1), (2, 3))]], r"does not lie within a matrix of shape \[2, 3\]"),
+        ([[Chunk((0,), (6,))]], "does not lie within a matrix"),
+    ],
+)
+def test_chunks_that_make_no_matrix_are_refused(chunks: list[list[Chunk]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SharedMatrix(shape=(2, 3), chunks=chunks)
+
+
+def test_matrices_of_other_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="matrix 1 lies on 3 ranks, but there are 2 loads"):
+        assign_owners([by_rows((4, 4), 2), by_rows((4, 4), 3)], [0, 0])
+
+
+# ---------------------------------------------------------------------------- balance
+
+
+def llama(mlp: int) -> list[tuple[int, int]]:
+    """The matrices of 32 layers: q, k, v, o, gate, up, down."""
+    hidden, kv = 4096, 1024
+    layer = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    return [*layer, (mlp, hidden), (mlp, hidden), (hidden, mlp)] * 32
+
+
+def busiest(mlp: int, world_size: int) -> tuple[float, float]:
+    """What the busiest rank has to do, and the largest matrix: both as parts of the mean."""
+    made = {shape: by_rows(shape, world_size) for shape in set(llama(mlp))}
+    matrices = [made[shape] for shape in llama(mlp)]
+    _, loads = assign_owners(matrices, [0] * world_size)
+    mean = sum(cost(matrix) for matrix in matrices) / world_size
+    return max(loads) / mean, max(map(cost, matrices)) / mean
+
+
+@pytest.mark.parametrize("mlp", [11008, 14336])
+def test_ranks_have_about_as_much_to_do(mlp: int) -> None:
+    assert busiest(mlp, 8)[0] < 1.01
+    assert busiest(mlp, 64)[0] < 1.06
+    # With more ranks than matrices nothing beats one each.
+    most, largest = busiest(mlp, 512)
+    assert most == largest
+
+
+# ---------------------------------------------------------------------------- rounds
+
+
+def needed(matrices: list[SharedMatrix], owners: list[int], rank: int) -> int:
+    """Bytes that a rank needs when these are exchanged together."""
+    sent = sum(elements_on(matrix, rank) for matrix in matrices)
+    owned = [
+        matrix.shape[0] * matrix.shape[1]
+        for matrix, owner in zip(matrices, owners, strict=True)
+        if owner == rank
+    ]
+    received = whole = sum(owned)
+    return ITEMSIZE * (sent + received + whole)
+
+
+@settings(deadline=None)
+@given(world_sizes, randoms, st.floats(0, 4))
+def test_rounds_are_as_long_as_memory_allows(world_size: int, random: Random, times: float) -> None:
+    matrices = some_matrices(world_size, random, 20)
+    owners, _ = assign_owners(matrices, [0] * world_size)
+    ranks = range(world_size)
+
+    def most(indices: list[int]) -> int:
+        members, theirs = [matrices[i] for i in indices], [owners[i] for i in indices]
+        return max(needed(members, theirs, rank) for rank in ranks)
+
+    shared = [index for index, matrix in enumerate(matrices) if whole_on(matrix) is None]
+    smallest = max((most([index]) for index in shared), default=0)
+    bytes_max = int(smallest * (1 + times))
+    rounds = plan_rounds(matrices, owners, bytes_max=bytes_max, itemsize=ITEMSIZE)
+    cuts = [list(each.matrices) for each in rounds]
+    assert list(itertools.chain.from_iterable(cuts)) == shared
+    for each in rounds:
+        assert each.matrices == {index: matrices[index] for index in each.matrices}
+        assert each.owners == {index: owners[index] for index in each.matrices}
+        assert most(list(each.matrices)) <= bytes_max
+    for cut, following in itertools.pairwise(cuts):
+        assert most([*cut, following[0]]) > bytes_max
+    if shared:
+        with pytest.raises(ValueError, match=f"bytes_max must be at least {smallest}, for matrix"):
+            plan_rounds(matrices, owners, bytes_max=smallest - 1, itemsize=ITEMSIZE)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 6), randoms)
+def test_what_is_sent_is_what_is_received(world_size: int, random: Random) -> None:
+    matrices = some_matrices(world_size, random)
+    owners, _ = assign_owners(matrices, [0] * world_size)
+    for each in plan_rounds(matrices, owners, bytes_max=1000, itemsize=ITEMSIZE):
+        received = [each.received(rank) for rank in range(world_size)]
+        arrived: Counter[tuple[int, Chunk]] = Counter()
+        for sender in range(world_size):
+            sent = each.sent(sender)
+            assert len(sent) == len(received[sender]) == world_size
+            for owner in range(world_size):
+                assert sent[owner] == received[owner][sender]
+                assert {owners[index] for index, _ in sent[owner]} <= {owner}
+                arrived.update(sent[owner])
+        assert arrived == Counter(
+            (index, chunk)
+            for index, matrix in each.matrices.items()
+            for chunks in matrix.chunks
+            for chunk in chunks
+        )
+
+
+@given(st.integers(0, 2**32))
+def test_every_rank_finds_the_same(seed: int) -> None:
+    found = []
+    for _ in range(2):
+        matrices = some_matrices(4, Random(seed))
+        owners, sums = assign_owners(matrices, [0, 5, 3, 5])
+        found.append((owners, sums, plan_rounds(matrices, owners, bytes_max=1000, itemsize=4)))
+    assert found[0] == found[1]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    matrices = [by_rows((4, 4), 1), by_flat_ranges((3, 5), [])]
+    owners, _ = assign_owners(matrices, [0])
+    assert plan_rounds(matrices, owners, bytes_max=0, itemsize=4) == []

@@ -1,0 +1,449 @@
+"""Never more memory than the budgets, at any moment while pages move; and their peak is told."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tierstore
+from tests.support.toy import Spec, Toy
+from tierstore.paging import buffers
+from tierstore.paging.device import DeviceBuffer, PlainDevice
+from tierstore.paging.tier_plan import Budget, Tier, place
+from tierstore.storage.memory import MemoryStorage
+from tierstore.units import SECTOR_BYTES
+
+KIB = 1024
+SMALL_PAGES = 4 * KIB  # Every matrix below is larger, and so has a page of its own.
+
+
+class Ledger:
+    """Counts what is allocated and not freed, of arenas on the host and on the device."""
+
+    def __init__(self) -> None:
+        self._arenas: list[tuple[weakref.ref[mmap.mmap], int]] = []
+        self.on_host = self.on_device = self.on_both = 0
+        self.failing: int | None = None
+        """Which of the next allocations fails."""
+        self.error: type[BaseException] = KeyboardInterrupt
+        self._device = 0
+        self.arenas_taken = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes that are allocated, of host and device together."""
+        return self._host + self._device
+
+    @property
+    def _host(self) -> int:
+        alive = ((reference(), nbytes) for reference, nbytes in self._arenas)
+        return sum(nbytes for arena, nbytes in alive if arena is not None and not arena.closed)
+
+    def took_arena(self, arena: mmap.mmap, nbytes: int) -> None:
+        if nbytes > SECTOR_BYTES:  # Or it is that of no buffers.
+            self.arenas_taken += 1
+            self._arenas.append((weakref.ref(arena), nbytes))
+        self.on_host = max(self.on_host, self._host)
+        self.on_both = max(self.on_both, self.now)
+
+    def allocating(self) -> None:
+        if self.failing is not None:
+            self.failing -= 1
+            if not self.failing:
+                self.failing = None
+                raise self.error("while memory is allocated")
+
+    def took_device(self, buffer: DeviceBuffer) -> None:
+        nbytes = buffer.tensor.numel()
+        self._device += nbytes
+        self.on_device = max(self.on_device, self._device)
+        self.on_both = max(self.on_both, self.now)
+        weakref.finalize(buffer.tensor, self._free_device, nbytes)
+
+    def _free_device(self, nbytes: int) -> None:
+        self._device -= nbytes
+
+
+@contextlib.contextmanager
+def counting(*, apart: bool = False) -> Iterator[Ledger]:
+    """Count all memory that stores take; ``apart``: pages are stepped in copies of them."""
+    ledger = Ledger()
+    map_arena, populate, allocate = buffers._map, buffers._populate, PlainDevice.allocate
+
+    def counted_map(nbytes: int) -> mmap.mmap:
+        arena = map_arena(nbytes)
+        ledger.took_arena(arena, nbytes - buffers.HUGE_PAGE_BYTES)
+        return arena
+
+    def counted_populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
+        ledger.allocating()
+        populate(arena, offset, nbytes)
+
+    def counted_allocate(device: PlainDevice, nbytes: int) -> DeviceBuffer:
+        ledger.allocating()
+        buffer = allocate(device, nbytes)
+        ledger.took_device(buffer)
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "_map", counted_map)
+        patch.setattr(buffers, "_populate", counted_populate)
+        patch.setattr(PlainDevice, "allocate", counted_allocate)
+        if apart:
+            patch.setattr(PlainDevice, "is_host", False)
+            patch.setattr(buffers, "_lock_pages", lambda *args: None)
+        yield ledger
+
+
+def matrix(name: str, rows: int) -> Spec:
+    """A parameter whose page has 2 KiB of master and as many of momentum for each row."""
+    return (name, (rows, 512), torch.bfloat16, {"momentum": torch.float32}, False)
+
+
+def matrices(count: int, rows: int = 32, prefix: str = "m") -> list[Spec]:
+    return [matrix(f"{prefix}{number}", rows) for number in range(count)]
+
+
+def budgets_for(specs: list[Spec], host: int, device: int) -> tuple[int, int]:
+    """Return the budgets that hold so many pages of equal matrices, and two buffers."""
+    toy = Toy(None, [specs], page_bytes=SMALL_PAGES)  # type: ignore[arg-type]
+    page = toy.store.stats().state_bytes // len(specs)
+    return (host + 2) * page, device * page
+
+
+def assert_counted(toy: Toy, ledger: Ledger) -> None:
+    stats = toy.store.stats()
+    assert (ledger.on_host, ledger.on_device) == (stats.host_bytes_peak, stats.device_bytes_peak)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("start", ["nvme", "host", "device"])
+@pytest.mark.parametrize("end", ["nvme", "host", "device"])
+def test_moving_within_budgets_that_hold_just_all(
+    start: str, end: str, changed: bool, apart: bool
+) -> None:
+    specs = matrices(6)
+    host_memory, device_memory = budgets_for(specs, 4, 6)
+    with counting(apart=apart) as ledger:
+        toy = Toy(
+            MemoryStorage(),
+            [specs],
+            page_bytes=SMALL_PAGES,
+            buffers=None,
+            commit_every=3 if changed else 1,
+            host_memory=host_memory,
+            device_memory=device_memory,
+        )
+        for step, tier in enumerate([start, end, start], start=1):
+            toy.store.move(tier)
+            toy.step()
+            toy.assert_at(step)
+        assert 0 < ledger.on_host <= host_memory
+        assert ledger.on_device <= device_memory
+        assert_counted(toy, ledger)
+        toy.store.close()
+
+
+def test_moving_without_a_directory_takes_one_page_more() -> None:
+    specs = matrices(6)
+    with counting() as ledger:
+        toy = Toy(None, [specs], page_bytes=SMALL_PAGES)  # type: ignore[arg-type]
+        toy.step()
+        pages = toy.store.stats().state_bytes
+        for step, tier in enumerate(["device", "host", "device"], start=2):
+            toy.store.move(tier)
+            toy.step()
+            toy.assert_at(step)
+        assert ledger.on_host == ledger.on_device == pages
+        assert ledger.on_both == pages + pages // len(specs)
+        assert_counted(toy, ledger)
+
+
+def test_a_late_group_has_pages_of_both_tiers_change_places() -> None:
+    """With no byte to spare in either, and what they hold newer than their files."""
+    first, late = matrices(3), matrices(2, prefix="late")
+    host_memory, device_memory = budgets_for(first, 2, 2)
+    budget = Budget(host_memory=host_memory, device_memory=device_memory, buffers=None)
+    before, after = (place([device_memory // 2] * count, budget).tiers for count in (3, 5))
+    changes = set(zip(before, after, strict=False))
+    assert {(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST)} <= changes
+    with counting() as ledger:
+        toy = Toy(
+            MemoryStorage(),
+            [first],
+            page_bytes=SMALL_PAGES,
+            buffers=None,
+            commit_every=None,
+            host_memory=host_memory,
+            device_memory=device_memory,
+        )
+        toy.step()
+        toy.attach(late)
+        toy.step()
+        states = toy.store.read_states()
+        for name, states_of in states.items():
+            steps = 1 if name.startswith("late") else 2
+            assert torch.equal(states_of["momentum"], torch.full((32, 512), float(steps)))
+            assert torch.equal(states_of["master"], torch.full((32, 512), 1 - steps / 4))
+        assert ledger.on_host <= host_memory
+        assert ledger.on_device <= device_memory
+        assert_counted(toy, ledger)
+        toy.store.close()
+
+
+@pytest.mark.parametrize("compute", ["device", "host"])
+def test_moving_to_where_all_pages_are_takes_nothing_anew(compute: str) -> None:
+    with counting() as ledger:
+        toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, compute=compute)
+        toy.step()
+        taken = ledger.arenas_taken
+        assert taken
+        toy.store.move("nvme")
+        assert ledger.arenas_taken == taken
+        toy.step()
+        toy.assert_at(2)
+        assert_counted(toy, ledger)
+        toy.store.close()
+
+
+def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
+    host_memory = 3_000 * KIB
+    with counting() as ledger:
+        toy = Toy(
+            MemoryStorage(),
+            [matrices(40)],
+            page_bytes=SMALL_PAGES,
+            buffers=None,
+            compute="host",
+            host_memory=host_memory,
+        )
+        toy.step()
+        toy.store.move("nvme")
+        assert ledger.on_host > host_memory * 0.9
+        toy.attach([matrix("late", 64)])
+        toy.step()
+        assert ledger.on_host <= host_memory
+        assert_counted(toy, ledger)
+        toy.store.close()
+
+
+@pytest.mark.parametrize("closing", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
+@pytest.mark.parametrize(
+    ("call", "compute"),
+    [
+        *itertools.product(["nvme to host", "host to nvme", "late group"], ["device", "host"]),
+        ("device to host", "device"),
+        ("host to device", "device"),
+    ],
+)
+def test_memory_of_a_placement_that_failed_is_given_back(
+    call: str, compute: str, error: type[BaseException], closing: bool
+) -> None:
+    """By close(), or before restore() takes it again, though the error still has its traceback."""
+    specs, late = matrices(6), matrices(8, prefix="late")
+    host_memory, device_memory = budgets_for(specs, 4, 6 if "device" in call else 0)
+    if compute == "host":
+        host_memory += 3 * 32 * 512 * (2 + 8)  # Mirrors, with gradients of 8 bytes at most.
+    for failing in range(1, 20):
+        with counting() as ledger:
+            ledger.error = error
+            toy = Toy(
+                MemoryStorage(),
+                [specs],
+                page_bytes=SMALL_PAGES,
+                buffers=None,
+                compute=compute,
+                host_memory=host_memory,
+                device_memory=device_memory,
+            )
+            start, _, end = call.partition(" to ")
+            if end:
+                toy.store.move(start)
+            toy.step()
+            toy.store.synchronize()
+            ledger.failing, failure = failing, None
+            try:
+                if end:
+                    toy.store.move(end)
+                else:
+                    toy.attach(late)
+            except error as caught:
+                failure = caught
+                for name, *_ in late:
+                    toy.parameters.pop(name, None)
+                if not closing:
+                    assert toy.store.restore() == 1
+                    toy.assert_at(1)
+                    toy.step()
+            ledger.failing = None
+            assert ledger.on_host <= host_memory
+            toy.store.close()
+            assert not ledger.now
+        if failure is None:
+            break
+    assert failing > 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
+def test_the_first_placement_may_be_tried_again(error: type[BaseException]) -> None:
+    """There is nothing to lose yet."""
+    specs = matrices(6)
+    host_memory, device_memory = budgets_for(specs, 3, 2)
+    with counting() as ledger:
+        ledger.error = error
+        toy = Toy(
+            MemoryStorage(),
+            [],
+            page_bytes=SMALL_PAGES,
+            buffers=None,
+            host_memory=host_memory,
+            device_memory=device_memory,
+        )
+        for failing in (1, 3, 6):  # The buffers, a page of the host, one of the device.
+            ledger.failing = failing
+            with pytest.raises(error):
+                toy.attach(specs)
+            toy.groups.clear()
+            assert not ledger.now
+        toy.attach(specs)
+        toy.step()
+        toy.assert_at(1)
+        assert ledger.on_host <= host_memory
+        assert ledger.on_device <= device_memory
+        toy.store.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stepped", [0, 2])
+@pytest.mark.parametrize(
+    ("call", "compute"),
+    [
+        *itertools.product(["move", "late group"], ["device", "host"]),
+        ("move back", "device"),
+    ],
+)
+def test_a_store_without_a_directory_goes_on_after_a_placement_that_failed(
+    call: str, compute: str, stepped: int, apart: bool, error: type[BaseException]
+) -> None:
+    """With all it held, and whatever is called next: a step, the same again, or a look."""
+    specs, late = matrices(6), matrices(4, prefix="late")
+    for failing in range(1, 20):
+        for following in ("step", "again", "read", "write"):
+            with counting(apart=apart) as ledger:
+                ledger.error = error
+                toy = Toy(None, [specs], page_bytes=SMALL_PAGES, compute=compute)  # type: ignore[arg-type]
+                if call == "move back":
+                    toy.store.move("device")
+                for _ in range(stepped):
+                    toy.step()
+                before = ledger.now
+
+                def act(toy: Toy = toy) -> None:
+                    if call == "late group":
+                        toy.attach(late)
+                    else:
+                        toy.store.move("host" if call == "move back" else "device")
+
+                ledger.failing, failure = failing, None
+                try:
+                    act()
+                except error as caught:
+                    ledger.failing, failure = None, caught
+                    for name, *_ in late:
+                        toy.parameters.pop(name, None)
+                    if following == "again":
+                        act()
+                        toy.step()
+                    elif following == "write":
+                        toy.store.write_states(toy.store.read_states())
+                    elif following == "step":
+                        toy.step()
+                    if call != "late group":
+                        toy.assert_at(toy.store.step)
+                    if following != "again":
+                        assert toy.store.read_states().keys() == {name for name, *_ in specs}
+                        assert ledger.now == before
+                ledger.failing = None
+                toy.store.close()
+                assert not ledger.now
+        if failure is None:
+            break
+    assert failing > 1
+
+
+operations = st.lists(
+    st.one_of(
+        st.sampled_from(["step", "step", "prefetch", "host", "nvme", "device"]),
+        st.lists(st.integers(4, 40), min_size=1, max_size=3),  # The rows of a late group.
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.integers(4, 40), min_size=1, max_size=7),
+    operations=operations,
+    host_memory=st.integers(8, 700).map(lambda n: n * KIB),
+    device_memory=st.integers(0, 400).map(lambda n: n * KIB),
+    compute=st.sampled_from(["device", "host"]),
+    commit_every=st.sampled_from([1, 2, None]),
+    apart=st.booleans(),
+)
+def test_whatever_moves(
+    rows: list[int],
+    operations: list[str | list[int]],
+    host_memory: int,
+    device_memory: int,
+    compute: str,
+    commit_every: int | None,
+    apart: bool,
+) -> None:
+    options: dict[str, Any] = {
+        "compute": compute,
+        "host_memory": host_memory,
+        "device_memory": device_memory if compute == "device" else 0,
+        "commit_every": commit_every,
+        "page_bytes": SMALL_PAGES,
+        "buffers": None,
+    }
+    steps: dict[str, int] = {}
+
+    def late(rows: list[int]) -> None:
+        names = [f"m{len(steps) + number}" for number in range(len(rows))]
+        toy.attach([matrix(name, count) for name, count in zip(names, rows, strict=True)])
+        steps.update(dict.fromkeys(names, 0))
+
+    with counting(apart=apart) as ledger, contextlib.suppress(tierstore.BudgetError):
+        toy = Toy(MemoryStorage(), [], **options)
+        late(rows)
+        for operation in ["step", *operations, "step"]:
+            if isinstance(operation, list):
+                late(operation)
+            elif operation == "step":
+                toy.step()
+                steps = {name: count + 1 for name, count in steps.items()}
+            elif operation == "prefetch":
+                toy.store.prefetch()
+            else:
+                with contextlib.suppress(tierstore.BudgetError):
+                    toy.store.move(operation)
+        for name, states in toy.store.read_states().items():
+            assert (states["momentum"] == steps[name]).all()
+            assert (states["master"] == 1 - steps[name] / 4).all()
+        assert_counted(toy, ledger)
+        toy.store.close()
+    assert ledger.on_host <= host_memory
+    assert apart or ledger.on_device <= device_memory  # Beside it pages are stepped in copies.

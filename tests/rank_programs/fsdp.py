@@ -1,0 +1,340 @@
+"""Ranks of FSDP2 and DDP that train a small model, and one process with the same gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import muon
+import tierstore
+from tests.support.references import assert_same
+from tierstore.ranks.peers import Alone
+
+STREAMED: dict[str, Any] = {"page_bytes": 4096, "buffers": 5, "peer_timeout": 30.0}
+# Rows of which 3 ranks have uneven parts, and some of them none.
+ROWS = (4, 5, 1)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """Matrices of few rows one after the other, each with a residual path around it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 6, bias=False))
+            for rows in ROWS
+        )
+        self.scale = nn.Parameter(torch.empty(1))
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return (hidden * self.scale).float().square().mean()
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    """This rank's part of a batch."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(7, (5,), generator=generator)
+
+
+def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
+    model = Net(dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def optimizer_of(model: nn.Module, store: tierstore.TierStore, **options: Any) -> muon.Muon:
+    return muon.Muon(muon.param_groups(model, lr=0.05, adamw_lr=0.01), store=store, **options)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+class Reference:
+    """One process that steps whole parameters with the gradients that all ranks have."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        self._model, self._mine = model, Net(dtype)
+        self._optimizer = optimizer_of(self._mine, tierstore.TierStore(None, process_group=Alone()))
+
+    def step(self) -> None:
+        """Take the gradients that are there now; all ranks call it together."""
+        theirs = self._model.parameters()
+        for mine, other in zip(self._mine.parameters(), theirs, strict=True):
+            grad = None if other.grad is None else whole(other.grad)
+            mine.grad = None if grad is None else grad.clone()
+        self._optimizer.step()
+
+    def assert_identical(self) -> None:
+        theirs = dict(self._model.named_parameters())
+        for (name, mine), other in zip(self._mine.named_parameters(), theirs.values(), strict=True):
+            assert torch.equal(mine, whole(other)), name
+
+    @property
+    def loss(self) -> float:
+        """Of a batch that holds everything."""
+        with torch.no_grad():
+            return float(self._mine(torch.arange(7)))
+
+    @property
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {
+        "dtype": torch.bfloat16,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    },
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "kept": {"reshard_after_forward": False},
+}
+
+
+def train(
+    settings: str, directory: Path, store: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Forward, backward and step, resumed in between; clipped, and accumulated once."""
+    model = sharded(**SETTINGS[settings])
+    dtype = SETTINGS[settings].get("dtype", torch.float32)
+    reference = Reference(model, dtype)
+    steps = iter(range(1, 7))
+    for resume in (False, True):
+        with tierstore.TierStore(directory, resume=resume, **STREAMED, **store) as opened:
+            optimizer = optimizer_of(model, opened, **options)
+            if resume:
+                for parameter in model.parameters():
+                    parameter.detach().zero_()
+                assert optimizer.restore() == 3
+                reference.assert_identical()
+            for step in (next(steps) for _ in range(3)):
+                for part in range(1 + step % 2):
+                    model(tokens_of(10 * step + part)).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                grads = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+                assert 0.4 < torch.nn.utils.get_total_norm(grads) < 0.51
+                assert whole(norm) > 0.5
+                reference.step()
+                optimizer.step()
+                freed = all(p.grad is None for p in model.parameters())
+                assert freed == bool(store.get("free_gradients"))
+                model.zero_grad()
+                reference.assert_identical()
+            saved = optimizer.state_dict()["state"]
+            for key, states in reference.state_dict["state"].items():
+                for name, tensor in states.items():
+                    assert torch.equal(whole(saved[key][name]), tensor)
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def gathered(directory: Path, options: Mapping[str, Any]) -> str:
+    """Forwards without a backward, of which FSDP2 keeps what it has gathered.
+
+    Returns:
+        What is said of a step in the middle of a forward.
+    """
+    model = sharded(**options)
+    reference = Reference(model)
+    with tierstore.TierStore(directory, **STREAMED) as store:
+        optimizer = optimizer_of(model, store)
+
+        def train_on(tokens: torch.Tensor, *, evaluate: bool) -> None:
+            model(tokens).backward()
+            reference.step()
+            if evaluate:
+                loss()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        @torch.no_grad()
+        def loss() -> float:
+            found = float(model(torch.arange(7)))
+            parameters = zip(model.parameters(), optimizer.state, strict=True)
+            assert any(now is not parameter for now, parameter in parameters)
+            return found
+
+        train_on(tokens_of(1), evaluate=False)
+        reference.assert_identical()
+        store.synchronize()
+        first = loss()
+        assert first == reference.loss
+        train_on(tokens_of(2), evaluate=True)
+        second = loss()
+        assert second == reference.loss != first
+        assert optimizer.restore() == 1  # The second step was not committed.
+        assert loss() == first
+        inside = model.layers[0].register_forward_pre_hook(lambda *_: optimizer.step())
+        message = _message(lambda: model(tokens_of(3)))
+        inside.remove()
+    return message
+
+
+def missing_gradients(partition: str) -> None:
+    """On some ranks, which counts as zero; on all, where nothing is stepped."""
+    model, reference = Net(), Net()
+    with (
+        tierstore.TierStore(None, peer_timeout=30.0) as store,
+        tierstore.TierStore(None, process_group=Alone()) as alone,
+    ):
+        optimizer = optimizer_of(model, store, partition=partition)
+        theirs = optimizer_of(reference, alone)
+        model.scale.requires_grad_(False)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for step in range(1, 7):
+            everyone = zip(model.parameters(), reference.parameters(), strict=True)
+            for index, (mine, other) in enumerate(everyone):
+                generator = torch.Generator().manual_seed(100 * step + index)
+                grad = torch.randn(mine.shape, generator=generator)
+                # Without one all ranks have it, and so the owner.
+                has = not ((index + step) % 3 == 0 and (rank + step) % world_size)
+                owned_by_all = (index + step) % 3 != 0
+                if step % 4 == index % 2 or mine is model.scale:
+                    mine.grad = other.grad = None
+                    continue
+                mine.grad = grad if owned_by_all else torch.zeros_like(grad) if has else None
+                other.grad = grad if owned_by_all else torch.zeros_like(grad)
+            optimizer.step()
+            theirs.step()
+            for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(mine, other)
+
+
+def wrapped(kind: str, directory: Path) -> None:
+    """DDP, and a model that is compiled: what it is called then is in no key of torch's."""
+    inner = Net()
+    model: nn.Module = DistributedDataParallel(inner)
+    if kind == "compiled":
+        model = cast(nn.Module, torch.compile(inner, backend="eager"))
+    with tierstore.TierStore(directory, **STREAMED) as store:
+        optimizer = optimizer_of(model, store, prefetch_in_backward=True)
+        reference = Reference(inner)
+        for step in range(1, 4):
+            # To run what is compiled takes long.
+            (model if kind == "ddp" else inner)(tokens_of(step)).backward()
+            if kind == "compiled":
+                for parameter in inner.parameters():
+                    dist.all_reduce(parameter.grad)
+            reference.step()
+            optimizer.step()
+            model.zero_grad()
+            reference.assert_identical()
+        saved = get_optimizer_state_dict(model, optimizer)
+        assert saved["state"].keys() == dict(inner.named_parameters()).keys()
+        other = Net()
+        other.load_state_dict(inner.state_dict())
+        with tierstore.TierStore(None, peer_timeout=30.0) as other_store:
+            fresh = optimizer_of(other, other_store)
+            set_optimizer_state_dict(other, fresh, saved)
+            assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
+        if dist.get_rank() == 0:
+            buffer = io.BytesIO()
+            torch.save(saved, buffer)
+
+
+def placed_otherwise() -> dict[str, str]:
+    """Gradients that lie on the ranks otherwise than their parameter."""
+    mesh = init_device_mesh("cpu", (2,))
+    messages = {}
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    plain = nn.Parameter(torch.ones(4, 4))
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        optimizer = muon.Muon([("cut", parameter), ("plain", plain)], store=store)
+        before = whole(parameter).clone()
+        gradient = torch.ones(4, 4)
+        parameter.grad = DTensor.from_local(gradient, mesh, [Partial()])
+        messages["partial"] = _message(optimizer.step)
+        if dist.get_rank():
+            parameter.grad = DTensor.from_local(gradient, mesh, [Replicate()])
+        messages["partial on one"] = _message(optimizer.step)
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        messages["sharded"] = _message(optimizer.step)
+        parameter.grad = None
+        assert torch.equal(whole(parameter), before)
+        parameter.grad = DTensor.from_local(gradient, mesh, [Partial()]).redistribute(
+            placements=[Replicate()]
+        )
+        optimizer.step()
+        assert not torch.equal(whole(parameter), before)
+    return messages
+
+
+@contextlib.contextmanager
+def measuring(dtype: torch.dtype) -> Iterator[mock.Mock]:
+    with mock.patch("muon.newton_schulz.fastest_dtype", return_value=dtype) as measure:
+        yield measure
+
+
+def measured_dtype() -> None:
+    """Rank 0 finds float32 faster, and the others bfloat16."""
+    rank = dist.get_rank()
+    model = Net()
+    with (
+        tierstore.TierStore(None, peer_timeout=30.0) as store,
+        measuring(torch.bfloat16 if rank else torch.float32) as measure,
+    ):
+        optimizer = optimizer_of(model, store, ns_dtype="auto")
+        assert measure.called == (rank == 0)
+        assert optimizer.param_groups[0]["ns_dtype"] == torch.float32
+        model(torch.arange(7)).backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        # Changed from one step to the next, by what is loaded too.
+        optimizer.param_groups[0]["ns_dtype"] = torch.bfloat16
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["ns_dtype"] == torch.float32
+        optimizer.step()
+        torch.testing.assert_close(  # No rank has other values.
+            _sum_over_ranks(model), dist.get_world_size() * _flat(model), rtol=0, atol=0
+        )
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+
+
+def _sum_over_ranks(model: nn.Module) -> torch.Tensor:
+    flat = _flat(model)
+    dist.all_reduce(flat)
+    return flat

@@ -1,0 +1,196 @@
+"""What ranks take for matrices on their way, and how long pages stay valid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import muon
+import tierstore
+from muon.exchange import Exchange, RoundInFlight
+from tierstore.ranks.job import Ranks
+
+ROWS, COLUMNS, COUNT = 64, 32, 8
+
+
+@dataclass(slots=True)
+class Live:
+    """Memory that was taken for exchanges."""
+
+    peak: int = 0
+    rounds: int = 0
+    storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Count what is there now."""
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.storages.values()))
+
+
+@contextmanager
+def watched() -> Iterator[Live]:
+    """Watch what rounds and gathered matrices take; not what computing with them does."""
+    live = Live()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            outputs = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    live.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            return outputs
+
+    real_begin, real_gathered = Exchange.begin, RoundInFlight.gathered
+
+    def begin(*arguments: Any) -> RoundInFlight:
+        live.rounds += 1
+        with Watch():
+            found = real_begin(*arguments)
+        live.look()
+        return found
+
+    def gathered(in_flight: RoundInFlight) -> dict[int, torch.Tensor]:
+        with Watch():
+            found = real_gathered(in_flight)
+        live.look()
+        return found
+
+    with (
+        mock.patch.object(Exchange, "begin", begin),
+        mock.patch.object(RoundInFlight, "gathered", gathered),
+    ):
+        yield live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """What came of steps with so much memory for matrices."""
+
+    peak: int
+    rounds: int
+    error: str | None
+    unchanged: bool
+    step: int
+    values: list[torch.Tensor]
+
+
+def matrices() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2 * COUNT)]
+
+
+def groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
+    """One that exchanges bfloat16, and one that exchanges float32."""
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    return [{"params": named[:COUNT]}, {"params": named[COUNT:], "ns_dtype": torch.float32}]
+
+
+def gather(of_ranks: list[int], directory: Path) -> Gathered:
+    """Do two steps with rows cut, given the ``gather_memory`` of each rank."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = [
+        torch.nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in matrices()
+    ]
+    error = None
+    before = [each.detach().to_local().clone() for each in parameters]
+    with (
+        tierstore.TierStore(directory, peer_timeout=30.0) as store,
+        watched() as live,
+    ):
+        optimizer = muon.Muon(groups_of(parameters), store=store, gather_memory=of_ranks[rank])
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        try:
+            for _ in range(2):
+                optimizer.step()
+        except ValueError as found:
+            error = str(found)
+        step = store.step
+    after = [each.detach().to_local() for each in parameters]
+    return Gathered(
+        peak=live.peak,
+        rounds=live.rounds,
+        error=error,
+        unchanged=all(map(torch.equal, before, after)),
+        step=step,
+        values=after,
+    )
+
+
+def spread_peak(bytes_max: int) -> int:
+    """Spread 6 KiB from each rank, of which so much may be on its way; return the peak."""
+    # By what is waited for: gloo may have a buffer a moment longer than that.
+    on_their_way: dict[Any, int] = {}
+    peak = 0
+    real_broadcast, real_wait = dist.broadcast, Ranks.wait
+
+    def broadcast(tensor: torch.Tensor, **options: Any) -> Any:
+        nonlocal peak
+        work = real_broadcast(tensor, **options)
+        on_their_way[work] = tensor.nbytes
+        peak = max(peak, sum(on_their_way.values()))
+        return work
+
+    def wait(ranks: Ranks, work: dist.Work) -> None:
+        real_wait(ranks, work)
+        del on_their_way[work]
+
+    parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(24)]
+    with (
+        tierstore.TierStore(None, peer_timeout=30.0) as store,
+        mock.patch.object(dist, "broadcast", broadcast),
+        mock.patch.object(Ranks, "wait", wait),
+        mock.patch("tierstore.paging.replication._BYTES_MAX", bytes_max),
+    ):
+        optimizer = muon.Muon(parameters, store=store)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.eye(16)
+            optimizer.step()
+    assert all(torch.equal(parameter, parameters[0]) for parameter in parameters)
+    assert not on_their_way
+    return peak
+
+
+def step_late(directory: Path, present: set[int]) -> list[float]:
+    """Step pages as late as a window of three allows, some of them without gradients."""
+    parameters = [torch.nn.Parameter(torch.ones(9, 7, dtype=torch.bfloat16)) for _ in range(9)]
+    groups = [
+        tierstore.PagedGroup(
+            parameters=[tierstore.PagedParameter(name=f"p{index}", tensor=parameter)],
+            hyperparameters={},
+        )
+        for index, parameter in enumerate(parameters)
+    ]
+
+    def step(page: tierstore.PageView) -> None:
+        for chunk in itertools.chain.from_iterable(shard.chunks for shard in page.shards):
+            chunk.master.add_(1)
+
+    with tierstore.TierStore(directory, buffers=5, peer_timeout=30.0) as store:
+        store.attach(groups)
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.ones_like(parameter) if index in present else None
+        assert store.window_max == 3
+        with store.sweep(window=3) as pages:
+            waiting: list[tierstore.PageView] = []
+            for number, page in enumerate(pages):
+                waiting.append(page)
+                while len(waiting) == 3 or (waiting and number + 1 == pages.count):
+                    step(waiting.pop(0))
+    return [float(parameter.detach().float().mean()) for parameter in parameters]

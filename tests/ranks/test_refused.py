@@ -1,0 +1,112 @@
+"""What is not one model of all ranks is refused on all of them, before a step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+from tests.support.rank_pool import RankPool
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("other values", "ranks 0 and 2 hold the same elements of parameter 'matrix'"),
+        ("other partition", "rank 2 has 'matrix'.*partition 'flat'"),
+        ("other shape", r"rank 0 has 'matrix'.*\[6, 4\].*rank 2 has 'matrix'.*\[6, 5\]"),
+    ],
+)
+def test_different_parameters(pool: RankPool, kind: str, message: str) -> None:
+    for name, text in pool.run(3, "tests.rank_programs.refusals:refusal", kind):
+        assert name == "RunMismatchError"
+        assert re.search(message, text), text
+
+
+def test_a_mesh_without_some_of_the_ranks(pool: RankPool) -> None:
+    found = pool.run(3, "tests.rank_programs.refusals:refusal", "on some ranks")
+    assert [name for name, _ in found] == ["PeerFailed", "PeerFailed", "ValueError"]
+    for _, text in found:
+        assert "its mesh has ranks [0, 1] and not this one, 2" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr", 0.5, "lr of param group 0 is 0.001 on rank 0 and 0.5 on rank 2"),
+        ("nesterov", False, "nesterov of param group 0 is True on rank 0 and False on rank 2"),
+        ("name", None, "name of param group 0 is absent on rank 0 and None on rank 2"),
+    ],
+)
+def test_different_hyperparameters(pool: RankPool, key: str, value: object, message: str) -> None:
+    """No rank steps, and all go on when the ranks agree."""
+    parameter = torch.nn.Parameter(torch.ones(6, 4))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = muon.Muon([("matrix", parameter)])
+    optimizer.step()
+    optimizer.param_groups[0][key] = value
+    optimizer.step()
+    for raised, found in pool.run(
+        3, "tests.rank_programs.refusals:other_hyperparameters", key, value
+    ):
+        assert len(raised) == 2
+        assert all(message in text for text in raised)
+        assert torch.equal(found, parameter)
+
+
+def test_a_move_that_one_rank_has_no_room_for(pool: RankPool, tmp_path: Path) -> None:
+    """No rank moves anything."""
+    memory = [94300, 60000]
+    work = "tests.rank_programs.refusals:move_where_one_has_no_room"
+    for text, went_on in pool.run(2, work, tmp_path, memory):
+        assert "host_memory is 60000 bytes" in text
+        assert went_on
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("page_bytes", [4096, 8192], "page_bytes is 4096 on rank 0 and 8192 on rank 1"),
+        ("commit_every", [1, 2], "commit_every is 1 on rank 0 and 2 on rank 1"),
+        ("overwrite", [False, True], "resume is True on rank 0 and False on rank 1"),
+        ("reshard", [True, False], "reshard is True on rank 0 and False on rank 1"),
+    ],
+)
+def test_different_options(
+    pool: RankPool, tmp_path: Path, key: str, values: list[Any], message: str
+) -> None:
+    """Nothing of the run is lost."""
+    work = "tests.rank_programs.refusals:other_options"
+    for text, step in pool.run(2, work, tmp_path / "run", key, values):
+        assert message in text
+        assert step == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("lr", "lr of param group 0 is 0.25 on rank 0 and 0.5 on rank 1"),
+        ("alone", "makes another call than this rank"),
+    ],
+)
+def test_different_commits(pool: RankPool, tmp_path: Path, how: str, message: str) -> None:
+    """No rank waits for long, and what was committed before is there."""
+    for text, step in pool.run(
+        3, "tests.rank_programs.refusals:other_commit", tmp_path / "run", how
+    ):
+        assert message in text
+        assert step == 3
+
+
+def test_a_store_of_one_rank_with_a_part(pool: RankPool) -> None:
+    for text in pool.run(2, "tests.rank_programs.refusals:cut_over_more_ranks"):
+        assert "'matrix' of shape [6, 4] is cut over ranks" in text
+
+
+def test_what_is_replaced_may_differ(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, "tests.rank_programs.refusals:begin_with_other_values", tmp_path)
+    assert first == second

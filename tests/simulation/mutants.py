@@ -1,0 +1,461 @@
+"""Protocols with one thing wrong each: see docs/simulation.md."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tests.simulation import resting_faults
+from tests.simulation.fault_simulation import FaultSimulation
+from tests.simulation.log import Weakening
+from tests.simulation.session import Memory, Protocol, Settings
+from tests.simulation.simulator import Simulation
+from tests.simulation.storage import RecordedStorage
+from tierstore.checkpoint import publish, retention
+from tierstore.errors import CorruptionError, StorageError
+from tierstore.paging.page import Transit
+from tierstore.paging.pager import Pager
+from tierstore.run import checkpoint_names, committer, manifest, recovery
+from tierstore.run.manifest import manifest_revision
+from tierstore.testing.faults import FaultyStorage
+
+SITE_SEEDS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A protocol that is wrong in one point."""
+
+    name: str
+    protocol: Protocol = field(default_factory=Protocol)
+    patched: Callable[[], AbstractContextManager[Any]] = nullcontext
+    under_faults: bool = False
+    settings: Settings | None = None
+    """Of the simulations, where those that a seed draws would show the fault too rarely."""
+
+    def simulation(self, seed: int) -> Simulation:
+        if self.under_faults:
+            return FaultSimulation(seed, settings=self.settings)
+        return Simulation(seed, protocol=self.protocol, settings=self.settings)
+
+    @property
+    def unchanged(self) -> Mutant:
+        """The protocol as it is, in the same kind of simulation."""
+        return dataclasses.replace(
+            self, name="nothing wrong", protocol=Protocol(), patched=nullcontext
+        )
+
+
+BEGINNING = Settings(
+    world_size=3, commit_every=1, keep_last=None, actions=1, kinds=("synchronize",)
+)
+"""A run that is hardly more than its first commit."""
+
+SYNCHRONIZING = Settings(
+    world_size=1, commit_every=1, keep_last=None, actions=6, kinds=("synchronize",)
+)
+"""A run that does little else than commit."""
+
+REPLACING = Settings(
+    world_size=1,
+    commit_every=None,
+    keep_last=None,
+    actions=12,
+    kinds=("replace", "synchronize"),
+)
+"""A run that keeps one copy and commits a step more than once."""
+
+PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
+"""A run that removes old checkpoints often."""
+
+SPECIAL = {"run.erase_commits": BEGINNING, "retention.remove_leftovers": PUBLISHING}
+
+MOVING = Settings(
+    world_size=1,
+    commit_every=3,
+    keep_last=None,
+    actions=12,
+    kinds=("move",),
+    memories=(Memory(host_memory=2**20, device_memory=2**20),),
+)
+"""A run that moves pages from memory to memory."""
+
+
+def mutants() -> list[Mutant]:
+    """Return all mutants: each flush and sync left out or late, and those written below."""
+    sites: set[str] = set()
+    for seed in range(SITE_SEEDS):
+        simulation = Simulation(seed, widths=(3, 1))
+        for _ in simulation.schedules():
+            pass
+        sites |= simulation.sites
+    found = []
+    for name, site in sorted(_names(sites).items()):
+        for change in ("left out", "too late"):
+            chosen = frozenset({site})
+            weakening = (
+                Weakening(dropped=chosen) if change == "left out" else Weakening(delayed=chosen)
+            )
+            found.append(
+                Mutant(
+                    name=f"{name}: {change}",
+                    protocol=Protocol(weakening=weakening),
+                    settings=next((of for part, of in SPECIAL.items() if part in name), None),
+                )
+            )
+    return found + WRITTEN + UNDER_FAULTS
+
+
+def _names(sites: set[str]) -> dict[str, str]:
+    """Return a name without line numbers for each site."""
+    by_name: dict[str, list[str]] = {}
+    for site in sorted(sites, key=lambda site: [int(n) for n in re.findall(r"\+(\d+)", site)]):
+        operation, *functions = re.sub(r"\+\d+", "", site).split(" < ")
+        by_name.setdefault(f"{operation} in {', called by '.join(functions)}", []).append(site)
+    return {
+        name if len(same) == 1 else f"{name} (number {number})": site
+        for name, same in by_name.items()
+        for number, site in enumerate(same, start=1)
+    }
+
+
+# -- Mutants that are more than a flush or a sync left out.
+
+
+def _shared_is_ignored(storage: RecordedStorage) -> RecordedStorage:
+    storage.is_shared = lambda name: False  # type: ignore[method-assign]
+    return storage
+
+
+@contextlib.contextmanager
+def _needed_copy_is_overwritten() -> Iterator[None]:
+    original = committer.Commits.claim_copy
+
+    def claim_copy(self: committer.Commits, page: int) -> str:
+        self.wait()
+        true_copies = self._copies
+        self._copies = {page: "b" if copy == "a" else "a" for page, copy in true_copies.items()}
+        try:
+            return original(self, page)
+        finally:
+            self._copies = true_copies
+
+    with mock.patch.object(committer.Commits, "claim_copy", claim_copy):
+        yield
+
+
+@contextlib.contextmanager
+def _next_step_overtakes_commit() -> Iterator[None]:
+    """A commit that is so slow that its pages are overwritten first, since nothing waits."""
+    submit, claim_copy, wait = (
+        committer.Commits._commit,
+        committer.Commits.claim_copy,
+        committer.Commits.wait,
+    )
+    late: dict[committer.Commits, tuple[Any, ...]] = {}
+
+    def note(self: committer.Commits, *args: Any) -> None:
+        late[self] = args
+
+    def commit_now(self: committer.Commits) -> None:
+        wait(self)
+        if self in late:
+            submit(self, *late.pop(self))
+
+    def claim(self: committer.Commits, page: int) -> str:
+        durable, self._number_durable = self._number_durable, self._number_begun
+        try:
+            with mock.patch.object(committer.Commits, "wait"):
+                return claim_copy(self, page)
+        finally:
+            self._number_durable = durable
+
+    with (
+        mock.patch.object(committer.Commits, "_commit", note),
+        mock.patch.object(committer.Commits, "claim_copy", claim),
+        mock.patch.object(committer.Commits, "wait", commit_now),
+    ):
+        yield
+
+
+def _without_tmp(storage: Any, name: str, data: bytes) -> None:
+    storage.put(name, data)
+    storage.sync_directory()
+
+
+@contextlib.contextmanager
+def _forgotten_before_gather() -> Iterator[None]:
+    """Each rank removes all commits but its own newest before it knows of the others'."""
+    original = committer.write_durably
+
+    def write(storage: Any, name: str, data: bytes) -> None:
+        original(storage, name, data)
+        others = [other for other in storage.list() if manifest_revision(other)]
+        for other in others if manifest_revision(name) else ():
+            if other != name:
+                storage.unlink(other)
+
+    with mock.patch.object(committer, "write_durably", write):
+        yield
+
+
+@contextlib.contextmanager
+def _mark_is_taken_back_first() -> Iterator[None]:
+    original = committer.write_durably
+
+    def write(storage: Any, name: str, data: bytes) -> None:
+        if manifest_revision(name) is not None and committer.DIRTY_NAME in storage.list():
+            committer.clear_dirty(storage)
+        original(storage, name, data)
+
+    with mock.patch.object(committer, "write_durably", write):
+        yield
+
+
+@contextlib.contextmanager
+def _each_rank_for_itself() -> Iterator[None]:
+    """Recovery that takes what this rank has for what all have."""
+    original = recovery.agree
+
+    def agree(peers: Any, act: Any) -> list[Any]:
+        everyone = original(peers, act)
+        if getattr(act, "__name__", "") == "require_one":
+            return [everyone[peers.rank]] * len(everyone)
+        return everyone
+
+    with mock.patch.object(recovery, "agree", agree):
+        yield
+
+
+def _name_before_metadata(self: Any) -> None:
+    if self._peers.rank:
+        return
+    self._folder.rename(self._child, self._name)
+    self._folder.put(self._name, checkpoint_names.METADATA_NAME, self._metadata)
+    self._folder.sync(self._name)
+    self._folder.sync_children()
+    if self._keep_last is not None:
+        publish.retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
+
+
+def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> None:
+    children = [child for child in folder.children() if not child.startswith(".")]
+    steps = {
+        child: json.loads(folder.get(child, checkpoint_names.MARKER_NAME).partition(b"\n")[2])[
+            "step"
+        ]
+        for child in children
+        if child != newest
+    }
+    for child in sorted(steps, key=lambda child: -steps[child])[keep_last - 1 :]:
+        retention.remove(folder, child)
+    folder.sync_children()
+
+
+def _undone_at_once(self: Any) -> None:
+    with contextlib.suppress(StorageError):
+        if self._named:
+            self._folder.rename(self._name, self._child)
+        retention.remove(self._folder, self._child)
+
+
+def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
+    for child in folder.children():
+        if child.startswith(".") and f".tmp-{run_id[:8]}-" in child:
+            retention.remove(folder, child)
+
+
+_read_mark, _refuse_dirty = recovery.read_mark, recovery._refuse_dirty
+
+
+def _about_a_step(data: bytes) -> tuple[int, int] | None:
+    overwritten = _read_mark(data)
+    return None if overwritten is None else (overwritten[0], sys.maxsize)
+
+
+def _cleared_at_once(storage: Any, newest: Any) -> None:
+    _refuse_dirty(storage, newest)
+    if committer.DIRTY_NAME in storage.list():
+        committer.clear_dirty(storage)
+
+
+def _patch(place: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(place, name, value)
+
+
+_take_name = publish._Publishing._take_name
+
+
+def _retained_first(self: Any) -> None:
+    """Remove what is too much before the new one is there to take its place."""
+    if self._peers.rank == 0 and self._keep_last is not None:
+        retention.retain(self._folder, self._manifest.run_id, "", self._keep_last)
+    _take_name(self)
+
+
+WRITTEN = [
+    Mutant(
+        name="the attempt id is the same in all attempts",
+        patched=_patch(committer, "secrets", SimpleNamespace(token_hex=lambda n: "0" * 2 * n)),
+    ),
+    Mutant(
+        name="a manifest is put under its final name",
+        patched=_patch(committer, "write_durably", _without_tmp),
+    ),
+    Mutant(
+        name="whether a file is shared is ignored: published files are overwritten in place",
+        protocol=Protocol(storage=_shared_is_ignored),
+    ),
+    Mutant(
+        name="the gather of a commit is left out",
+        patched=_patch(committer, "agree", lambda peers, act: [act()] * peers.world_size),
+    ),
+    Mutant(
+        name="the copy that the last commit needs is overwritten",
+        patched=_needed_copy_is_overwritten,
+    ),
+    Mutant(
+        name="a step overwrites pages before the commit before it is durable",
+        patched=_next_step_overtakes_commit,
+    ),
+    Mutant(name="older commits are forgotten before the gather", patched=_forgotten_before_gather),
+    Mutant(
+        name="the dirty mark is left out",
+        patched=_patch(committer, "mark_dirty", lambda storage, revision: None),
+    ),
+    Mutant(
+        name="the dirty mark is about a step, whichever of its commits",
+        patched=_patch(recovery, "read_mark", _about_a_step),
+        settings=REPLACING,
+    ),
+    Mutant(
+        name="a late dirty mark is taken back before the commit is durable",
+        patched=_patch(recovery, "_refuse_dirty", _cleared_at_once),
+        settings=REPLACING,
+    ),
+    Mutant(
+        name="the dirty mark is taken back before the manifest is there",
+        patched=_mark_is_taken_back_first,
+    ),
+    Mutant(name="recovery takes the newest commit of each rank", patched=_each_rank_for_itself),
+    Mutant(
+        name="a checkpoint has its name before .metadata is in it",
+        patched=_patch(publish._Publishing, "_take_name", _name_before_metadata),
+    ),
+    Mutant(
+        name="an old checkpoint is removed under its final name",
+        patched=_patch(publish, "retain", _removed_in_place),
+    ),
+    Mutant(
+        name="old checkpoints are removed before the new one is there",
+        patched=_patch(publish._Publishing, "_take_name", _retained_first),
+    ),
+    Mutant(
+        name="leftovers of publishing are removed while their name may come back",
+        patched=_patch(publish, "remove_leftovers", _leftovers_removed_at_once),
+        settings=PUBLISHING,
+    ),
+]
+
+
+WRITTEN += [
+    Mutant(name=name, patched=patched)
+    for name, patched in (
+        ("a commit leaves out pages that rest in memory", resting_faults.left_out_of_commits),
+        (
+            "a page that rests in memory is not known to be newer than its file",
+            _patch(Pager, "keep", resting_faults.kept_as_stored),
+        ),
+        (
+            "a move forgets what is newer than its file",
+            _patch(Pager, "make_way", resting_faults.changes_dropped),
+        ),
+        (
+            "a move writes pages over what the last commit needs",
+            _patch(Pager, "make_way", resting_faults.written_over_itself),
+        ),
+    )
+]
+
+WRITTEN.append(
+    Mutant(
+        name="a page moved from memory to memory is read from its file",
+        patched=_patch(Pager, "_move_to_memory", resting_faults.read_again),
+        settings=MOVING,
+    )
+)
+
+
+_wait = Pager._wait
+
+
+def _only_reads(self: Pager, transfers: Any) -> None:
+    with contextlib.suppress(StorageError):
+        _wait(self, transfers)
+
+
+def _ignored(operation: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Let the errors of an operation of the storage pass unseen."""
+    original = getattr(FaultyStorage, operation)
+
+    def act(self: FaultyStorage, *args: Any) -> None:
+        with contextlib.suppress(StorageError):
+            original(self, *args)
+
+    return _patch(FaultyStorage, operation, act)
+
+
+def _unsealed(kind: str, data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data.partition(b"\n")[2])
+    except ValueError as error:
+        raise CorruptionError(where) from error
+
+
+UNDER_FAULTS = [
+    Mutant(name=name, patched=patched, under_faults=True)
+    for name, patched in (
+        (
+            "pages are not checked when they are read",
+            _patch(Transit, "_check", lambda self, page: 0),
+        ),
+        ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
+        ("errors of flush are ignored", _ignored("flush")),
+        ("errors of rename are ignored", _ignored("rename")),
+        (
+            "errors of reading and writing are ignored while a step goes on",
+            _patch(Pager, "_wait", _only_reads),
+        ),
+        (
+            "restore() keeps what rests in memory",
+            _patch(Pager, "abandon", resting_faults.memory_kept),
+        ),
+    )
+]
+
+UNDER_FAULTS.append(
+    Mutant(
+        name="a failed checkpoint is removed while its final name may come back",
+        patched=_patch(publish._Publishing, "undo", _undone_at_once),
+        under_faults=True,
+        settings=PUBLISHING,
+    )
+)
+
+UNDER_FAULTS.append(
+    Mutant(
+        name="errors of sync_directory are ignored",
+        patched=_ignored("sync_directory"),
+        under_faults=True,
+        settings=SYNCHRONIZING,
+    )
+)

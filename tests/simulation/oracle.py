@@ -1,0 +1,104 @@
+"""What is promised about a restart, checked: which version is there, what is published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.simulation.disk import Disk
+from tests.simulation.log import Log
+from tests.simulation.plan import Plan
+from tests.simulation.session import Session, Settings
+from tierstore.errors import CorruptionError, PeerFailed, RunDirectoryError
+
+
+def check_version(restarted: Session, log: Log, cuts: Sequence[int], plan: Plan) -> tuple[int, int]:
+    """Return the newest version that was acknowledged, and the one that all ranks are at."""
+    committed, begun = bounds(log, cuts, plan)
+    differences: list[str | BaseException] = []
+    for found in range(begun, committed - 1, -1):
+        differences = restarted.differences(plan.versions[found])
+        if not any(differences):
+            return committed, found
+    raise AssertionError(
+        f"no version from {committed} to {begun} was found; the first of them is not, "
+        f"because of {differences}"
+    )
+
+
+def check_refusal(
+    log: Log, cuts: Sequence[int], errors: Sequence[BaseException], settings: Settings
+) -> None:
+    """Allow a refusal only while something is overwritten that there is but one copy of.
+
+    That is a run that keeps one copy of each page, or one that is being deleted.
+    """
+    refusals = [error for error in errors if not isinstance(error, PeerFailed)]
+    expected: tuple[type[BaseException], ...] = ()
+    if in_the_middle_of(log, cuts, "overwrite"):
+        expected = (RunDirectoryError, CorruptionError)
+    elif settings.commit_every is None and in_the_middle_of(log, cuts, None):
+        expected = (RunDirectoryError,)
+    if refusals and all(isinstance(error, expected) for error in refusals):
+        return
+    raise AssertionError(f"the restart failed: {errors}") from (refusals or errors)[0]
+
+
+def check_published_after(
+    session: Session, cuts: Sequence[int], disk: Disk, keep_last: int | None
+) -> None:
+    """Check that what is published is whole, and that all is there that should be."""
+    found = disk.published()
+    begun, acknowledged = published_at(session, cuts)
+    for child, files in found.items():
+        if child not in begun:
+            raise AssertionError(f"{child} is published, which was not begun")
+        whole = session.published.get(child)
+        if whole is None:  # The call failed, and could not be undone everywhere.
+            session.check_published(files, session.expected[child])
+        elif files != whole:
+            names = files.keys() | whole.keys()
+            wrong = sorted(name for name in names if files.get(name) != whole.get(name))
+            raise AssertionError(f"checkpoint {child} is not whole: {wrong}")
+    for child in acknowledged - found.keys():
+        newer = [other for other in found if _step(other) >= _step(child)]
+        if keep_last is None or len(newer) < keep_last:
+            raise AssertionError(f"checkpoint {child} is lost; there are {sorted(found)}")
+
+
+def bounds(log: Log, cuts: Sequence[int], plan: Plan) -> tuple[int, int]:
+    """Return the oldest and the newest version that may be found.
+
+    The oldest is the newest that some rank was told is committed; while the run is being
+    deleted, any may come to light. The newest is what all ranks have begun to commit.
+    """
+    committed = max(
+        index for rank, cut in enumerate(cuts) for index in (0, *log.marks(rank, cut, "committed"))
+    )
+    begun = min(max((plan.found, *log.marks(rank, cut, "begun"))) for rank, cut in enumerate(cuts))
+    if in_the_middle_of(log, cuts, "overwrite"):
+        committed = 0
+    return committed, max(committed, begun)
+
+
+def in_the_middle_of(log: Log, cuts: Sequence[int], action: str | None) -> bool:
+    """Return whether some rank had begun to overwrite what was committed, in some action."""
+    for rank, cut in enumerate(cuts):
+        operations = log.operations[rank][log.starts[rank] : cut]
+        last = [op.kind for op in operations if op.kind in ("overwriting", "committed")][-1:]
+        doing = [op.value for op in operations if op.kind == "doing"][-1:]
+        if last == ["overwriting"] and action in (None, *doing):
+            return True
+    return False
+
+
+def published_at(session: Session, cuts: Sequence[int]) -> tuple[set[str], set[str]]:
+    """Return what was begun to be published at a cut, and what was acknowledged."""
+    begun, acknowledged = set(session.publishing), set(session.acknowledged)
+    for rank, cut in enumerate(cuts):
+        begun.update(session.log.marks(rank, cut, "publishing"))
+        acknowledged.update(session.log.marks(rank, cut, "published"))
+    return begun, acknowledged
+
+
+def _step(child: str) -> int:
+    return int(child.split("-")[1])

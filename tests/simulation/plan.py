@@ -1,0 +1,308 @@
+"""A training run small enough to be repeated a hundred thousand times, and its arithmetic.
+
+Every value is a whole number, so that plain tensor arithmetic gives exactly what a store
+must hold after any sequence of actions: that is the oracle of the simulation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tierstore.layout.parameters import PagedGroup, PagedParameter
+from tierstore.store import TierStore
+
+PAGE_BYTES = 8192
+
+# Name, shape, dtype, whether it may be cut over pages; one list for each group.
+_Spec = tuple[str, tuple[int, ...], torch.dtype, bool]
+_GROUPS: tuple[tuple[_Spec, ...], ...] = (
+    (("matrix", (20, 33), torch.bfloat16, False), ("vector", (30,), torch.float32, False)),
+    (("table", (34, 40), torch.float32, True),),
+)
+
+KINDS: tuple[str, ...] = (
+    "synchronize",
+    "checkpoint",
+    "checkpoint",
+    "replace",
+    "reopen",
+    "overwrite",
+)
+"""What a run does besides steps and commits."""
+
+SINGLE_COPY_KINDS: tuple[str, ...] = (*KINDS, "replace", *["synchronize"] * 5)
+"""The same for a run that commits on synchronize() only."""
+
+PUBLISHING_KINDS: tuple[str, ...] = ("checkpoint",)
+"""The same for a run that is about little else."""
+
+MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
+"""What a run does in addition whose pages rest in memory."""
+
+States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Parameter name -> master and momentum, both float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Everything that a commit of all ranks holds."""
+
+    step: int
+    extra: Any
+    rates: tuple[int, ...]
+    """The hyperparameter of each group."""
+    counts: Mapping[str, float]
+    """Parameter name, without its rank -> the scalar that counts its steps."""
+    states: Sequence[States]
+    """Of each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something that the program does, and the version that is there to be committed then."""
+
+    kind: str
+    """step, rates, replace, commit, synchronize, checkpoint, move, prefetch, reopen or
+    overwrite."""
+    value: Any = None
+    version: int
+    """Index of the version that this may commit, among those of the plan."""
+
+
+def parameter_name(rank: int, name: str) -> str:
+    """Return the name that a rank's parameter has in the store."""
+    return f"{name}.{rank}"
+
+
+def beginning(world_size: int) -> Version:
+    """Return what there is before the first step."""
+    states = []
+    for rank in range(world_size):
+        states.append(
+            {
+                name: (_pattern(shape, rank), torch.zeros(shape))
+                for group in _GROUPS
+                for name, shape, _, _ in group
+            }
+        )
+    return Version(step=0, extra=None, rates=(1,) * len(_GROUPS), counts={}, states=states)
+
+
+class Model:
+    """The parameters of one rank and an optimizer that changes all of a page in every step."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.groups: list[PagedGroup] = []
+        for group in _GROUPS:
+            parameters = [
+                PagedParameter(
+                    name=parameter_name(rank, name),
+                    tensor=torch.nn.Parameter(_pattern(shape, rank).to(dtype)),
+                    states={"momentum": torch.float32},
+                    elementwise=elementwise,
+                )
+                for name, shape, dtype, elementwise in group
+            ]
+            self.groups.append(PagedGroup(parameters=parameters, hyperparameters={"rate": 1}))
+
+    @property
+    def rates(self) -> tuple[int, ...]:
+        """The hyperparameter of each group."""
+        return tuple(group.hyperparameters["rate"] for group in self.groups)
+
+    def set_rates(self, rates: Sequence[int]) -> None:
+        """Do what a scheduler does."""
+        for group, rate in zip(self.groups, rates, strict=True):
+            group.hyperparameters["rate"] = rate
+
+    @torch.no_grad()
+    def step(self, store: TierStore, gradients: Sequence[int | None]) -> None:
+        """Step each group by a gradient made of its number; one without has no gradient."""
+        for group, number in zip(self.groups, gradients, strict=True):
+            for parameter in group.parameters:
+                tensor = parameter.tensor
+                tensor.grad = None
+                if number is not None:
+                    tensor.grad = _gradient(tensor.shape, self._rank, number).to(tensor.dtype)
+        with store.sweep() as pages:
+            for page in pages:
+                rate = self.groups[page.group].hyperparameters["rate"]
+                for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
+                    assert chunk.grad is not None
+                    chunk.states["momentum"].add_(chunk.grad)
+                    chunk.master.sub_(chunk.states["momentum"] * rate)
+            for group, number in zip(self.groups, gradients, strict=True):
+                for parameter in group.parameters if number is not None else ():
+                    count = store.scalars.get(parameter.name, {}).get("count", 0)
+                    store.scalars[parameter.name] = {"count": count + 1}
+
+    def replace(self, store: TierStore, states: States) -> None:
+        """Do what load_state_dict() does."""
+        values: dict[str, dict[str, torch.Tensor]] = {}
+        for parameter in (parameter for group in self.groups for parameter in group.parameters):
+            master, momentum = states[parameter.name.partition(".")[0]]
+            values[parameter.name] = {"momentum": momentum}
+            if parameter.tensor.dtype != torch.float32:
+                values[parameter.name]["master"] = master
+        store.write_states(values)
+
+    def difference(self, store: TierStore, version: Version) -> str:
+        """Return what in a store is not as in a version, or nothing."""
+        if store.step != version.step:
+            return f"step {store.step}, not {version.step}"
+        if version.step == 0:
+            return self._parameter_difference(version)
+        if store.extra != version.extra:
+            return f"extra {store.extra}, not {version.extra}"
+        if self.rates != version.rates:
+            return f"rates {self.rates}, not {version.rates}"
+        counts = {parameter_name(self._rank, n): {"count": c} for n, c in version.counts.items()}
+        if store.scalars != counts:
+            return f"scalars {store.scalars}, not {counts}"
+        found = store.read_states()
+        for name, (master, momentum) in version.states[self._rank].items():
+            states = found[parameter_name(self._rank, name)]
+            for kind, expected in (("master", master), ("momentum", momentum)):
+                if kind in states and not torch.equal(states[kind], expected):
+                    return f"{kind} of {name} {_sample(states[kind])}, not {_sample(expected)}"
+        return self._parameter_difference(version)
+
+    def _parameter_difference(self, version: Version) -> str:
+        for parameter in (parameter for group in self.groups for parameter in group.parameters):
+            name = parameter.name.partition(".")[0]
+            expected = version.states[self._rank][name][0].to(parameter.tensor.dtype)
+            if not torch.equal(parameter.tensor, expected):
+                return f"{name} {_sample(parameter.tensor)}, not {_sample(expected)}"
+        return ""
+
+
+class Plan:
+    """Some actions drawn by chance, and every version that they may commit.
+
+    Args:
+        versions: what may have been committed before this part of the run, oldest first;
+            the run goes on from the last.
+        generator: decides what is done.
+        name: of this part of the run; gradients and extra depend on it.
+        length: about how many actions.
+        kinds: which there may be besides steps and commits, each as often as it is named.
+    """
+
+    def __init__(
+        self,
+        versions: Sequence[Version],
+        generator: random.Random,
+        name: str,
+        length: int,
+        kinds: Sequence[str],
+    ) -> None:
+        self.versions = list(versions)
+        self.found = len(versions) - 1
+        """Index of the version that the run goes on from."""
+        self.actions: list[Action] = []
+        self._generator = generator
+        self._name = name
+        while len(self.actions) < length:
+            if self._now.step == 0 or generator.random() < 0.55:
+                self._train()
+            else:
+                getattr(self, f"_{generator.choice(kinds)}")()
+
+    @property
+    def _now(self) -> Version:
+        return self.versions[-1]
+
+    def _train(self) -> None:
+        """A step, mostly of all groups; then the scheduler's, then a commit, each mostly."""
+        numbers: list[int | None] = [self._generator.randrange(1, 100) for _ in _GROUPS]
+        if self._now.step and self._generator.random() < 0.2:
+            numbers[self._generator.randrange(len(numbers))] = None
+        self._act("step", numbers, _stepped(self._now, numbers))
+        if self._generator.random() < 0.3:
+            rates = tuple(self._generator.randrange(1, 4) for _ in _GROUPS)
+            self._act("rates", rates, replace(self._now, rates=rates))
+        if self._generator.random() < 0.7:
+            self._commit()
+
+    def _commit(self) -> None:
+        extra = {"run": self._name, "number": len(self.actions), "step": (self._now.step, 0.5)}
+        self._act("commit", extra, replace(self._now, extra=extra))
+
+    def _synchronize(self) -> None:
+        self._act("synchronize")
+
+    def _checkpoint(self) -> None:
+        if self.actions and self.actions[-1].kind == "checkpoint":
+            return
+        token = self._generator.randbytes(2).hex()
+        self._act("checkpoint", f"step-{self._now.step}-{token}")
+
+    def _move(self) -> None:
+        """Each rank to a tier of its own."""
+        tiers = ("nvme", "nvme", "host", "device")
+        self._act("move", tuple(self._generator.choice(tiers) for _ in self._now.states))
+
+    def _prefetch(self) -> None:
+        self._act("prefetch")
+
+    def _reopen(self) -> None:
+        self._act("reopen")
+
+    def _overwrite(self) -> None:
+        """Rarely: what comes before it is lost for what follows."""
+        if self._generator.random() < 0.3:
+            self._act("overwrite", None, beginning(len(self._now.states)))
+
+    def _replace(self) -> None:
+        """New states for the same step, and the commit that is to hold them."""
+        states = [
+            {name: (master, 1 - momentum) for name, (master, momentum) in of_rank.items()}
+            for of_rank in self._now.states
+        ]
+        self.actions.append(Action(kind="replace", value=states, version=len(self.versions) - 1))
+        self.versions[-1:] = [self._now, replace(self._now, states=states, extra=None)]
+        self._commit()
+
+    def _act(self, kind: str, value: Any = None, version: Version | None = None) -> None:
+        if version is not None:
+            self.versions.append(version)
+        self.actions.append(Action(kind=kind, value=value, version=len(self.versions) - 1))
+
+
+def _stepped(version: Version, numbers: Sequence[int | None]) -> Version:
+    states: list[States] = []
+    counts = dict(version.counts)
+    for rank, old in enumerate(version.states):
+        new = dict(old)
+        for group, number, rate in zip(_GROUPS, numbers, version.rates, strict=True):
+            for name, shape, _, _ in group if number is not None else ():
+                assert number is not None
+                master, momentum = old[name]
+                momentum = momentum + _gradient(shape, rank, number)
+                new[name] = (master - momentum * rate, momentum)
+                if rank == 0:
+                    counts[name] = counts.get(name, 0) + 1
+        states.append(new)
+    return replace(version, step=version.step + 1, extra=None, states=states, counts=counts)
+
+
+def _pattern(shape: Sequence[int], rank: int) -> torch.Tensor:
+    """Return whole numbers that differ from one row to the next."""
+    count = int(torch.Size(shape).numel())
+    return (torch.arange(count, dtype=torch.float32) % 13 + rank).reshape(tuple(shape))
+
+
+def _gradient(shape: Sequence[int], rank: int, number: int) -> torch.Tensor:
+    """Return a gradient that bfloat16 holds exactly: below 256."""
+    return _pattern(shape, rank) + number
+
+
+def _sample(tensor: torch.Tensor) -> list[float]:
+    values: list[float] = tensor.flatten()[:3].tolist()
+    return values

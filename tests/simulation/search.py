@@ -1,0 +1,125 @@
+"""Protocols with one thing wrong each, and the search for a schedule that shows it.
+
+``python -m tests.simulation.search`` writes the table of docs/simulation.md anew, ``table PART``
+prints the rows that have PART in their name, ``replay 12/3/0 ["name of a mutant"]`` and
+``replay-fault 12/3/0`` show one schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tests.simulation.mutants import Mutant, mutants
+from tests.simulation.simulator import Violation
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/simulation.md"
+
+SEEDS_MAX = 200
+
+
+def killer(mutant: Mutant, seeds: range = range(SEEDS_MAX)) -> Violation | None:
+    """Return what the first schedule finds that shows the fault, and finds nothing without."""
+    for seed in seeds:
+        found = _first_violation(mutant, seed)
+        if found is not None and replayed(found.schedule, mutant.unchanged) is None:
+            return found
+    return None
+
+
+def _first_violation(mutant: Mutant, seed: int) -> Violation | None:
+    with mutant.patched():
+        try:
+            for _ in mutant.simulation(seed).schedules():
+                pass
+        except Violation as violation:
+            return violation
+    return None
+
+
+def replayed(name: str, mutant: Mutant) -> Violation | None:
+    """Return what one schedule found."""
+    with mutant.patched():
+        try:
+            mutant.simulation(int(name.split("/")[0])).replay(name)
+        except Violation as violation:
+            return violation
+    return None
+
+
+HARMLESS = {
+    "fsync in commit.write_durably, called by commit.mark_dirty": (
+        "harmless: a mark that is damaged refuses as one that is not"
+    ),
+    "fsync in commit.write_durably, called by run.open_run.<lambda>: too late": (
+        "harmless: nothing needs the identity before a commit"
+    ),
+    "in run.erase, called": "harmless: the new identity is synced next, and with it all this",
+}
+
+
+def row(mutant: Mutant) -> str:
+    """Return the line of the table about one mutant."""
+    harmless = next((why for part, why in HARMLESS.items() if part in mutant.name), None)
+    violation = killer(mutant, range(SEEDS_MAX if harmless is None else SEEDS_MAX // 10))
+    if violation is None:
+        return f"| {mutant.name} | - | {harmless or f'survived {SEEDS_MAX} seeds'} |"
+    found = re.sub(r"[\s|]+", " ", violation.found)
+    return f"| {mutant.name} | `{violation.schedule}` | {found[:80]} |"
+
+
+def rewrite(document: Path) -> None:
+    """Put the table of all mutants at the end of a document, in place of the one there."""
+    text, head, _ = document.read_text().partition("|---|---|---|\n")
+    # Not forked: threads of torch are in this process.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
+        rows = []
+        for line in pool.map(_row_of, [mutant.name for mutant in mutants()]):
+            print(line, flush=True)
+            rows.append(line)
+    document.write_text(text + head + "\n".join(rows) + "\n")
+
+
+def _row_of(name: str) -> str:
+    (mutant,) = [mutant for mutant in _all_mutants() if mutant.name == name]
+    return row(mutant)
+
+
+@functools.cache
+def _all_mutants() -> list[Mutant]:
+    return mutants()
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+
+
+def main(arguments: list[str]) -> None:
+    """Do what the first lines of this file say."""
+    _quiet()
+    match arguments:
+        case []:
+            rewrite(DOCUMENT)
+        case ["table", part]:
+            for mutant in mutants():
+                if part in mutant.name:
+                    print(row(mutant), flush=True)
+        case ["replay" | "replay-fault" as kind, schedule, *names]:
+            unchanged = Mutant(name="nothing wrong", under_faults=kind == "replay-fault")
+            for mutant in [m for m in mutants() if m.name in names] or [unchanged]:
+                found = replayed(schedule, mutant)
+                print(f"{mutant.name}: {found or 'no promise was broken'}")
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,290 @@
+"""One opening of a simulated run: the real store on every rank, over recorded storages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from tests.simulation.disk import Disk
+from tests.simulation.log import Log, Weakening
+from tests.simulation.peers import Ranks, SimulatedPeers
+from tests.simulation.plan import (
+    KINDS,
+    MOVING_KINDS,
+    PAGE_BYTES,
+    PUBLISHING_KINDS,
+    SINGLE_COPY_KINDS,
+    Action,
+    Model,
+    Plan,
+    Version,
+)
+from tests.simulation.published_reader import check_published
+from tests.simulation.storage import RecordedDealtStorage, RecordedStorage
+from tierstore.errors import BudgetError
+from tierstore.ranks.peers import Peers
+from tierstore.storage.base import Storage
+from tierstore.store import TierStore
+
+FOLDER = "/checkpoints"
+"""Where checkpoints are published."""
+
+# Of the files of a small page, which pages of PAGE_BYTES // 2 take as well: seven of them then.
+_FILE_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a store may use; see TierStore."""
+
+    host_memory: int
+    device_memory: int = 0
+    buffers: int | None = None
+
+
+STREAMED = (Memory(host_memory=2**20, buffers=2), Memory(host_memory=2**20, buffers=3))
+"""No page rests in memory, until it is moved there."""
+
+RESTING = (
+    Memory(host_memory=7 * _FILE_BYTES),  # All on the host.
+    Memory(host_memory=6 * _FILE_BYTES),  # Two of them; four buffers for the others.
+    Memory(host_memory=5 * _FILE_BYTES, device_memory=2 * _FILE_BYTES),  # Some in each tier.
+    Memory(host_memory=7 * _FILE_BYTES, device_memory=7 * _FILE_BYTES),  # All on the device.
+    STREAMED[0],
+)
+"""What some runs have the choice of, whose model is cut into seven pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """What lies between the store and the simulation; of a mutant, one part is wrong."""
+
+    weakening: Weakening = field(default_factory=Weakening)
+    storage: Callable[[RecordedStorage], Storage] = lambda storage: storage
+    peers: Callable[[SimulatedPeers], Peers] = lambda peers: peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What one simulation is of."""
+
+    world_size: int
+    commit_every: int | None
+    keep_last: int | None
+    actions: int
+    """About how many in the first run."""
+    kinds: tuple[str, ...] = KINDS
+    """Of actions besides steps and commits; each is as frequent as it is named."""
+    directories: int = 1
+    """How many the pages of each rank are dealt over, each on a disk of its own."""
+    page_bytes: int = PAGE_BYTES
+    """Of each page, about."""
+    memories: tuple[Memory, ...] = STREAMED
+    """Those of the ranks, in turn; each restart begins with the next."""
+
+    @classmethod
+    def drawn(cls, generator: random.Random) -> Settings:
+        """Draw settings: mostly one rank, sometimes three; mostly a bit of everything.
+
+        Pages of a third of the runs rest in memory, are moved, and are read ahead of steps.
+        """
+        theme = generator.choice(("mixed", "mixed", "mixed", "one copy", "publishing"))
+        world_size = generator.choice((1, 1, 3))
+        commit_every: int | None = generator.choice((1, 1, 1, 2))
+        keep_last = generator.choice((None, 1, 1, 2))
+        kinds = KINDS
+        if theme == "one copy":
+            commit_every, kinds = None, SINGLE_COPY_KINDS
+        elif theme == "publishing":
+            keep_last, kinds = 1, PUBLISHING_KINDS
+        drawn = cls(
+            world_size=world_size,
+            commit_every=commit_every,
+            keep_last=keep_last,
+            actions=generator.randrange(3, 9 if world_size > 1 else 16),
+            kinds=kinds,
+        )
+        # Last: what came before this is drawn as it was without it.
+        return drawn.resting(generator) if generator.random() < 1 / 3 else drawn
+
+    def resting(self, generator: random.Random) -> Settings:
+        """Return these settings for a run whose pages rest in memory, some of them or all."""
+        # Where each step is committed, no page in memory is newer than its file.
+        every = self.commit_every and generator.choice((1, 2, 2, 3))
+        return replace(
+            self,
+            commit_every=every,
+            kinds=(*self.kinds, *MOVING_KINDS),
+            page_bytes=PAGE_BYTES // 2,
+            memories=tuple(generator.sample(RESTING, 3)),
+        )
+
+
+class Session:
+    """One opening of a simulated run on all ranks, from what a disk holds to its end.
+
+    Args:
+        disk: what is there for the processes.
+        settings: of the simulation.
+        log: where to note what is done.
+        protocol: what is between store and simulation.
+        durable: what is on the disks for sure, where the log goes on from another; None for
+            all of ``disk``.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        settings: Settings,
+        log: Log,
+        protocol: Protocol,
+        durable: Disk | None = None,
+    ) -> None:
+        self.durable = disk if durable is None else durable
+        self.log = log
+        self.published = disk.published()
+        """What was published, before and in this session: name -> file -> content."""
+        self.publishing = set(self.published)
+        """Names of what was begun to be published before this session."""
+        self.acknowledged = set(self.published)
+        """Names of what was known to be published for good before this session."""
+        self.expected: dict[str, Version] = {}
+        """What each checkpoint that was begun here is of."""
+        self._settings = settings
+        self._protocol = protocol
+        self._files = disk.open(self.log, settings.directories)
+        self.ranks = Ranks(self.log)
+        self.models: list[Model] = [Model(rank) for rank in range(settings.world_size)]
+        self.stores: list[TierStore | None] = [None] * settings.world_size
+        self.progress = [0] * settings.world_size
+        """Index of the action of its plan that each rank was or is at."""
+        self.check_published: Callable[[Mapping[str, bytes], Version], None] = check_published
+        """Looks at each checkpoint when it is there."""
+
+    def open(self) -> list[BaseException | None]:
+        """Open the run on all ranks and restore it; return what each rank raised."""
+        return self.ranks.run(lambda peers: self._open(peers))
+
+    def perform(self, plan: Plan, start: int = 0) -> list[BaseException | None]:
+        """Do what was planned from some action on, on all ranks; return what each raised."""
+
+        def perform(peers: SimulatedPeers) -> None:
+            for index in range(start, len(plan.actions)):
+                self.progress[peers.rank] = index
+                self._act(peers, plan.actions[index], plan)
+
+        return self.ranks.run(perform)
+
+    def restore(self) -> list[BaseException | None]:
+        """Go back to the last commit on all ranks; return what each raised."""
+
+        def restore(peers: SimulatedPeers) -> None:
+            self._store(peers.rank).restore()
+
+        return self.ranks.run(restore)
+
+    def differences(self, version: Version) -> list[str | BaseException]:
+        """Return where each store is not at a version, or what it raised; "" where it is."""
+        return self.ranks.run(
+            lambda peers: self.models[peers.rank].difference(self._store(peers.rank), version)
+        )
+
+    def end(self) -> list[BaseException | None]:
+        """Release all stores, committing nothing; return what each rank raised."""
+
+        def close(peers: SimulatedPeers) -> None:
+            store = self.stores[peers.rank]
+            if store is not None:
+                store.__exit__(RuntimeError)
+
+        return self.ranks.run(close)
+
+    def contents(self) -> dict[str, dict[str, bytes]]:
+        """Return what is published now, in memory."""
+        return {
+            child: {name: bytes(content) for name, content in files.items()}
+            for child, files in self._files[0][0].folders.get(FOLDER, {}).items()
+            if not child.startswith(".")
+        }
+
+    def _store(self, rank: int) -> TierStore:
+        store = self.stores[rank]
+        assert store is not None
+        return store
+
+    def _open(self, peers: SimulatedPeers, *, overwrite: bool = False) -> None:
+        rank = peers.rank
+        parts = [
+            self._protocol.storage(RecordedStorage(self.log, rank, files, directory))
+            for directory, files in enumerate(self._files[rank])
+        ]
+        memories = self._settings.memories
+        memory = memories[(rank + self.log.generation) % len(memories)]
+        store = TierStore(
+            parts[0] if len(parts) == 1 else RecordedDealtStorage(parts, overwrite=overwrite),
+            page_bytes=self._settings.page_bytes,
+            host_memory=memory.host_memory,
+            device_memory=memory.device_memory,
+            buffers=memory.buffers,
+            commit_every=self._settings.commit_every,
+            resume=not overwrite,
+            overwrite=overwrite,
+            process_group=self._protocol.peers(peers),
+        )
+        self.stores[rank] = store
+        store.attach(self.models[rank].groups)
+        store.restore()
+
+    def _act(self, peers: SimulatedPeers, action: Action, plan: Plan) -> None:
+        rank, log = peers.rank, self.log
+        store, model = self._store(rank), self.models[rank]
+        # What the program says and what its last commit does would else come in any order,
+        # and no schedule could be repeated.
+        store._commits.settle()
+        log.mark(rank, "doing", action.kind)
+        if action.kind in ("commit", "rates"):
+            log.mark(rank, "begun", action.version)
+        if action.kind == "step":
+            log.mark(rank, "overwriting", action.version)
+            model.step(store, action.value)
+            log.mark(rank, "begun", action.version)
+        elif action.kind == "replace":
+            log.mark(rank, "overwriting", action.version)
+            model.replace(store, action.value[rank])
+        elif action.kind == "rates":
+            model.set_rates(action.value)
+        elif action.kind == "commit":
+            store.commit(action.value)
+        elif action.kind == "move":
+            with suppress(BudgetError):  # Nothing was changed.
+                store.move(action.value[rank])
+        elif action.kind == "prefetch":
+            store.prefetch()
+        elif action.kind == "synchronize":
+            store.synchronize()
+            log.mark(rank, "committed", action.version)
+        elif action.kind == "checkpoint":
+            log.mark(rank, "publishing", action.value)
+            self.expected[action.value] = plan.versions[action.version]
+            path = f"{FOLDER}/{action.value}"
+            store.checkpoint(path, keep_last=self._settings.keep_last)
+            if rank == 0:
+                files = self.contents()[action.value]
+                self.check_published(files, plan.versions[action.version])
+                self.published[action.value] = files
+            log.mark(rank, "committed", action.version)
+            log.mark(rank, "published", action.value)
+        else:
+            overwrite = action.kind == "overwrite"
+            store.close()
+            if overwrite:
+                log.mark(rank, "overwriting", action.version)
+                log.mark(rank, "begun", action.version)
+            self.models[rank] = model = Model(rank)
+            self._open(peers, overwrite=overwrite)
+            log.mark(rank, "committed", action.version)
+            difference = model.difference(self._store(rank), plan.versions[action.version])
+            if difference:
+                raise AssertionError(f"rank {rank} was opened again at {difference}")

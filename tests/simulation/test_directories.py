@@ -1,0 +1,111 @@
+"""Several disks that crash and fail each for itself: no commit of a dealt run is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.simulation.fault_simulation import FaultSimulation
+from tests.simulation.session import Settings
+from tests.simulation.simulator import Simulation, Violation
+from tierstore.run.striped_storage import DealtStorage
+
+
+def settings(seed: int) -> Settings:
+    """Those that the seed draws, over two directories or three."""
+    drawn = Settings.drawn(random.Random(f"{seed} settings"))
+    return dataclasses.replace(drawn, directories=2 + seed % 2)
+
+
+def simulate(crashes: range, faults: range) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for seed in crashes:
+        simulation = Simulation(seed, settings=settings(seed))
+        counts["schedules"] += sum(1 for _ in simulation.schedules())
+        counts += simulation.counts
+    for seed in faults:
+        simulation = FaultSimulation(seed, settings=settings(seed))
+        counts["schedules"] += sum(1 for _ in simulation.schedules())
+        counts += simulation.counts
+    return counts
+
+
+@pytest.fixture
+def _quiet() -> Iterator[None]:
+    """Restarts warn of what the simulation did."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_no_crash_and_no_fault_of_any_disk_loses_a_commit() -> None:
+    counts = simulate(range(8), range(4))
+    assert counts["schedules"] > 500
+    assert counts["refused"] < counts["schedules"] / 20
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_quiet")
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_more_crashes_and_faults(first: int) -> None:
+    simulate(range(first, first + 20), range(first, first + 4))
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_every_crash_of_a_small_run() -> None:
+    small = Settings(world_size=1, commit_every=1, keep_last=1, actions=4, directories=2)
+    assert sum(1 for _ in Simulation(1, settings=small).every_crash()) > 500
+
+
+def _only_the_first_is_synced(self: DealtStorage) -> None:
+    self._parts[0].sync_directory()
+
+
+def _only_the_first_is_flushed(self: DealtStorage, names: Sequence[str]) -> None:
+    self._parts[0].flush([name for name in names if self._part(name) is self._parts[0]])
+
+
+_write = DealtStorage._write
+
+
+def _the_dealing_is_not_synced(self: DealtStorage, part: Any, *rest: Any) -> None:
+    with mock.patch.object(part, "sync_directory"):
+        _write(self, part, *rest)
+
+
+def _the_dealing_is_put_in_its_place(self: DealtStorage, part: Any, *rest: Any) -> None:
+    put = part.put
+    with (
+        mock.patch.object(part, "put", lambda name, data: put("dealing.json", data)),
+        mock.patch.object(part, "rename"),
+    ):
+        _write(self, part, *rest)
+
+
+@pytest.mark.usefixtures("_quiet")
+@pytest.mark.filterwarnings("ignore:parameter .* was changed outside")
+@pytest.mark.parametrize(
+    ("method", "wrong", "seed"),
+    [
+        ("sync_directory", _only_the_first_is_synced, 0),
+        ("flush", _only_the_first_is_flushed, 0),
+        ("_write", _the_dealing_is_not_synced, 1),
+        ("_write", _the_dealing_is_put_in_its_place, 1),
+    ],
+)
+def test_the_simulation_sees_what_would_be_wrong(
+    method: str, wrong: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = range(seed, seed + 1)
+    simulate(seeds, range(0))
+    monkeypatch.setattr(DealtStorage, method, wrong)
+    with pytest.raises(Violation):
+        simulate(seeds, range(0))

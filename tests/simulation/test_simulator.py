@@ -1,0 +1,143 @@
+"""No crash and no fault loses a commit, or hands out a wrong tensor: thousands of schedules."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulation.fault_simulation import FaultSimulation
+from tests.simulation.log import Weakening
+from tests.simulation.mutants import Mutant, mutants
+from tests.simulation.plan import MOVING_KINDS
+from tests.simulation.search import DOCUMENT, killer, replayed
+from tests.simulation.session import Memory, Protocol, Settings
+from tests.simulation.simulator import Simulation
+
+ROWS = re.findall(r"^\| (.+) \| `([\d/]+)` \| .* \|$", DOCUMENT.read_text(), re.MULTILINE)
+
+
+# A mutant hands out wrong parameters.
+pytestmark = pytest.mark.filterwarnings("ignore:parameter .* was changed outside")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Restarts warn of what the simulation did."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run_seeds(crashes: range, faults: range) -> Counter[str]:
+    """Go through all schedules of some seeds; return how many there were of each kind."""
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    counts: Counter[str] = Counter()
+    for simulation in (*map(Simulation, crashes), *map(FaultSimulation, faults)):
+        counts["schedules"] += sum(1 for _ in simulation.schedules())
+        counts += simulation.counts
+    return counts
+
+
+def report(counts: Counter[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print()
+        for kind, count in counts.most_common():
+            print(f"{count:>8} {kind}")
+
+
+def test_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = run_seeds(range(30), range(10))
+    report(counts, capsys)
+    assert counts["schedules"] >= 2000
+    assert counts["3 ranks, power lost"] >= 100
+    assert counts["1 rank, power lost after two restarts"] >= 100
+    assert counts["refused"] < counts["schedules"] / 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_many_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    counts: Counter[str] = Counter()
+    seeds = [(range(i, i + 30), range(i // 5, i // 5 + 6)) for i in range(1000, 2500, 30)]
+    # Not forked: this process may have threads of other tests.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+        for of_some in executor.map(run_seeds, *zip(*seeds, strict=True)):
+            counts += of_some
+    report(counts, capsys)
+    assert counts["schedules"] >= 100_000
+
+
+def small(commit_every: int | None, **settings: Any) -> Settings:
+    return Settings(world_size=1, commit_every=commit_every, keep_last=1, actions=5, **settings)
+
+
+@pytest.mark.parametrize("seed", [1])
+@pytest.mark.parametrize("commit_every", [1, None])
+def test_every_crash_of_a_small_run(commit_every: int | None, seed: int) -> None:
+    simulation = Simulation(seed, settings=small(commit_every))
+    assert sum(1 for _ in simulation.every_crash()) > 500
+
+
+@pytest.mark.parametrize("commit_every", [2, None])
+def test_every_crash_of_a_small_run_with_pages_in_memory(commit_every: int | None) -> None:
+    kinds = ("synchronize", *MOVING_KINDS)
+    memory = Memory(host_memory=2**15, device_memory=2**15)
+    settings = small(commit_every, kinds=kinds, memories=(memory,))
+    assert sum(1 for _ in Simulation(2, settings=settings).every_crash()) > 200
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("commit_every", [1, None])
+def test_every_crash_of_more_small_runs(commit_every: int | None, seed: int) -> None:
+    test_every_crash_of_a_small_run(commit_every, seed)
+
+
+def without_ids(text: str) -> str:
+    """The text without run ids and attempts, which are drawn anew, and all as long."""
+    return re.sub(r"[0-9a-f]{8,}", "id", text)
+
+
+@pytest.fixture(scope="module")
+def by_name() -> dict[str, Mutant]:
+    return {mutant.name: mutant for mutant in mutants()}
+
+
+@pytest.mark.parametrize(("name", "schedule"), ROWS[::9], ids=[row[0] for row in ROWS[::9]])
+def test_a_schedule_replays_exactly(name: str, schedule: str, by_name: dict[str, Mutant]) -> None:
+    """Twice the same operations in the same order, and the same outcome."""
+    first, second = (replayed(schedule, by_name[name]) for _ in range(2))
+    assert first is not None
+    assert len(first.log.splitlines()) > 5
+    assert without_ids(str(first)) == without_ids(str(second))
+
+
+def test_all_mutants_are_in_the_document(by_name: dict[str, Mutant]) -> None:
+    """To bring it up to date: ``python -m tests.simulation.search``."""
+    survivors = re.findall(r"^\| (.+) \| - \| harmless: .* \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert {*survivors, *(name for name, _ in ROWS)} == by_name.keys()
+
+
+@pytest.mark.parametrize(("name", "schedule"), ROWS, ids=[row[0] for row in ROWS])
+def test_mutant_is_killed(name: str, schedule: str, by_name: dict[str, Mutant]) -> None:
+    assert replayed(schedule, by_name[name]) is not None
+    assert replayed(schedule, by_name[name].unchanged) is None
+
+
+def test_a_log_names_who_asked_for_durability() -> None:
+    simulation = Simulation(0, widths=(1,))
+    list(simulation.schedules())
+    assert any("commit.write_durably" in site for site in simulation.sites)
+    everything = Protocol(weakening=Weakening(dropped=frozenset(simulation.sites)))
+    violation = killer(Mutant(name="no sync at all", protocol=everything), range(1))
+    assert violation is not None
+    assert "(left out)" in violation.log

@@ -1,0 +1,183 @@
+"""Calls and interrupts in the middle of a step: never a commit of two steps."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests.support import kernel
+from tests.support.toy import Toy, resumed
+
+CALLS: list[Callable[[tierstore.TierStore], Any]] = [
+    lambda store: store.commit(),
+    lambda store: store.synchronize(),
+    lambda store: store.restore(),
+    lambda store: store.read_states(),
+    lambda store: store.write_states({}),
+    lambda store: store.attach([]),
+    lambda store: store.sweep().__enter__(),
+]
+
+
+def in_mid_sweep(toy: Toy, call: Callable[[], None]) -> None:
+    with toy.store.sweep() as pages:
+        next(pages)
+        call()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_in_the_middle_of_a_step_is_refused(
+    call: Callable[[tierstore.TierStore], Any], tmp_path: Path
+) -> None:
+    toy = Toy(tmp_path, page_bytes=4096, buffers=2, commit_every=2)
+    toy.step()
+    for parameter in toy.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with toy.store.sweep() as pages:
+        for page in pages:
+            with pytest.raises(tierstore.SweepError, match="step is under way"):
+                call(toy.store)
+            for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
+                chunk.master.sub_(0.25)
+                for state in chunk.states.values():
+                    state.add_(1)
+    toy.assert_at(2)  # The step itself was not disturbed.
+    toy.store.close()
+    resumed(tmp_path, 2).store.close()
+
+
+def test_a_signal_handler_that_commits_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, page_bytes=4096)
+    toy.step()
+    toy.store.synchronize()
+
+    def preempted(number: int, frame: object) -> None:
+        toy.store.commit(extra="preempted")
+        toy.store.synchronize()
+
+    previous = signal.signal(signal.SIGUSR1, preempted)
+    try:
+        for parameter in toy.parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(tierstore.SweepError):
+            in_mid_sweep(toy, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    toy.store.close()
+    resumed(tmp_path, 1).store.close()
+
+
+def test_closing_in_the_middle_of_a_step_commits_nothing(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, page_bytes=4096)
+    toy.step()
+    toy.store.synchronize()
+    for parameter in toy.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(tierstore.SweepError):
+        in_mid_sweep(toy, toy.store.close)
+    resumed(tmp_path, 1).store.close()
+
+
+def test_an_exception_between_step_and_commit(tmp_path: Path) -> None:
+    """A restart finds the commit that the program made, with its extra, not half of one."""
+
+    def train() -> None:
+        with toy.store:
+            for step in (1, 2, 3):
+                toy.step()
+                if step == 3:
+                    raise KeyboardInterrupt
+                toy.store.commit(extra=step)
+
+    toy = Toy(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    again = resumed(tmp_path, 2)
+    assert again.store.extra == 2
+    again.store.close()
+
+
+def test_an_interrupt_as_a_commit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the last commit needs is overwritten, whatever the program does next."""
+    toy = Toy(tmp_path, page_bytes=4096)
+    toy.step()
+    toy.store.synchronize()
+    toy.step()
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            toy.store.commit()
+    with pytest.raises(tierstore.StoreFailedError, match="never made"):
+        toy.step()
+    assert toy.store.restore() == 1
+    toy.assert_at(1)
+    toy.step()
+    toy.store.close()
+    resumed(tmp_path, 2).store.close()
+
+
+def test_memory_is_given_back_by_close(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1024, 4096))
+    parameter.grad = torch.ones_like(parameter)
+    store = tierstore.TierStore(tmp_path, page_bytes="64MiB", buffers=4)
+    muon.Muon([{"params": [parameter], "algorithm": "adamw"}], store=store).step()
+    kernel.reset_peak()
+    during = kernel.anonymous_peak()
+    store.close()
+    kernel.reset_peak()
+    assert during - kernel.anonymous_peak() > 3 * 48 * 2**20
+
+
+def test_a_store_without_a_directory_goes_on_after_an_interrupt() -> None:
+    """As torch.optim: there is nothing to go back to, and the user decides."""
+    toy = Toy(None, page_bytes=4096)  # type: ignore[arg-type]
+    toy.step()
+    for parameter in toy.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_mid_sweep(toy, interrupt)
+    toy.step()
+    assert toy.store.read_states()
+
+
+AT_EXIT = """
+import atexit, sys
+from pathlib import Path
+from tests.support.toy import Toy
+toy = Toy(Path(sys.argv[1]) if sys.argv[1:] else None, page_bytes=4096)
+atexit.register(toy.store.close)
+toy.step()
+if sys.argv[1:]:
+    toy.store.synchronize()
+"""
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_closing_as_the_interpreter_exits(directory: bool, tmp_path: Path) -> None:
+    """When no thread can be started any more."""
+    arguments = [str(tmp_path)] if directory else []
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, *arguments], check=True, capture_output=True, text=True
+    )
+    assert not ended.stderr
+    if directory:
+        resumed(tmp_path, 1).store.close()

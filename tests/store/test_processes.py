@@ -1,0 +1,403 @@
+"""Other processes: rivals for a directory, forked children, users without rights, exits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import tierstore
+import tierstore.run.recovery
+from tests.support import killed_processes, training
+from tests.support.toy import RANK, Spec, Toy, open_muon, resumed
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+BIG: list[list[Spec]] = [[("big", (1 << 20,), torch.float32, {"momentum": torch.float32}, True)]]
+
+
+@contextmanager
+def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """A process of its own that is not forked from this one, and a connection to it."""
+    ours, theirs = killed_processes._processes.Pipe()
+    child = killed_processes._processes.Process(target=target, args=(theirs, *arguments))
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def forked(work: Callable[[], Any]) -> int:
+    """Do some work in a child forked from this process; its exit status, 0 if all went well."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(f"in the child: {error!r}", file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ------------------------------------------------------------------------- two at a time
+
+
+def hold(connection: Connection, directory: Path) -> None:
+    """Use a directory until told to let go of it."""
+    toy = Toy(directory, resume=True)
+    toy.store.restore()
+    toy.step()
+    connection.send(os.getpid())
+    connection.recv()
+    toy.store.close()
+
+
+def test_a_directory_in_use_is_refused_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tierstore.run.recovery.LOCK_TIMEOUT_S == 30
+    monkeypatch.setattr(tierstore.run.recovery, "LOCK_TIMEOUT_S", 0.3)
+    with process(hold, tmp_path) as (child, connection):
+        pid = connection.recv()
+        holder = f"process {pid} on host {socket.gethostname()}"
+        every: list[dict[str, Any]] = [{"resume": True}, {"overwrite": True}, {}]
+        for options in every:
+            started = time.monotonic()
+            with pytest.raises(tierstore.RunLockedError, match=re.escape(holder)) as caught:
+                Toy(tmp_path, **options)
+            assert time.monotonic() - started >= 0.3
+            assert "waited 0.3 s" in str(caught.value)
+        connection.send("let go")
+        child.join()
+        assert child.exitcode == 0
+    resumed(tmp_path, 1).store.close()
+
+
+def test_a_waiting_opener_gets_in_when_the_first_one_closes(tmp_path: Path) -> None:
+    with process(hold, tmp_path) as (_, first):
+        first.recv()
+        with process(hold, tmp_path) as (_, second):
+            assert not second.poll(0.3)  # It waits; an error would have ended it.
+            started = time.monotonic()
+            first.send("let go")
+            second.recv()
+            assert time.monotonic() - started < 15  # Long before it would have given up.
+            second.send("let go")
+            with pytest.raises(EOFError):
+                second.recv()
+    resumed(tmp_path, 2).store.close()
+
+
+def test_a_second_store_in_the_same_process_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tierstore.run.recovery, "LOCK_TIMEOUT_S", 0.1)
+    toy = Toy(tmp_path)
+    with pytest.raises(tierstore.RunLockedError, match=str(os.getpid())):
+        Toy(tmp_path, resume=True)
+    toy.step()
+    toy.store.close()
+    resumed(tmp_path, 1).store.close()
+
+
+def test_two_stores_on_two_directories(tmp_path: Path) -> None:
+    runs = [open_muon(tmp_path / name) for name in ("one", "other")]
+    for step in range(1, 5):
+        for _, optimizer, parameters in runs:
+            training.train(optimizer, parameters, range(step, step + 1))
+    one, other = (training.snapshot(optimizer, parameters) for _, optimizer, parameters in runs)
+    for store, _, _ in runs:
+        store.close()
+    training.assert_identical(one, other)
+    store, optimizer, parameters = open_muon(tmp_path / "other", resume=True)
+    assert optimizer.restore() == 4
+    training.assert_identical(training.snapshot(optimizer, parameters), one)
+    store.close()
+
+
+# -------------------------------------------------------------------------------- children
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_workers_of_a_data_loader(start_method: str, tmp_path: Path) -> None:
+    """They are started while the store is in use, and leave it alone."""
+    toy = Toy(tmp_path, BIG, page_bytes="1MiB")
+    toy.step()
+    loader = DataLoader(
+        TensorDataset(torch.arange(6.0)), num_workers=2, multiprocessing_context=start_method
+    )
+    seen = []
+    for (batch,) in loader:
+        seen += batch.tolist()
+        toy.step()
+    assert sorted(seen) == [0, 1, 2, 3, 4, 5]
+    toy.store.close()
+    toy = Toy(tmp_path, BIG, resume=True)
+    assert toy.store.restore() == 7
+    toy.assert_at(7)
+    toy.store.close()
+
+
+def train_with_workers(connection: Connection, directory: Path) -> None:
+    """Open a store, start workers, and train on; never end."""
+    toy = Toy(directory)
+    loader = DataLoader(
+        TensorDataset(torch.arange(100.0)), num_workers=2, multiprocessing_context="fork"
+    )
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+        toy.step()
+    toy.store.synchronize()
+    connection.send([worker.pid for worker in batches._workers])  # type: ignore[attr-defined]
+    signal.pause()
+
+
+def test_workers_that_outlive_a_killed_trainer_hold_no_lock(tmp_path: Path) -> None:
+    with process(train_with_workers, tmp_path) as (child, connection):
+        workers = connection.recv()
+        for pid in workers:  # Stopped, they cannot notice that their parent is gone.
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            child.kill()
+            child.join()
+            started = time.monotonic()
+            resumed(tmp_path, 2).store.close()
+            assert time.monotonic() - started < 15  # A held lock is waited for, for 30 s.
+            for pid in workers:
+                os.kill(pid, 0)  # They are still there.
+        finally:
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+
+    def try_everything() -> None:
+        calls: list[Callable[[], Any]] = [toy.step, toy.store.read_states, toy.store.commit]
+        calls += [toy.store.synchronize, toy.store.restore]
+        calls += [lambda: toy.store.write_states({}), lambda: toy.attach([])]
+        for call in calls:
+            with pytest.raises(tierstore.StoreClosedError, match="fork of the one that opened"):
+                call()
+        toy.store.close()  # Does nothing, and says nothing: with-blocks end in children too.
+
+    assert forked(try_everything) == 0
+    toy.step()
+    toy.store.close()
+    resumed(tmp_path, 2).store.close()
+
+
+def test_a_child_in_mid_sweep_does_not_disturb_the_transfers_of_its_parent(
+    tmp_path: Path,
+) -> None:
+    """Reads are ahead and writes behind when it is forked and when it ends."""
+    toy = Toy(tmp_path, BIG, page_bytes="512KiB", buffers=4)
+    toy.step()
+    toy.parameters["big"].grad = torch.ones(1 << 20)
+    with toy.store.sweep() as pages:
+        for number, page in enumerate(pages):
+            if number % 5 == 1:
+                assert forked(gc.collect) == 0
+                assert forked(toy.store.close) == 0
+            for shard in page.shards:
+                for chunk in shard.chunks:
+                    chunk.master.sub_(0.25)
+                    chunk.states["momentum"].add_(1)
+    assert number > 5
+    toy.assert_at(2)
+    toy.store.close()
+    toy = Toy(tmp_path, BIG, resume=True)
+    assert toy.store.restore() == 2
+    toy.assert_at(2)
+    toy.store.close()
+
+
+def mapping_flags(address: int) -> list[str]:
+    """The flags of this process's mapping at an address; see proc_pid_smaps(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def test_page_buffers_are_not_copied_into_children(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, BIG, page_bytes="1MiB")
+    toy.parameters["big"].grad = torch.ones(1 << 20)
+    with toy.store.sweep() as pages:
+        flags = [mapping_flags(page._memory.data_ptr()) for page in pages]
+    assert len(flags) > 5
+    assert all("dc" in of_one for of_one in flags)  # Do not copy on fork.
+    assert "dc" not in mapping_flags(toy.parameters["big"].data_ptr())
+    toy.store.close()
+
+
+# ------------------------------------------------------------------------------ few rights
+
+
+def train_as_nobody(connection: Connection, directory: Path, engine: str) -> None:
+    """Train under another user, where this one may become it, with little lockable memory."""
+    torch.set_num_threads(1)
+    if os.geteuid() == 0:
+        os.chown(directory, NOBODY, NOBODY)
+    os.chdir(directory)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    # The directories above may be closed to that user: this path does not lead through them.
+    store, optimizer, parameters = open_muon(Path("/proc/self/cwd/run"), engine=engine)
+    training.train(optimizer, parameters, range(1, 4), scheduler=training.make_scheduler(optimizer))
+    connection.send((os.geteuid(), store.stats().engine))
+    store.close()
+    store, optimizer, parameters = open_muon(Path("/proc/self/cwd/run"), engine=engine, resume=True)
+    step = optimizer.restore()
+    snapshot = training.snapshot(optimizer, parameters)
+    connection.send((step, {name: tensor.tolist() for name, tensor in snapshot.items()}))
+    store.close()
+
+
+@pytest.mark.parametrize("engine", ["auto", "io_uring", "aiofiles"])
+def test_a_user_without_rights_trains_with_little_lockable_memory(
+    engine: str, tmp_path: Path
+) -> None:
+    (tmp_path / "home").mkdir(mode=0o700)
+    with process(train_as_nobody, tmp_path / "home", engine) as (child, connection):
+        user, used = connection.recv()
+        step, snapshot = connection.recv()
+        child.join()
+    assert user == (os.geteuid() or NOBODY)
+    assert used == "aiofiles" if engine == "aiofiles" else "io_uring"
+    assert step == 3
+    expected = training.resident_run(3, torch.bfloat16, page_bytes=10000)
+    assert snapshot == {name: tensor.tolist() for name, tensor in expected.items()}
+
+
+def open_closed_directory(connection: Connection, directory: Path) -> None:
+    if os.geteuid() == 0:
+        os.setuid(NOBODY)
+    try:
+        tierstore.TierStore(directory)
+    except tierstore.RunDirectoryError as error:
+        connection.send(str(error))
+
+
+@pytest.mark.parametrize("name", ["closed", "closed/run", "closed/some/run"])
+def test_a_directory_that_may_not_be_entered_is_refused(name: str, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    (closed / "run").mkdir(parents=True)
+    closed.chmod(0)
+    try:
+        with process(open_closed_directory, tmp_path / name) as (_, connection):
+            message = connection.recv()
+    finally:
+        closed.chmod(0o700)
+    assert str(tmp_path / name) in message
+    assert "Permission denied" in message
+
+
+# -------------------------------------------------------------------------- leaving things
+
+
+def held() -> tuple[list[str], int, int]:
+    """File descriptors, threads of Python, and all threads: the native engine has its own."""
+    threads = len(os.listdir("/proc/self/task"))
+    return sorted(os.listdir("/proc/self/fd")), threading.active_count(), threads
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
+def test_nothing_is_left_of_a_closed_store(engine: str, tmp_path: Path) -> None:
+    def cycle(number: int) -> None:
+        toy = Toy(tmp_path, resume=True, engine=engine)
+        toy.store.restore()
+        toy.step()
+        toy.store.commit(extra=number)
+        toy.store.close()
+
+    cycle(0)  # What is made once per process is there from now on.
+    descriptors, python_threads, all_threads = held()
+    for number in range(20):
+        cycle(number)
+    assert held()[:2] == (descriptors, python_threads)
+    assert held()[2] < all_threads + 5  # The last ones may still be on their way out.
+    assert len(list((tmp_path / RANK).glob("commit-*"))) == 2
+    resumed(tmp_path, 21).store.close()
+
+
+EXITS = {
+    "a step under way": """
+toy.parameters["first"].grad = torch.ones(5, 7, dtype=torch.bfloat16)
+sweep = toy.store.sweep()
+pages = sweep.__enter__()
+next(pages)
+""",
+    "a child that ends first": """
+if os.fork() == 0:
+    sys.exit()
+ended = os.waitstatus_to_exitcode(os.wait()[1])
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), [("io_uring", ""), ("aiofiles", ""), *(("auto", how) for how in EXITS)]
+)
+def test_an_interpreter_exits_without_close(engine: str, how: str, tmp_path: Path) -> None:
+    program = f"""
+import os, sys, torch
+from tests.support.toy import Toy
+ended = 0
+toy = Toy({str(tmp_path)!r}, engine={engine!r})
+for step in range(3):
+    toy.step()
+    toy.store.commit(extra=step)
+{EXITS.get(how, "")}
+sys.exit(ended)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+    toy = Toy(tmp_path, resume=True)
+    step = toy.store.restore()
+    assert step in (2, 3)  # Nobody waited for the last commit.
+    toy.assert_at(step)
+    toy.store.close()
+
+
+# ------------------------------------------------------------------------- several ranks

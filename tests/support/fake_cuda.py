@@ -1,0 +1,384 @@
+"""Streams and events of CUDA without a GPU: what runs on one runs as late as events allow.
+
+Device memory is plain memory, page-locked memory is what was registered, and everything
+that is not on a stream of its own is computed at once. What CudaDevice does is then the
+same on every run: nothing but a seed decides what ends earlier than it has to.
+
+Copies to the host leave garbage there until someone waits for them, and read the device no
+sooner. Copies to the device have to happen at once where the current stream waits for them;
+that nobody changes what they read, or what they write to, is looked at when they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tierstore import paged
+from tierstore.paging import page, views
+from tierstore.paging.device import CudaDevice
+
+GARBAGE = 205
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Return whether all this memory, of whole pages, is this process's own."""
+    found = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    return ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found) == 0
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class _Copy:
+    """A copy on a stream, between page-locked and device memory."""
+
+    def __init__(
+        self, cuda: FakeCuda, source: torch.Tensor, target: torch.Tensor, *, to_host: bool
+    ) -> None:
+        self.cuda = cuda
+        self.source = source
+        self.target = target
+        self.to_host = to_host
+        self.taken: torch.Tensor | None = None  # What was read.
+        self.is_checked = self.has_ended = False
+
+    def take(self) -> None:
+        """Be done as far as the device can tell."""
+        if self.has_ended:
+            return
+        if self.taken is None:
+            self.taken = self.source.clone()
+            if not self.to_host:
+                self.target.copy_(self.taken)
+
+    def end(self) -> None:
+        """Be done as far as anybody can tell."""
+        self.take()
+        if self.to_host:
+            self.target.copy_(self.taken)
+        else:
+            self.check()
+            self.cuda.incoming.remove(self)
+        self.has_ended = True
+        del self.source, self.target, self.taken  # Others may have the memory now.
+
+    def reads(self, memory: torch.Tensor) -> bool:
+        """Return whether what is read begins in this memory, or this in that."""
+        distance = memory.data_ptr() - self.source.data_ptr()
+        return -memory.nbytes < distance < self.source.nbytes
+
+    def check(self) -> None:
+        """Look whether the host's memory is still as it was read."""
+        assert self.taken is not None
+        if not self.is_checked and not torch.equal(_bytes(self.source), _bytes(self.taken)):
+            self.cuda.hazards.append("memory was changed while it was copied to the device")
+        self.is_checked = True
+
+
+class _Fetch:
+    """A copy on the current stream to memory that torch keeps for as long as it takes."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.value = source.clone()
+        self.host = ~self.value
+
+    def take(self) -> None:
+        """See _Copy.take."""
+
+    def end(self) -> None:
+        """See _Copy.end."""
+        self.host.copy_(self.value)
+
+
+class _Stream:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.items: list[_Copy | _Fetch | _Event] = []  # An event among them is one waited for.
+        self.taken = self.ended = 0  # So many of them are done, for the device and for all.
+        self.seen = 0  # What was computed before that time is done before what comes next.
+        cuda.streams.append(self)
+
+    def wait_event(self, event: _Event) -> None:
+        with self.cuda.mutex:
+            self.items.append(event)
+            self.seen = max(self.seen, event.covers)
+            if self is self.cuda.current:
+                event.take()
+
+    def wait_stream(self, stream: _Stream) -> None:
+        event = _Event(self.cuda)
+        event.record(stream)
+        self.wait_event(event)
+
+
+class _Event:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: _Stream) -> None:
+        with self.cuda.mutex:
+            self.stream, self.position = stream, len(stream.items)
+            now = self.cuda.tick()
+            self.covers = now if stream is self.cuda.current else stream.seen
+
+    def synchronize(self) -> None:
+        with self.cuda.mutex:
+            self.end()
+
+    def query(self) -> bool:
+        with self.cuda.mutex:
+            self.cuda.go_on()
+            return self.stream.ended >= self.position
+
+    def take(self) -> None:
+        """Have all before it done as far as the device can tell."""
+        while self.stream.taken < self.position:
+            self.stream.taken += 1
+            self.stream.items[self.stream.taken - 1].take()
+
+    def end(self) -> None:
+        """Have all before it done as far as anybody can tell."""
+        while self.stream.ended < self.position:
+            self.stream.items[self.stream.ended].end()
+            self.stream.ended += 1
+
+
+class _OnStream(TorchFunctionMode):
+    """Puts copies on a stream instead of making them."""
+
+    def __init__(self, cuda: FakeCuda, stream: _Stream) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.stream = stream
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.copy_ and kwargs == {"non_blocking": True}:
+            self.cuda.issue(self.stream, args[1], args[0])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class FakeCuda:
+    """What torch.cuda is to CudaDevice.
+
+    Args:
+        seed: decides what ends when.
+        pace: how likely it is that something ends where it could: 0 for as late as possible.
+    """
+
+    def __init__(self, seed: int, pace: float) -> None:
+        self.mutex = threading.RLock()
+        self.streams: list[_Stream] = []
+        self.current = _Stream(self)
+        self.incoming: list[_Copy] = []  # Copies to the device that did not end yet.
+        self.hazards: list[str] = []
+        """What would go wrong at times."""
+        self.threads: list[_LateThread] = []
+        self._random = random.Random(seed)
+        self._pace = pace
+        self._clock = 0
+        self.locked: dict[int, int] = {}
+        """Address -> bytes of what is page-locked."""
+        self._uses: dict[int, int] = {}  # Address -> when something was last computed there.
+
+    @property
+    def pending(self) -> int:
+        """Number of copies that did not end yet."""
+        with self.mutex:
+            return sum(
+                isinstance(item, _Copy)
+                for stream in self.streams
+                for item in stream.items[stream.ended :]
+            )
+
+    def tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def chance(self) -> bool:
+        return self._random.random() < self._pace
+
+    def go_on(self) -> None:
+        """End some of what is under way."""
+        while self.chance():
+            stream = self._random.choice(self.streams)
+            event = _Event(self)
+            event.stream, event.position = stream, min(stream.ended + 1, len(stream.items))
+            event.end()
+
+    def run_late(self) -> None:
+        """Do what late threads were given and nobody waited for."""
+        for thread in self.threads:
+            thread.shutdown()
+
+    def issue(self, stream: _Stream, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self.mutex:
+            if not target.numel():
+                return
+            self.go_on()
+            to_host = self._is_locked(target)
+            if to_host == self._is_locked(source):
+                self.hazards.append("a copy is not between page-locked and device memory")
+            self._look_for_uses(stream, source if to_host else target)
+            if to_host:
+                for copy in self.incoming:
+                    if copy.reads(target):  # It will be done, as far as the device can tell.
+                        copy.check()
+                _bytes(target).fill_(GARBAGE)
+            copy = _Copy(self, source, target, to_host=to_host)
+            stream.items.append(copy)
+            if not to_host:
+                self.incoming.append(copy)
+                self.computes_in(target)
+
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        with self.mutex:
+            fetch = _Fetch(source)
+            self.current.items.append(fetch)
+            return fetch.host
+
+    def computes_in(self, memory: torch.Tensor) -> None:
+        """Note that something is computed in this device memory from now on.
+
+        So it is with all that was copied there.
+        """
+        with self.mutex:
+            self._uses[memory.data_ptr()] = self.tick()
+
+    def _look_for_uses(self, stream: _Stream, memory: torch.Tensor) -> None:
+        start = memory.data_ptr()
+        used = [at for at in self._uses if start <= at < start + memory.nbytes]
+        if any(self._uses[at] > stream.seen for at in used):
+            self.hazards.append("a copy does not wait for what is computed in its memory")
+        for at in used:
+            del self._uses[at]
+
+    def _is_locked(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(start <= address < start + size for start, size in self.locked.items())
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        with self.mutex:
+            self.locked[address] = nbytes
+        return 0
+
+    def unregister(self, address: int) -> None:
+        with self.mutex:
+            if not is_mapped(address, self.locked.pop(address)):
+                self.hazards.append("memory was unmapped while it was page-locked")
+
+
+class _Task(Future[Any]):
+    def __init__(self, thread: _LateThread, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.call = call
+        self._thread = thread
+
+    def done(self) -> bool:
+        if self._thread.cuda.chance():
+            self._thread.run_to(self)
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._thread.run_to(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._thread.run_to(self)
+        return super().exception(timeout)
+
+
+class _LateThread:
+    """A ThreadPoolExecutor of one thread, which is so slow that it does what is waited for."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self._tasks: list[_Task] = []
+        cuda.threads.append(self)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> _Task:
+        with self.cuda.mutex:
+            task = _Task(self, lambda: function(*args))
+            self._tasks.append(task)
+            return task
+
+    def run_to(self, last: _Task) -> None:
+        with self.cuda.mutex:
+            while last in self._tasks:
+                self._run_first()
+
+    def shutdown(self) -> None:
+        with self.cuda.mutex:
+            while self._tasks:
+                self._run_first()
+
+    def _run_first(self) -> None:
+        task = self._tasks.pop(0)
+        try:
+            task.set_result(task.call())
+        except BaseException as error:
+            task.set_exception(error)
+
+
+@contextlib.contextmanager
+def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> Iterator[FakeCuda]:
+    """Have all parameters on a CUDA device that there is not, for the stores opened within.
+
+    Afterwards nothing may be under way, and nothing have gone wrong.
+
+    Args:
+        seed: decides what ends when.
+        pace: how likely something ends earlier than it has to.
+        real_thread: keep the store's thread for late writes; else what it does is done
+            when it is waited for, or when the seed says so.
+    """
+    cuda = FakeCuda(seed, pace)
+    runtime = SimpleNamespace(cudaHostRegister=cuda.register, cudaHostUnregister=cuda.unregister)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.multiple(
+                torch.cuda,
+                Stream=lambda device: _Stream(cuda),
+                Event=lambda blocking: _Event(cuda),
+                stream=lambda stream: _OnStream(cuda, stream),
+                current_stream=lambda device: cuda.current,
+                cudart=lambda: runtime,
+            )
+        )
+        # A copy that is under way keeps its tensors here anyway.
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
+        convert = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            is_fetch = args == ("cpu",) and options == {"non_blocking": True}
+            return cuda.fetch(tensor) if is_fetch else convert(tensor, *args, **options)
+
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
+        # Where pages rest is decided for a GPU; tensors that are made for it are plain ones.
+        on_gpu = mock.patch.object(paged, "device_of", return_value=torch.device("cuda"))
+        stack.enter_context(on_gpu)
+        plain = mock.patch.object(paged, "open_device")
+        stack.enter_context(plain).side_effect = lambda _: CudaDevice(torch.device("cpu"))
+        # Parameters on a device are not looked at before the sweep ends.
+        stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
+        if not real_thread:
+            threads = mock.patch.object(page, "ThreadPoolExecutor")
+            stack.enter_context(threads).side_effect = lambda *_, **__: _LateThread(cuda)
+        yield cuda
+    assert not cuda.hazards
+    assert not cuda.pending

@@ -1,0 +1,177 @@
+"""Training in a process that is killed, and a look at what it left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import muon
+import tierstore
+from tests.support import training
+from tierstore.run.striped_storage import DealtStorage
+from tierstore.storage.base import Storage
+from tierstore.storage.select import open_storage
+from tierstore.testing.faults import FaultyStorage
+
+# A server that has imported everything forks the children: starting one takes milliseconds.
+# (The first optimizer of a process imports torch._dynamo, which takes a second.)
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["torch._dynamo", "tests.support.training", "tierstore.storage.uring"]
+)
+
+
+class KillAt:
+    """Kills this process at the n-th operation of the storage that is not a transfer."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, operation: str, name: str, when: str) -> None:
+        if operation not in ("read", "write", "create", "size"):
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_store(
+    directory: Path, kill_at: int = 0, directories: int = 1, **options: Any
+) -> tierstore.TierStore:
+    kill = KillAt(kill_at)
+    parts = [
+        FaultyStorage(open_storage(place / "rank-00000"), on_operation=kill)
+        for place in places(directory, directories)
+    ]
+    storage: Storage = parts[0]
+    if directories > 1:
+        storage = DealtStorage(parts, lambda parts: [3e8, 2e8, 1e8][: len(parts)])
+    return tierstore.TierStore(storage, page_bytes=10000, buffers=3, resume=True, **options)
+
+
+def places(directory: Path, directories: int) -> list[Path]:
+    """Where a run in so many directories lies."""
+    if directories == 1:
+        return [directory]
+    return [directory / str(number) for number in range(directories)]
+
+
+def train(
+    acknowledge: Connection,
+    directory: Path,
+    steps: int,
+    seed: int,
+    kill_at: int = 0,
+    synchronize: bool = False,
+    directories: int = 1,
+) -> None:
+    """Go on to ``steps``, telling of each step when its commit() has returned."""
+    torch.set_num_threads(1)
+    parameters = training.make_parameters(torch.bfloat16)
+    store = open_store(directory, kill_at, directories)
+    optimizer = muon.Muon(training.make_groups(parameters), store=store)
+    scheduler = training.make_scheduler(optimizer)
+    start = optimizer.restore()
+    if start:
+        scheduler.load_state_dict(store.extra["scheduler"])
+
+    def commit(step: int) -> None:
+        store.commit(extra={"scheduler": scheduler.state_dict(), "step": step})
+        if synchronize:
+            store.synchronize()
+        acknowledge.send(step)
+
+    training.train(
+        optimizer,
+        parameters,
+        range(start + 1, steps + 1),
+        scheduler=scheduler,
+        after_step=commit,
+        seed=seed,
+    )
+    store.close()
+    acknowledge.send("closed")
+
+
+@contextmanager
+def process(*arguments: Any, **options: Any) -> Iterator[tuple[Any, Connection]]:
+    """Run train() in a process; yields it and the receiving end of its news."""
+    receiver, sender = _processes.Pipe(duplex=False)
+    child = _processes.Process(target=train, args=(sender, *arguments), kwargs=options)
+    child.start()
+    sender.close()
+    try:
+        yield child, receiver
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+
+
+def news(receiver: Connection) -> list[Any]:
+    """Everything that a process that has ended had told."""
+    messages = []
+    try:
+        while True:
+            messages.append(receiver.recv())
+    except EOFError:
+        return messages
+
+
+def look(
+    directory: Path, scratch: Path, directories: int = 1
+) -> tuple[int, dict[str, torch.Tensor], Any]:
+    """Restore a copy of a run: (step, every tensor and scalar, the extra)."""
+    shutil.copytree(directory, scratch)
+    try:
+        with tierstore.TierStore(places(scratch, directories), resume=True) as store:
+            parameters = training.make_parameters(torch.bfloat16)
+            optimizer = muon.Muon(training.make_groups(parameters), store=store)
+            training.make_scheduler(optimizer)
+            step = optimizer.restore()
+            rates = {
+                f"lr of group {number}": torch.tensor(group["lr"])
+                for number, group in enumerate(optimizer.param_groups)
+            }
+            return step, training.snapshot(optimizer, parameters) | rates, store.extra
+    finally:
+        shutil.rmtree(scratch)
+
+
+def history(seeds: list[int]) -> list[dict[str, torch.Tensor]]:
+    """The same training with everything resident, step i + 1 with ``seeds[i]``: the state
+    after each step, from 0 on."""
+    parameters = training.make_parameters(torch.bfloat16)
+    optimizer = muon.Muon(
+        training.make_groups(parameters), store=tierstore.TierStore(None, page_bytes=10000)
+    )
+    scheduler = training.make_scheduler(optimizer)
+    states = []
+
+    def remember(step: int) -> None:
+        rates = {
+            f"lr of group {number}": torch.tensor(group["lr"])
+            for number, group in enumerate(optimizer.param_groups)
+        }
+        states.append(training.snapshot(optimizer, parameters) | rates)
+
+    optimizer.state_dict()  # Lays out the pages, as restore() does.
+    remember(0)
+    for index, seed in enumerate(seeds):
+        training.train(
+            optimizer,
+            parameters,
+            range(index + 1, index + 2),
+            scheduler=scheduler,
+            after_step=remember,
+            seed=seed,
+        )
+    return states

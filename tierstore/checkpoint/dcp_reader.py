@@ -1,0 +1,174 @@
+"""The entries of a checkpoint that was found whole: tensors in pieces, values, their places."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from tierstore.checkpoint.boxes import read_box
+from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.inspection.reader import File, Reader
+from tierstore.inspection.slices import elements_offset
+from tierstore.layout.chunks import Chunk
+from tierstore.run import tagged_json
+from tierstore.units import format_bytes
+
+EntryPath = tuple[str | int, ...]
+"""The keys and indices that led to a value in the state dict that was saved."""
+
+
+class StoredEntries:
+    """What ``.metadata`` names.
+
+    Args:
+        path: the directory.
+        metadata: what its ``.metadata`` holds.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        self.path = path
+        self._metadata = metadata
+        self._reader = FileSystemReader(path)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """All keys, in the order of ``.metadata``."""
+        return list(self._metadata.state_dict_metadata)
+
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
+        """Return what is said of a tensor; None if the key is no tensor's."""
+        found = self._metadata.state_dict_metadata.get(key)
+        return found if isinstance(found, TensorStorageMetadata) else None
+
+    def read_items(self, key: str, chunk: Chunk) -> list[ReadItem]:
+        """Return what must be read for a chunk: a piece of each stored one that it overlaps."""
+        place = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        stored = self.tensor(key)
+        assert stored is not None
+        return create_read_items_for_chunk_list(key, stored, [place])
+
+    def read(self, items: list[ReadItem], targets: Mapping[int, torch.Tensor]) -> None:
+        """Read pieces of chunks into the tensors that are the whole chunks, each by its id.
+
+        Of what is stored no more than those pieces, a little at a time, as far as it can be
+        found in its file; the rest is read by DCP, which reads whole stored chunks.
+
+        Raises:
+            CorruptionError: a file is not what it was when it was checked.
+        """
+        resolved = _Targets(targets)
+        of_files: dict[str, list[ReadItem]] = {}
+        for item in items:
+            place = self._metadata.storage_data[item.storage_index]
+            of_files.setdefault(place.relative_path, []).append(item)
+        others: list[ReadItem] = []
+        for name, of_file in of_files.items():
+            try:
+                with Reader(self.path).open(name) as file:
+                    for item in of_file:
+                        if not self._read_part(file, item, resolved.resolve_tensor(item)):
+                            others.append(item)
+            except CorruptionError as error:
+                raise CorruptionError(f"{self.path}/{name}: {error}") from error
+        if others:
+            self._reader.read_data(LoadPlan(others), cast(LoadPlanner, resolved)).wait()
+
+    def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
+        """Read a part of a stored chunk; return whether it could be found in the file."""
+        stored = self.tensor(item.storage_index.fqn)
+        assert stored is not None
+        assert item.storage_index.index is not None
+        sizes = stored.chunks[item.storage_index.index].sizes
+        info = self._metadata.storage_data[item.storage_index]
+        start = elements_offset(file, info, sizes, stored.properties.dtype)
+        if start is not None:
+            read_box(
+                file, start, stored.properties.dtype, sizes, item.storage_offsets, target.detach()
+            )
+        return start is not None
+
+    def value(self, key: str) -> Any:
+        """Return a whole tensor, or another value, of no more bytes than a commit may carry.
+
+        Raises:
+            CheckpointError: there is none, it is larger, or it is of a class that is not made
+                without running what the checkpoint holds.
+        """
+        stored = self._metadata.state_dict_metadata.get(key)
+        if stored is None:
+            raise CheckpointError(f"{self.path} has no {key!r}")
+        if isinstance(stored, TensorStorageMetadata):
+            self._check_size(key, stored.size.numel() * stored.properties.dtype.itemsize)
+            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            items = self.read_items(key, Chunk((0,) * value.ndim, tuple(value.shape)))
+            self.read(items, {id(item): value for item in items})
+            return value
+        info = self._metadata.storage_data[MetadataIndex(key)]
+        self._check_size(key, info.length)
+        with Reader(self.path).open(info.relative_path) as file:
+            data = file.read(info.offset, info.length)
+        try:
+            return torch.load(io.BytesIO(data), weights_only=True)
+        except Exception as error:  # Whatever a pickle of unknown classes leads torch into.
+            raise CheckpointError(
+                f"{self.path}: {key!r} is of a class that torch.load(weights_only=True) does not "
+                "make: save it as plain numbers, text, lists or tensors (of a numpy scalar, its "
+                "item())"
+            ) from error
+
+    def place(self, key: str) -> EntryPath:
+        """Return where a value was in the state dict, which had it at its key if nothing says.
+
+        Raises:
+            CheckpointError: what ``.metadata`` says of it does not fit the key.
+        """
+        places = self._metadata.planner_data
+        place = places.get(key) if isinstance(places, dict) else None
+        if place is None:
+            return (key,)
+        if (
+            type(place) is not tuple
+            or not 0 < len(place) <= tagged_json.DEPTH_MAX
+            or not all(type(part) in (str, int) for part in place)
+            or ".".join(map(str, place)) != key
+        ):
+            raise CheckpointError(f"{self.path}: .metadata gives {key!r} a place of another key")
+        return place
+
+    def _check_size(self, key: str, nbytes: int) -> None:
+        if nbytes > tagged_json.LIMIT_BYTES:
+            raise CheckpointError(
+                f"{self.path}: {key!r} has {format_bytes(nbytes)}, where a small value is expected"
+            )
+
+
+class _Targets:
+    """Says to a DCP reader where each item goes."""
+
+    def __init__(self, targets: Mapping[int, torch.Tensor]) -> None:
+        self._targets = targets
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        target = self._targets[id(item)]
+        for dimension, (offset, size) in enumerate(
+            zip(item.dest_offsets, item.lengths, strict=True)
+        ):
+            target = target.narrow(dimension, offset, size)
+        return target
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: the tensor is a view of the target."""

@@ -1,0 +1,241 @@
+"""The ``.metadata`` of a checkpoint: which bytes of which file are what, as DCP says it.
+
+Keys are those that ``torch.distributed.checkpoint.state_dict`` makes of a model and its
+optimizer, with hyperparameters both by group and by parameter.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierstore.checkpoint.model_contents import Names
+from tierstore.checkpoint.portable import portable
+from tierstore.errors import CheckpointError, RunMismatchError
+from tierstore.layout.page_layout import PageLayout, Record, lay_out, lay_out_groups
+from tierstore.layout.parameters import MASTER, ParameterSpec
+from tierstore.layout.records import record_length
+from tierstore.paging.page_table import layout_digest
+from tierstore.run import tagged_json
+from tierstore.run.checkpoint_names import UNPAGED_NAME, published_page
+from tierstore.run.manifest import Manifest
+
+# What DCP writes as the version of its metadata.
+_DCP_VERSION = "1.0.0"
+
+Path = tuple[str | int, ...]
+
+_BYTES = BytesStorageMetadata()
+
+
+def layouts_of(manifest: Manifest) -> list[PageLayout]:
+    """Lay out the pages of a commit again, on the rank that made it.
+
+    Raises:
+        RunMismatchError: a version of tierstore that lays them out otherwise wrote it.
+    """
+    if manifest.subgroups is None:
+        layouts = lay_out_groups(manifest.groups, manifest.page_bytes)
+    else:
+        layouts = [lay_out(subgroup) for subgroup in manifest.subgroups]
+    if layout_digest(layouts) != manifest.layout or len(layouts) != len(manifest.pages):
+        raise RunMismatchError(
+            f"commit {manifest.step} of run {manifest.run_id} was laid out by another version "
+            "of tierstore: use the version that wrote it"
+        )
+    return layouts
+
+
+def checkpoint_metadata(
+    commits: Sequence[tuple[Manifest, Sequence[PageLayout]]],
+    names_of: Names,
+    unpaged: Iterable[tuple[str, Any, Hashable]],
+    model_prefix: str,
+    append: Callable[[bytes], int],
+) -> bytes:
+    """Return the content of ``.metadata``, after writing what is in no page.
+
+    Args:
+        commits: the manifest of each rank, with the layouts of its pages.
+        names_of: those of the paged parameters.
+        unpaged: name and value of what of the model is not paged, and what tells it from others.
+        model_prefix: what stands before the names of the model: "model.", or "" as in
+            torchtitan.
+        append: adds bytes to the file UNPAGED_NAME and returns where they begin.
+
+    Raises:
+        CheckpointError: two values would have one key.
+    """
+    catalog = _Catalog(append)
+    manifests = [manifest for manifest, _ in commits]
+    for manifest, layouts in commits:
+        for index, layout in enumerate(layouts):
+            file = published_page(manifest.rank, index)
+            for record in (record for section in layout.sections for record in section.records):
+                for path in _record_paths(record, names_of, model_prefix):
+                    catalog.add_record(path, record, file)
+    # Ranks that share the parameters all say the same of them.
+    for manifest in manifests if manifests[0].subgroups is None else manifests[:1]:
+        _add_scalars(catalog, manifest, names_of, model_prefix)
+    _add_hyperparameters(catalog, manifests, names_of)
+    for name, value, same in unpaged:
+        catalog.add_value([_model_path(model_prefix, name)], value, same)
+    return pickle.dumps(catalog.metadata)
+
+
+class _Catalog:
+    """Collects keys, and where the bytes of each are."""
+
+    def __init__(self, append: Callable[[bytes], int]) -> None:
+        self.metadata = Metadata(
+            {}, planner_data={}, storage_data={}, storage_meta=StorageMeta(), version=_DCP_VERSION
+        )
+        self._append = append
+        self._written: dict[Hashable, _StorageInfo] = {}
+
+    def add_record(self, path: Path, record: Record, file: str) -> None:
+        """Add one chunk of a paged state, which lies in a page file."""
+        length = record_length(record.chunk.sizes, record.dtype)
+        self._add_chunk(
+            path,
+            record.dtype,
+            record.parameter.shape,
+            (record.chunk.offsets, record.chunk.sizes),
+            _StorageInfo(file, record.offset, length),
+        )
+
+    def add_value(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
+        """Add a tensor or another value; one that is the ``same`` is written once.
+
+        A dict, and a list of tensors or dicts, has keys for what is in it, as with DCP.
+        """
+        leaves: list[tuple[Path, Any]] = []
+        traverse_state_dict({"": value}, lambda inner, leaf: leaves.append((inner[1:], leaf)))
+        for inner, leaf in leaves:
+            self._add_leaf([(*path, *inner) for path in paths], leaf, (same, inner))
+
+    def _add_leaf(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
+        if isinstance(value, torch.Tensor):
+            value = _plain(value)
+        info = self._written.get(same)
+        if info is None:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            data = stream.getvalue()
+            info = self._written[same] = _StorageInfo(UNPAGED_NAME, self._append(data), len(data))
+        for path in paths:
+            key = ".".join(map(str, path))
+            if key in self.metadata.state_dict_metadata:
+                raise CheckpointError(
+                    f"two values have the key {key!r} in a checkpoint: rename one of them"
+                )
+            if isinstance(value, torch.Tensor):
+                shape = tuple(value.shape)
+                self._add_chunk(path, value.dtype, shape, ((0,) * len(shape), shape), info)
+            else:
+                self.metadata.planner_data[key] = path
+                self.metadata.state_dict_metadata[key] = _BYTES
+                self.metadata.storage_data[MetadataIndex(key)] = info
+
+    def _add_chunk(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        chunk: tuple[Sequence[int], Sequence[int]],
+        info: _StorageInfo,
+    ) -> None:
+        key = ".".join(map(str, path))
+        self.metadata.planner_data[key] = path
+        tensor = self.metadata.state_dict_metadata.setdefault(
+            key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        )
+        assert isinstance(tensor, TensorStorageMetadata)
+        offsets, sizes = torch.Size(chunk[0]), torch.Size(chunk[1])
+        index = MetadataIndex(key, offsets, len(tensor.chunks))
+        tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
+        self.metadata.storage_data[index] = info
+
+
+def _record_paths(record: Record, names_of: Names, model_prefix: str) -> Iterator[Path]:
+    names = names_of[record.parameter.name]
+    if record.state == MASTER:
+        for name in names:
+            yield _model_path(model_prefix, name)
+    else:
+        yield "optimizer", "state", names[0], record.state
+
+
+def _model_path(model_prefix: str, name: str) -> Path:
+    outer = model_prefix.removesuffix(".")
+    return (outer, name) if outer else (name,)
+
+
+def _add_scalars(catalog: _Catalog, manifest: Manifest, names_of: Names, model_prefix: str) -> None:
+    """Add what a parameter has in no page: step counts, and all states if it is empty."""
+    scalars = tagged_json.decode(manifest.scalars)
+    for spec in (spec for group in manifest.groups for spec in group):
+        names = names_of[spec.name]
+        if math.prod(spec.shape) == 0:
+            _add_empty(catalog, spec, names, model_prefix)
+        for state, value in scalars.get(spec.name, {}).items():
+            path = ("optimizer", "state", names[0], state)
+            number = torch.tensor(float(value), dtype=torch.float32)
+            catalog.add_value([path], number, ("scalar", float(value)))
+
+
+def _add_empty(
+    catalog: _Catalog, spec: ParameterSpec, names: Sequence[str], model_prefix: str
+) -> None:
+    for state, dtype in spec.all_states:
+        value = torch.empty(spec.shape, dtype=dtype)
+        paths: list[Path] = [("optimizer", "state", names[0], state)]
+        if state == MASTER:
+            paths = [_model_path(model_prefix, name) for name in names]
+        catalog.add_value(paths, value, ("empty", spec.shape, dtype))
+
+
+def members_of(manifests: Sequence[Manifest], number: int) -> list[str]:
+    """Return the names of the parameters of one group, on all ranks, in order."""
+    members = (spec.name for manifest in manifests for spec in manifest.groups[number])
+    return list(dict.fromkeys(members))
+
+
+def _add_hyperparameters(catalog: _Catalog, manifests: Sequence[Manifest], names_of: Names) -> None:
+    """Add hyperparameters as a list of groups, and as torchtitan has them, by parameter."""
+    for number, saved in enumerate(manifests[0].hyperparameters):
+        names = [names_of[name][0] for name in members_of(manifests, number)]
+        group = {**portable(tagged_json.decode(saved)), "param_names": names}
+        params: Path = ("optimizer", "param_groups", number, "params")
+        catalog.add_value([params], names, ("names", number))
+        for key, value in group.items():
+            paths: list[Path] = [("optimizer", "param_groups", number, key)]
+            # A parameter that is called like a number has the key of a group.
+            paths += [
+                ("optimizer", f"param_groups.{name}.{key}") for name in names if not name.isdigit()
+            ]
+            catalog.add_value(paths, value, ("group", number, key))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as torch.save shall write it: its own elements and nothing else."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    return tensor

@@ -1,0 +1,167 @@
+"""What of a model belongs into a checkpoint besides the pages, and under which names."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tierstore.errors import CheckpointError
+from tierstore.layout.dtensors import is_dtensor
+from tierstore.layout.parameters import PagedGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# What wrappers put into the names of the parameters that they wrap: parts before the last.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+Names = Mapping[str, tuple[str, ...]]
+"""Name of a paged parameter -> its names in the model, several where it is tied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContents:
+    """Names for what is paged, and everything of a model that is not."""
+
+    names: Names
+
+    unpaged: Mapping[str, Any]
+    """Name -> tensor or other value: buffers, frozen parameters, extra state. Tied ones are
+    the same object."""
+
+    @property
+    def cut(self) -> list[str]:
+        """Names of the values of which this rank has a part only."""
+        return [
+            name for name, value in self.unpaged.items() if any(map(_is_cut, tree_leaves(value)))
+        ]
+
+    def values(self) -> Iterator[tuple[str, Any, Hashable]]:
+        """Yield name and whole value of all that is not paged, and what tied ones have in common.
+
+        Those that are cut are put together one at a time, by all ranks that have a part: these
+        go through this together, to its end.
+        """
+        cut = set(self.cut)
+        for name, value in self.unpaged.items():
+            whole = tree_map(_whole, value) if name in cut else value
+            yield name, whole, id(value)
+
+
+def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> ModelContents:
+    """Say what a checkpoint of a model with these paged parameters holds.
+
+    Args:
+        model: the model, wrapped or not; None: nothing but what is paged, under the names
+            that the optimizer has, less those of wrappers.
+        groups: what is paged.
+
+    Raises:
+        CheckpointError: a paged parameter is not in the model, two names are one without
+            those of wrappers, or the model holds what no checkpoint can.
+    """
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    if model is None:
+        names = plain_names(parameter.name for parameter in parameters)
+        return ModelContents(names=names, unpaged={})
+    paged = {id(parameter.tensor): parameter.name for parameter in parameters}
+    found: dict[str, list[str]] = {parameter.name: [] for parameter in parameters}
+    unpaged: dict[str, Any] = {}
+    # keep_vars gives the parameters themselves, so that tied ones can be told.
+    state = _unwrapped(model).state_dict(keep_vars=True)
+    for key, plain in _all_stripped(state).items():
+        value = state[key]
+        name = paged.get(id(value))
+        if name is None:
+            traverse_state_dict({plain: value}, _check)
+            unpaged[plain] = value
+        else:
+            found[name].append(plain)
+    absent = next((name for name, keys in found.items() if not keys), None)
+    if absent is not None:
+        raise CheckpointError(
+            f"parameter {absent!r} of the optimizer is not in the model that was given: pass "
+            "the model whose parameters the optimizer has"
+        )
+    return ModelContents(names={name: tuple(keys) for name, keys in found.items()}, unpaged=unpaged)
+
+
+def plain_names(
+    names: Iterable[str], *, unwrap_parallel: bool = True
+) -> dict[str, tuple[str, ...]]:
+    """Return for each paged parameter its one name, less those of wrappers.
+
+    Args:
+        names: those of the parameters.
+        unwrap_parallel: whether "module." is that of a wrapper, where all begin with it.
+
+    Raises:
+        CheckpointError: two are the same then.
+    """
+    plain = _all_stripped(names)
+    # DistributedDataParallel wraps everything: a module of that name is in every name.
+    if unwrap_parallel and all(name.startswith("module.") for name in plain.values()):
+        plain = {name: stripped.removeprefix("module.") for name, stripped in plain.items()}
+    return {name: (stripped,) for name, stripped in plain.items()}
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    while True:
+        inner = model.module if isinstance(model, _PARALLEL) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def _all_stripped(names: Iterable[str]) -> dict[str, str]:
+    """Return each name without the parts that are of wrappers.
+
+    Raises:
+        CheckpointError: two are the same then.
+    """
+    name_of: dict[str, str] = {}
+    for name in names:
+        *modules, last = name.split(".")
+        plain = ".".join([*(part for part in modules if part not in _WRAPPERS), last])
+        if plain in name_of:
+            raise CheckpointError(
+                f"{name_of[plain]!r} and {name!r} have the same name {plain!r} without those of "
+                "wrappers: rename one of the modules"
+            )
+        name_of[plain] = name
+    return {name: plain for plain, name in name_of.items()}
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_dtensor(value)
+
+
+def _whole(value: Any) -> Any:
+    with torch.no_grad():
+        return cast("DTensor", value).full_tensor() if _is_cut(value) else value
+
+
+def _check(path: tuple[object, ...], value: Any) -> None:
+    """Refuse, before anything is made, a value that DCP has no form for."""
+    key = ".".join(map(str, path))
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            raise CheckpointError(
+                f"{key!r} of the model is a tensor of layout {value.layout} on device "
+                f"{value.device}: a checkpoint holds dense tensors with values only"
+            )
+        return
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception as error:  # What an object does when it is pickled is its own affair.
+        raise CheckpointError(
+            f"{key!r} of the model cannot be pickled, so no checkpoint can hold it: {error}"
+        ) from error

@@ -1,0 +1,81 @@
+"""Publishing the committed step of a run that no job uses: one process has what all ranks have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tierstore.checkpoint.dcp_writer import layouts_of
+from tierstore.checkpoint.model_contents import ModelContents, plain_names
+from tierstore.checkpoint.page_links import RankCommit
+from tierstore.checkpoint.publication import Publication
+from tierstore.checkpoint.publish import Committed, publish
+from tierstore.checkpoint.stopped_run import whole_run
+from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.inspection.commit_coverage import coverage_faults
+from tierstore.inspection.verify import kind_of
+from tierstore.ranks.peers import Alone
+from tierstore.run.recovery import find_whole_run
+from tierstore.storage.base import Storage
+
+
+def publish_run(
+    run: Path, out: Path, *, on_progress: Callable[[int, int], None] = lambda copied, total: None
+) -> Publication:
+    """Publish the committed step of a run that nobody uses; see publish().
+
+    It holds what is paged: the rest of the model is not in a run.
+
+    Raises:
+        CheckpointError: ``run`` holds no run, not all of its ranks, or this user may not read
+            it; or as in publish().
+        RunDirectoryError: nothing was committed, or the directory cannot be used.
+        RunLockedError: a process uses the run.
+        StorageError, CorruptionError: as in publish().
+    """
+    if kind_of(run) != "run":
+        raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
+    with whole_run([run], find_others=True) as storages:
+        return publish_whole(list(storages.values()), out, on_progress=on_progress)
+
+
+def publish_whole(
+    storages: Sequence[Storage],
+    out: Path,
+    *,
+    for_reshard: bool = False,
+    on_progress: Callable[[int, int], None] = lambda copied, total: None,
+) -> Publication:
+    """Publish the committed step of a run whose locked directories are all here.
+
+    Raises:
+        RunDirectoryError: they are not all of one run, or it has no committed step.
+        CorruptionError: the ranks have committed what does not belong together.
+        CheckpointError, StorageError, CorruptionError: as in publish().
+    """
+    found = find_whole_run(storages)
+    for place, what in coverage_faults([manifest for _, manifest in found]):
+        raise CorruptionError(f"{storages[0].location} and beside it: {place} {what}")
+    commits = [
+        RankCommit(
+            storage=storage,
+            manifest=manifest,
+            layouts=layouts_of(manifest),
+            # Whoever goes on with the run allocates them.
+            provide_spares=lambda names: None,
+        )
+        for storage, manifest in found
+    ]
+    groups = [group for commit in commits for group in commit.manifest.groups]
+    names = plain_names(dict.fromkeys(spec.name for group in groups for spec in group))
+    committed = Committed(
+        peers=Alone(),
+        commits=commits,
+        contents=lambda: ModelContents(names=names, unpaged={}),
+        model_prefix="model.",
+        for_reshard=for_reshard,
+    )
+    publication = publish(committed, os.fspath(out), on_progress=on_progress)
+    publication.wait()
+    return publication

@@ -1,0 +1,115 @@
+"""Whether a page file holds what a commit says: its length, checksums and framing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tierstore.errors import CorruptionError
+from tierstore.inspection.reader import File, Reader
+from tierstore.layout.page_layout import PageLayout
+from tierstore.layout.records import (
+    RECORD_PREFIX_BYTES,
+    record_length,
+    record_prefix,
+    record_trailer,
+)
+from tierstore.run.checksums import block_checksum
+from tierstore.run.manifest import Manifest
+from tierstore.units import Extent
+
+_NAMED_MAX = 3
+
+
+def check_page(
+    reader: Reader, name: str, manifest: Manifest, number: int, layout: PageLayout
+) -> None:
+    """Note what is wrong with one page of a commit.
+
+    Args:
+        reader: of the directory.
+        name: the page's file in it.
+        manifest: the commit.
+        number: which of its pages this is.
+        layout: of that page.
+    """
+    with reader.noting(name), reader.advancing(layout.nbytes), reader.open(name) as file:
+        file.drop_cached()
+        if file.nbytes != layout.nbytes:
+            raise CorruptionError(f"has {file.nbytes} bytes, expected {layout.nbytes}")
+        if _check_blocks(reader, file, manifest, number, layout):
+            _check_framing(file, layout)
+
+
+def _check_blocks(
+    reader: Reader, file: File, manifest: Manifest, number: int, layout: PageLayout
+) -> bool:
+    """Return whether every block can be read and is what was written."""
+    entry = manifest.pages[number]
+    changed: list[Extent] = []
+    readable = True
+    for index, block in enumerate(layout.blocks):
+        try:
+            data = file.piece(block.offset, block.nbytes)
+        except CorruptionError as error:
+            reader.fault(file.name, f"{error}; {_affected(layout, block)}")
+            readable = False
+        else:
+            found = block_checksum(
+                data,
+                run_id=manifest.run_id,
+                page=number,
+                offset=block.offset,
+                step=entry.step,
+            )
+            if entry.checksums and found != entry.checksums[index]:
+                changed.append(block)
+        reader.advance(block.nbytes)
+    for block in changed[:_NAMED_MAX]:
+        reader.fault(
+            file.name,
+            f"the {block.nbytes} bytes at offset {block.offset} are not those written in step "
+            f"{entry.step}; {_affected(layout, block)}",
+        )
+    if len(changed) > _NAMED_MAX:
+        reader.fault(
+            file.name,
+            f"so it is with {len(changed)} of its {len(layout.blocks)} blocks: an older or "
+            "another page may be in its place",
+        )
+    return readable and not changed
+
+
+def _affected(layout: PageLayout, block: Extent) -> str:
+    """Return whose bytes lie in a block, in words."""
+    end = block.offset + block.nbytes
+    records = [
+        f"{record.state} of {record.parameter.name}"
+        for section in layout.sections
+        for record in section.records
+        if record.offset < end and record.data_offset + record.data_nbytes > block.offset
+    ]
+    names = list(dict.fromkeys(records))
+    more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return f"they hold {', '.join(names[:_NAMED_MAX]) or 'padding'}{more}"
+
+
+def _check_framing(file: File, layout: PageLayout) -> None:
+    """Check what makes the records of a page readable for torch.load."""
+    for section in layout.sections:
+        for record in section.records:
+            if not is_record(file, record.offset, record.chunk.sizes, record.dtype):
+                raise CorruptionError(
+                    f"the record at offset {record.offset}, {record.state} of "
+                    f"{record.parameter.name}, lacks the bytes around it by which torch reads it"
+                )
+
+
+def is_record(file: File, offset: int, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    """Return whether a record of a page begins at ``offset``; its data is not read."""
+    trailer = record_trailer(sizes, dtype)
+    trailer_offset = offset + record_length(sizes, dtype) - len(trailer)
+    return file.read(offset, RECORD_PREFIX_BYTES) == record_prefix(sizes, dtype) and (
+        file.read(trailer_offset, len(trailer)) == trailer
+    )

@@ -1,0 +1,312 @@
+"""Whether everything that ``.metadata`` names is there once, and is what it says."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from tierstore.errors import CorruptionError
+from tierstore.inspection.coverage import tiling_faults
+from tierstore.inspection.page_file import is_record
+from tierstore.inspection.reader import GET_BYTES_MAX, File, Reader
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.records import (
+    RECORD_DIMENSIONS_MAX,
+    RECORD_DTYPES,
+    RECORD_PREFIX_BYTES,
+    record_length,
+)
+from tierstore.units import format_bytes
+
+_READ_BYTES = 2**20
+
+
+class _Expected(NamedTuple):
+    """What a slice should hold: a tensor, or some object where there is no dtype."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+@dataclass(slots=True)
+class _Slice:
+    """A range of a file, and the first key that needs it for each thing expected there."""
+
+    offset: int
+    nbytes: int
+    expected: dict[_Expected, str] = field(default_factory=dict)
+
+
+class Entries:
+    """The slices of files that a checkpoint's metadata names.
+
+    Args:
+        reader: of the checkpoint's directory; told of every fault.
+        metadata: what ``.metadata`` holds.
+    """
+
+    def __init__(self, reader: Reader, metadata: Metadata) -> None:
+        self._reader = reader
+        self._metadata = metadata
+        self._slices: dict[str, dict[tuple[int, int], _Slice]] = {}
+        self._unread = 0
+        self._transformed = 0
+        for key, item in metadata.state_dict_metadata.items():
+            if isinstance(item, TensorStorageMetadata):
+                self._add_tensor(key, item)
+            else:
+                self._add(key, MetadataIndex(key), _Expected((), None))
+        for name, slices in self._slices.items():
+            self._slices[name] = {place: slices[place] for place in slices if reader.takes()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slices that are this reader's, each counted once."""
+        return sum(piece.nbytes for file in self._slices.values() for piece in file.values())
+
+    def check(self, *, whole: bool) -> None:
+        """Look at those slices of files without a known fault.
+
+        Args:
+            whole: whether to read all of its data, too, for the checksums that torch.save
+                leaves there.
+        """
+        known = {fault.place for fault in self._reader.faults}
+        for name in sorted(name for name in self._slices.keys() - known if self._slices[name]):
+            with self._reader.noting(name), self._reader.open(name) as file:
+                if whole:
+                    file.drop_cached()
+                for _, piece in sorted(self._slices[name].items()):
+                    with self._reader.advancing(piece.nbytes if whole else 0):
+                        self._check_slice(file, piece, whole)
+        if self._unread:
+            self._reader.note(
+                f"{self._unread} values are of classes that only a full unpickling could make: "
+                "their bytes are whole as far as checksums say, and were not unpickled"
+            )
+        if self._transformed:
+            self._reader.note(
+                f"{self._transformed} slices are compressed or otherwise transformed: only that "
+                "they are there was checked"
+            )
+
+    def _add_tensor(self, key: str, item: TensorStorageMetadata) -> None:
+        chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
+        for fault in tiling_faults(item.size, chunks):
+            self._reader.fault(key, fault)
+        for chunk in chunks:
+            if chunk.numel > 0:
+                index = MetadataIndex(key, chunk.offsets)
+                self._add(key, index, _Expected(chunk.sizes, item.properties.dtype))
+
+    def _add(self, key: str, index: MetadataIndex, expected: _Expected) -> None:
+        storage_data: dict[MetadataIndex, _StorageInfo] = self._metadata.storage_data
+        info = storage_data.get(index)
+        if info is None:
+            of = "" if index.offset is None else f" of its chunk at {list(index.offset)}"
+            self._reader.fault(key, f".metadata does not say in which file the data{of} is")
+            return
+        place = (info.offset, info.length)
+        piece = self._slices.setdefault(info.relative_path, {}).setdefault(place, _Slice(*place))
+        if info.transform_descriptors:
+            self._transformed += 1
+        else:
+            piece.expected.setdefault(expected, key)
+
+    def _check_slice(self, file: File, piece: _Slice, whole: bool) -> None:
+        key = next(iter(piece.expected.values()), file.name)
+        if not 0 <= piece.offset <= piece.offset + piece.nbytes <= file.nbytes:
+            self._reader.fault(
+                key,
+                f"should be the {piece.nbytes} bytes at offset {piece.offset} of {file.name}, "
+                f"which has {file.nbytes}",
+            )
+            return
+        for expected, key in piece.expected.items():
+            try:
+                if expected.dtype is None:
+                    self._check_object(file, piece, whole)
+                elif not _is_page_record(file, piece, expected):
+                    _check_tensor(file, piece, expected, whole)
+            except CorruptionError as error:
+                place = f"{format_bytes(piece.nbytes)} at offset {piece.offset} of {file.name}"
+                self._reader.fault(key, f"the {place}: {error}")
+            whole = False  # Once is enough for the bytes.
+
+    def _check_object(self, file: File, piece: _Slice, whole: bool) -> None:
+        try:
+            _load(file, piece, whole)
+        except _UnknownClassError:
+            self._unread += 1
+
+
+def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
+    """Return whether a slice is a record of a page; these have one form, byte for byte."""
+    sizes, dtype = expected
+    return (
+        dtype in RECORD_DTYPES
+        and len(sizes) <= RECORD_DIMENSIONS_MAX
+        and math.prod(sizes) * dtype.itemsize < piece.nbytes
+        and record_length(sizes, dtype) == piece.nbytes
+        and is_record(file, piece.offset, sizes, dtype)
+    )
+
+
+def _check_tensor(file: File, piece: _Slice, expected: _Expected, whole: bool) -> torch.Tensor:
+    """Return the tensor that a slice holds, without its data, if it is the expected one."""
+    try:
+        tensor, data_nbytes = _load(file, piece, whole)
+    except _UnknownClassError as error:
+        raise CorruptionError(f"cannot be read: {error}") from None
+    if not isinstance(tensor, torch.Tensor):
+        raise CorruptionError("holds no tensor")
+    if (tuple(tensor.shape), tensor.dtype) != expected:
+        raise CorruptionError(
+            f"holds a tensor of {tensor.dtype} {list(tensor.shape)}, .metadata says "
+            f"{expected.dtype} {list(expected.sizes)}"
+        )
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() != data_nbytes:
+        raise CorruptionError(f"has {data_nbytes} bytes of data, which is not what it needs")
+    return tensor
+
+
+class _UnknownClassError(Exception):
+    """An object of a class that torch.load(weights_only=True) does not make."""
+
+
+def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
+    """Return what torch.save wrote into a slice, tensors without data, and bytes of data.
+
+    Raises:
+        CorruptionError: it is not whole.
+        _UnknownClassError: it is no plain value, or code that would have to be run.
+    """
+    stream = _BoundedReader(_SliceStream(file, piece), _READ_BYTES)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            data_nbytes = _check_archive(file, archive, whole)
+        stream.seek(0)
+        # On the meta device, storages are made but not read.
+        return torch.load(stream, map_location="meta", weights_only=True), data_nbytes
+    except CorruptionError:
+        raise
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "WeightsUnpickler error: Trying" in str(error):
+            raise _UnknownClassError("it names a class that is no part of a tensor") from error
+        raise CorruptionError("cannot be read by torch.load(weights_only=True)") from error
+    except zipfile.BadZipFile as error:
+        raise CorruptionError(f"is not what torch.save wrote: {error}") from error
+    except Exception as error:  # Whatever a damaged pickle or archive leads torch into.
+        raise CorruptionError(
+            f"cannot be read by torch.load(weights_only=True): {type(error).__name__}"
+        ) from error
+
+
+def elements_offset(
+    file: File, info: _StorageInfo, sizes: Sequence[int], dtype: torch.dtype
+) -> int | None:
+    """Return at which byte of a file the elements of a stored tensor begin, in row-major order.
+
+    Returns:
+        None where they lie there in another way.
+
+    Raises:
+        CorruptionError: it is not whole.
+    """
+    if info.transform_descriptors:
+        return None
+    offset: int = info.offset
+    piece = _Slice(offset, info.length)
+    expected = _Expected(tuple(sizes), dtype)
+    if _is_page_record(file, piece, expected):
+        return offset + RECORD_PREFIX_BYTES
+    tensor = _check_tensor(file, piece, expected, whole=False)
+    with zipfile.ZipFile(_BoundedReader(_SliceStream(file, piece), _READ_BYTES)) as archive:
+        (data,) = filter(_is_data, archive.infolist())
+        orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
+        is_little = [archive.read(name) for name in orders] == [b"little"]
+    if not is_little or not tensor.is_contiguous():
+        return None
+    start = offset + data.header_offset
+    # Names and extra fields of the entry itself may be other than those in the list.
+    lengths = struct.unpack("<HH", file.read(start + 26, 4))
+    return start + 30 + int(sum(lengths))
+
+
+def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
+    """Compare entries with the CRC-32 that stands beside each; return the bytes of data."""
+    entries = archive.infolist()
+    data_nbytes = sum(entry.file_size for entry in entries if _is_data(entry))
+    other_nbytes = sum(entry.file_size for entry in entries if not _is_data(entry))
+    # After torch.serialization.set_crc32_options(False) all of them are 0.
+    has_checksums = any(entry.CRC for entry in entries)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CorruptionError("is compressed, as torch.save never does it")
+    if other_nbytes > GET_BYTES_MAX:  # torch.load reads each of them at once.
+        raise CorruptionError(f"has {format_bytes(other_nbytes)} besides the data of tensors")
+    for entry in entries:
+        if not has_checksums or (_is_data(entry) and (not whole or entry.CRC == 0)):
+            continue
+        with archive.open(entry) as member:
+            while piece := member.read(_READ_BYTES):
+                if _is_data(entry):
+                    file.reader.advance(len(piece))
+    return data_nbytes
+
+
+def _is_data(entry: zipfile.ZipInfo) -> bool:
+    return "/data/" in entry.filename
+
+
+class _BoundedReader(io.BufferedReader):
+    """Reads no more at once than any list of entries has, whatever the end of the slice says."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > GET_BYTES_MAX:
+            raise CorruptionError("is not what torch.save wrote: its list of entries is too long")
+        return super().read(size)
+
+
+class _SliceStream(io.RawIOBase):
+    """A slice of a file as a stream of its own."""
+
+    def __init__(self, file: File, piece: _Slice) -> None:
+        self._file = file
+        self._offset = piece.offset
+        self._nbytes = piece.nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._nbytes - self._position))
+        if count:
+            self._file.read_into(memoryview(buffer)[:count], self._offset + self._position)
+        self._position += count
+        return count

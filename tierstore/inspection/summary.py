@@ -1,0 +1,240 @@
+"""What is in a run or a checkpoint, from its manifests and ``.metadata`` alone.
+
+Works while the run is in use: a manifest never changes once it is there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from tierstore.errors import CorruptionError
+from tierstore.inspection.dcp_metadata import read_metadata
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.run_reader import (
+    Rank,
+    holder_of,
+    newest_commit,
+    read_marker,
+    read_published,
+    read_ranks,
+    state_bytes,
+)
+from tierstore.inspection.verify import kind_of
+from tierstore.layout.parameters import ParameterSpec
+from tierstore.run.checkpoint_names import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.run.manifest import Manifest
+
+# A run in use removes manifests while they are read, but never the last two.
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSummary:
+    """One parameter, and the states that are kept for it."""
+
+    group: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    states: Mapping[str, str]
+    """Name -> dtype, the master among them."""
+    nbytes: int
+    """Bytes of all states together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSummary:
+    """One tensor that ``.metadata`` names."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: int
+    nbytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary:
+    """What inspect() found."""
+
+    path: str
+    kind: str
+    """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
+    step: int | None = None
+    """The committed step; None where nothing was committed, or nothing says it."""
+    run_id: str | None = None
+    attempt: str | None = None
+    world_size: int | None = None
+    page_bytes: int | None = None
+    pages: int = 0
+    """Of all ranks together."""
+    hyperparameters: Sequence[Mapping[str, Any]] = ()
+    """Of each group, as a commit has them: a tuple is {"$tuple": [...]}, and so on."""
+    parameters: Sequence[ParameterSummary] = ()
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    """State -> bytes of all parameters together."""
+    tensors: Sequence[TensorSummary] = ()
+    """What ``.metadata`` names, in a checkpoint."""
+    objects: int = 0
+    """How many other values it names."""
+    directories: dict[str, float] = field(default_factory=dict)
+    """Those that pages of a run are dealt over, if there are several, and the share of each."""
+    files: int = 0
+    file_bytes: int = 0
+    shared_files: int = 0
+    """Those that have a further name, here or elsewhere, and so cost no space of their own."""
+    shared_bytes: int = 0
+    in_use_by: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def summarize(path: str | os.PathLike[str]) -> Summary:
+    """Say what is in a run directory or a checkpoint, published by tierstore or not.
+
+    Raises:
+        CheckpointError: ``path`` is neither, or this user may not read it.
+        CorruptionError: nothing in it says what it holds; verify() says what is wrong.
+        StorageError: the disk cannot even list it.
+    """
+    root = Path(path)
+    summary = _summarize_run(root) if kind_of(root) == "run" else _summarize_checkpoint(root)
+    for place in (root, *map(Path, summary.directories)):
+        if place == root or root not in place.parents:
+            _count_files(place, summary)
+    return summary
+
+
+def _summarize_run(root: Path) -> Summary:
+    ranks: list[Rank] = []
+    for _ in range(_TRIES):
+        reader = Reader(root)
+        ranks = read_ranks(reader)
+        newest = newest_commit(ranks)
+        if newest is not None or not any(rank.commits for rank in ranks):
+            break
+    summary = Summary(
+        path=str(root), kind="run", step=newest[0] if newest else None, in_use_by=holder_of(reader)
+    )
+    for rank in ranks:
+        if rank.identity is not None:
+            summary.run_id, summary.world_size = rank.identity.run_id, rank.identity.world_size
+            summary.page_bytes = rank.identity.page_bytes
+        if rank.dealing is not None:
+            weights = rank.dealing.weights
+            directories = (str(root / rank.folder), *rank.dealing.directories[1:])
+            shares = [weight / sum(weights) for weight in weights]
+            summary.directories |= dict(zip(directories, shares, strict=True))
+    if newest is not None:
+        _add_manifests(summary, [rank.manifests[newest] for rank in ranks])
+    elif any(rank.commits for rank in ranks):
+        reader.fault(str(root), "has no commit that is whole on all ranks")
+        _require_good(reader)
+    else:
+        summary.notes.append("nothing was committed yet")
+    _note_faults(summary, reader)
+    return summary
+
+
+def _summarize_checkpoint(root: Path) -> Summary:
+    reader = Reader(root)
+    names = reader.list()
+    summary = Summary(path=str(root), kind="plain checkpoint")
+    if MARKER_NAME in names or published_manifest(0) in names:
+        summary.kind = "checkpoint"
+        marker = None
+        with reader.noting(MARKER_NAME):
+            marker = read_marker(reader)
+        _add_manifests(summary, read_published(reader, names, marker))
+    with reader.noting(METADATA_NAME):
+        _add_metadata(summary, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
+    if not summary.parameters and not summary.tensors and not summary.objects:
+        _require_good(reader)
+    _note_faults(summary, reader)
+    return summary
+
+
+def _require_good(reader: Reader) -> None:
+    if reader.faults:
+        fault = reader.faults[0]
+        raise CorruptionError(f"{reader.root}: {fault.place} {fault.what}")
+
+
+def _note_faults(summary: Summary, reader: Reader) -> None:
+    summary.notes += [f"{fault.place} {fault.what}" for fault in reader.faults]
+
+
+def _add_manifests(summary: Summary, manifests: Sequence[Manifest]) -> None:
+    if not manifests:
+        return
+    first = manifests[0]
+    summary.step, summary.run_id, summary.attempt = first.step, first.run_id, first.attempt
+    summary.world_size, summary.page_bytes = first.world_size, first.page_bytes
+    summary.pages = sum(len(manifest.pages) for manifest in manifests)
+    summary.hyperparameters = first.hyperparameters
+    specs: dict[str, tuple[int, ParameterSpec]] = {}
+    for manifest in manifests:
+        for number, group in enumerate(manifest.groups):
+            for spec in group:
+                specs.setdefault(spec.name, (number, spec))
+    summary.parameters = [_parameter(number, spec) for number, spec in specs.values()]
+    for _, spec in specs.values():
+        for state, dtype in spec.all_states:
+            nbytes = math.prod(spec.shape) * dtype.itemsize
+            summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
+
+
+def _parameter(group: int, spec: ParameterSpec) -> ParameterSummary:
+    return ParameterSummary(
+        group=group,
+        name=spec.name,
+        shape=spec.shape,
+        dtype=_dtype_name(spec.dtype),
+        states={state: _dtype_name(dtype) for state, dtype in spec.all_states},
+        nbytes=state_bytes(spec),
+    )
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _add_metadata(summary: Summary, metadata: Metadata) -> None:
+    tensors = []
+    for key, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            dtype = item.properties.dtype
+            tensors.append(
+                TensorSummary(
+                    key=key,
+                    shape=tuple(item.size),
+                    dtype=_dtype_name(dtype),
+                    chunks=len(item.chunks),
+                    nbytes=math.prod(item.size) * dtype.itemsize,
+                )
+            )
+    summary.tensors = tensors
+    summary.objects = len(metadata.state_dict_metadata) - len(tensors)
+
+
+def _count_files(root: Path, summary: Summary) -> None:
+    """Count the plain files below a directory, which may change meanwhile."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                summary.files += 1
+                summary.file_bytes += status.st_size
+                if status.st_nlink > 1:
+                    summary.shared_files += 1
+                    summary.shared_bytes += status.st_size

@@ -1,0 +1,340 @@
+"""Whether a run or a checkpoint is what was written: every byte, every chunk, every path.
+
+Nothing is changed, nothing that is read is executed, and no fault ends the look at the
+rest. What is checked of each kind is in docs/commands.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from tierstore.checkpoint.dcp_writer import layouts_of
+from tierstore.errors import CheckpointError, CorruptionError, RunLockedError, TierstoreError
+from tierstore.inspection.commit_coverage import coverage_faults
+from tierstore.inspection.dcp_metadata import read_metadata
+from tierstore.inspection.page_file import check_page
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.report import Report
+from tierstore.inspection.run_reader import (
+    Rank,
+    commits_in,
+    holder_of,
+    newest_commit,
+    read_marker,
+    read_published,
+    read_ranks,
+)
+from tierstore.inspection.slices import Entries
+from tierstore.layout.page_layout import PageLayout
+from tierstore.run.checkpoint_names import (
+    MARKER_NAME,
+    METADATA_NAME,
+    published_manifest,
+    published_page,
+)
+from tierstore.run.committer import DIRTY_NAME, read_mark
+from tierstore.run.manifest import Manifest, Revision
+from tierstore.storage.paths import storage_errors
+
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_RANK_FOLDER = re.compile(r"rank-\d{5}")
+_OF_RANK = re.compile(r"rank-\d{5}\.")
+_TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
+
+
+def verify(
+    path: str | os.PathLike[str],
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Report:
+    """Check a run directory or a checkpoint, published by tierstore or not.
+
+    Args:
+        path: the directory.
+        on_progress: told of the bytes that were checked, and of all that will be.
+        rank: which of several processes this is that check it together: each reads a part of
+            the pages and values, and finds what is wrong with that part.
+        world_size: how many they are.
+
+    Raises:
+        CheckpointError: ``path`` is neither, or this user may not read it.
+        RunLockedError: it is a run in use.
+        StorageError: the disk cannot even list it.
+    """
+    root = Path(path)
+    kind = kind_of(root)
+    reader = Reader(root, on_progress, rank=rank, world_size=world_size)
+    try:
+        if kind == "run":
+            step = _verify_run(reader)
+        else:
+            kind, step = _verify_checkpoint(reader)
+    except OSError as error:  # Of the directory itself; those of its files are noted.
+        reader.fault(str(root), f"cannot be read: {error.strerror} (errno {error.errno})")
+        step = None
+    return Report(
+        path=str(root),
+        kind=kind,
+        step=step,
+        files=reader.files,
+        bytes_checked=reader.bytes_done,
+        faults=tuple(reader.faults),
+        notes=tuple(reader.notes),
+    )
+
+
+def kind_of(root: Path) -> str:
+    """Return whether a directory is a "run" or a "checkpoint".
+
+    Raises:
+        CheckpointError: it is neither; the message says what it is instead.
+    """
+    with storage_errors("list", root), Reader(root).permitted(root):
+        try:
+            names = set(os.listdir(root))
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            raise CheckpointError(
+                f"{root} is no directory: {error.strerror}. Name that of a run or a checkpoint"
+            ) from error
+    if _TEMPORARY.fullmatch(root.absolute().name):
+        raise CheckpointError(
+            f"{root} is a checkpoint that was not finished, because publishing it was stopped: "
+            "publish again, which removes it"
+        )
+    if {METADATA_NAME, MARKER_NAME, published_manifest(0)} & names:
+        return "checkpoint"
+    if any(map(_RANK_FOLDER.fullmatch, names)):
+        return "run"
+    if _RANK_FOLDER.fullmatch(root.absolute().name):
+        raise CheckpointError(f"{root} is what one rank has of a run: name the directory above it")
+    raise CheckpointError(
+        f"{root} holds neither a run (rank-00000/) nor a checkpoint ({METADATA_NAME})"
+        + (": it is empty" if not names else "")
+    )
+
+
+def _refuse_in_use(reader: Reader) -> None:
+    holder = holder_of(reader)
+    if holder is not None:
+        raise RunLockedError(
+            f"{reader.root} is in use by {holder}, and changes while it is: stop that process "
+            "first, or let it publish a checkpoint and name that"
+        )
+
+
+# --------------------------------------------------------------------------------- a run
+
+
+def _verify_run(reader: Reader) -> int | None:
+    _refuse_in_use(reader)
+    ranks = read_ranks(reader)
+    newest = newest_commit(ranks)
+    _check_ranks(reader, ranks, newest)
+    if newest is not None:
+        _check_coverage(reader, [rank.manifests[newest] for rank in ranks])
+        pages = _Pages(reader)
+        for rank in ranks:
+            manifest = rank.manifests[newest]
+            entries = enumerate(manifest.pages)
+            pages.add(manifest, [rank.page_place(number, entry.copy) for number, entry in entries])
+        pages.check()
+    _refuse_in_use(reader)
+    for rank in ranks:
+        if rank.commits != commits_in(reader.list(rank.folder)):
+            raise RunLockedError(
+                f"{reader.root} was changed while it was looked at: stop what uses it first"
+            )
+    return newest[0] if newest else None
+
+
+def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None) -> None:
+    """Note ranks that are absent or of different runs, and what a restart would not use."""
+    identities = [rank.identity for rank in ranks if rank.identity]
+    world_size = max((identity.world_size for identity in identities), default=1)
+    for absent in sorted(set(range(world_size)) - {rank.rank for rank in ranks}):
+        reader.fault(
+            f"rank-{absent:05d}",
+            f"is missing, and the run has {world_size} ranks: if it is on the disk of another "
+            "machine, bring all of them together first",
+        )
+    if len({(identity.run_id, identity.world_size) for identity in identities}) > 1:
+        reader.fault(str(reader.root), "holds ranks of different runs")
+    for rank in ranks:
+        _check_dirty(reader, rank, newest)
+    if newest is None and any(not m.first for rank in ranks for m in rank.manifests.values()):
+        reader.fault(str(reader.root), "the ranks have no committed step in common")
+    elif newest is None and not any(rank.commits for rank in ranks):
+        reader.note("nothing was committed yet, so there is nothing to check")
+    elif newest is None:
+        reader.note("no commit is whole on all ranks")
+    elif newer := [rank.folder for rank in ranks if max(rank.manifests) > newest]:
+        reader.note(
+            f"{', '.join(newer)} went further than step {newest[0]}, which is the newest that all "
+            "ranks committed: a restart goes on from there"
+        )
+
+
+def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
+    """Note a run that keeps one copy of each page and was stopped while overwriting it."""
+    if DIRTY_NAME not in rank.names:
+        return
+    place = f"{rank.folder}/{DIRTY_NAME}"
+    overwritten = None
+    with reader.noting(place):
+        overwritten = read_mark(reader.get(place))
+    # Else a crash came after the next commit.
+    if newest is None or overwritten is None or overwritten >= newest:
+        reader.fault(
+            place,
+            "says that the run was stopped while the one copy of each page that it keeps "
+            "(commit_every=None) was being overwritten: its pages are of mixed steps",
+        )
+
+
+# ----------------------------------------------------------------------------- the pages
+
+
+class _Pages:
+    """The pages of some commits, to be checked after all of them are known."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._work: list[tuple[str, Manifest, int, PageLayout]] = []
+
+    def add(self, manifest: Manifest, names: Sequence[str | None]) -> None:
+        """Count the pages of a commit in, each under the name of its file.
+
+        None is for a file in a directory that was found to be missing already.
+        """
+        with self._reader.noting(f"the commit of rank {manifest.rank}"):
+            for number, layout in enumerate(_layouts(manifest)):
+                name = names[number]
+                if name is not None and self._reader.takes():
+                    self._work.append((name, manifest, number, layout))
+                    self._reader.expect(layout.nbytes)
+
+    def check(self) -> None:
+        """Note what is wrong with any of them."""
+        for name, manifest, number, layout in self._work:
+            check_page(self._reader, name, manifest, number, layout)
+        if any(not manifest.pages[number].checksums for _, manifest, number, _ in self._work):
+            self._reader.note(
+                "the run was trained with checksums=False: of its pages only lengths and "
+                "framing can be checked"
+            )
+
+
+def _check_coverage(reader: Reader, manifests: Sequence[Manifest]) -> None:
+    for place, what in coverage_faults(manifests):
+        reader.fault(place, what)
+
+
+def _layouts(manifest: Manifest) -> list[PageLayout]:
+    try:
+        layouts = layouts_of(manifest)
+    except (TierstoreError, ValueError) as error:
+        raise CorruptionError(str(error)) from error
+    for layout, entry in zip(layouts, manifest.pages, strict=True):
+        if len(entry.checksums) not in (0, len(layout.blocks)):
+            raise CorruptionError("has another number of checksums than its pages have blocks")
+    return layouts
+
+
+# -------------------------------------------------------------------------- a checkpoint
+
+
+def _verify_checkpoint(reader: Reader) -> tuple[str, int | None]:
+    """Return the kind of checkpoint and its step."""
+    names = reader.list()
+    published = MARKER_NAME in names or published_manifest(0) in names
+    step = _check_published(reader, names) if published else None
+    with reader.noting(METADATA_NAME):
+        metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
+        entries = Entries(reader, metadata)
+        if published:  # All bytes were read already.
+            entries.check(whole=False)
+        else:
+            reader.expect(entries.nbytes)
+            entries.check(whole=True)
+    if published:
+        return "checkpoint", step
+    reader.note(
+        "tierstore did not publish it, so there are no checksums of whole files: data was "
+        "compared with the CRC-32 that torch.save left in each record, where it did"
+    )
+    return "plain checkpoint", None
+
+
+def _check_published(reader: Reader, names: Sequence[str]) -> int | None:
+    """Check what tierstore adds to a checkpoint, and every file by it; return the step."""
+    marker: Mapping[str, Any] | None = None
+    with reader.noting(MARKER_NAME):
+        marker = read_marker(reader)
+    manifests = read_published(reader, names, marker)
+    if marker is not None and len(manifests) == marker["world_size"]:
+        _check_coverage(reader, manifests)
+    if marker is not None:
+        _note_parts(reader, names, marker["world_size"])
+    pages = _Pages(reader)
+    page_names: set[str] = set()
+    for manifest in manifests:
+        files = [published_page(manifest.rank, page) for page in range(len(manifest.pages))]
+        pages.add(manifest, files)
+        page_names.update(files)
+    if marker is not None:
+        _check_files(reader, names, marker["files"], page_names)
+    pages.check()
+    if marker is not None:
+        return cast(int, marker["step"])
+    return manifests[0].step if manifests else None
+
+
+def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
+    """Note ranks that may have published on disks of their own."""
+    here = {int(name[5:10]) for name in names if _OF_RANK.match(name)}
+    absent = sorted(set(range(min(world_size, 10**5))) - here)
+    if absent:
+        some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        reader.note(
+            f"there is no file of ranks {some}: if this is one part of a "
+            "checkpoint on several disks, copy all parts into one directory"
+        )
+
+
+def _check_files(
+    reader: Reader, names: Sequence[str], files: Mapping[str, Mapping[str, Any]], pages: set[str]
+) -> None:
+    """Compare every file but the pages with what tierstore.json says of it."""
+    for name in (METADATA_NAME, *sorted(pages)):
+        if name not in files:
+            reader.fault(MARKER_NAME, f"does not list {name}")
+    strange = sorted(set(names) - {MARKER_NAME, *files})
+    if strange:
+        reader.note(f"not part of the checkpoint: {', '.join(strange)}")
+    # Pages come later; their checksums are in the manifests.
+    others = {n: file for n, file in files.items() if n not in pages and reader.takes()}
+    reader.expect(sum(file["nbytes"] for file in others.values()))
+    for name, file in others.items():
+        with reader.noting(name), reader.advancing(file["nbytes"]), reader.open(name) as opened:
+            if opened.nbytes != file["nbytes"]:
+                raise CorruptionError(f"has {opened.nbytes} bytes, expected {file['nbytes']}")
+            if file["xxh3_128"] is None:
+                raise CorruptionError("has no checksum and is no page of a manifest")
+            digest = xxhash.xxh3_128()
+            opened.drop_cached()
+            for piece in opened.pieces(0, opened.nbytes):
+                digest.update(piece)
+                reader.advance(len(piece))
+            if digest.hexdigest() != file["xxh3_128"]:
+                raise CorruptionError("is not what was published: its checksum differs")

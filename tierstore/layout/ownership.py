@@ -1,0 +1,257 @@
+"""Which part of which parameter lies in which subgroup on each rank of a job.
+
+A subgroup has the same parameters on every rank, and of each parameter what the rank owns.
+It is filled until a rank would have about ``page_bytes`` of it. All of it follows from specs
+and holdings alone, so every rank finds what the others have, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+
+from tierstore.layout.balance import balanced_owners, flat_owners
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.holding import Holding
+from tierstore.layout.parameters import ParameterSpec
+from tierstore.layout.sharding import HeldChunk
+from tierstore.layout.subgroups import (
+    ParameterShard,
+    Piece,
+    Row,
+    Subgroup,
+    cut_rows,
+    record_chunks,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParameter:
+    """A parameter that several ranks hold, each a part of it or each the whole."""
+
+    spec: ParameterSpec
+
+    holding: Holding
+
+    flat: bool
+    """Where ranks hold it whole: True if each owns an equal range of the elements of a
+    subgroup, False if one owns the parameter."""
+
+    cost: int
+    """What owning it costs, beside others that are elementwise, or that are not, as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedShard:
+    """The elements of one parameter that lie in one subgroup, on whichever rank."""
+
+    parameter: SharedParameter
+
+    ranges: Sequence[tuple[int, int]]
+    """Rank -> the elements [start, stop) of all that it owns of the parameter, or, where it
+    holds it whole, of the parameter."""
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """The parameter."""
+        return self.parameter.spec
+
+    @property
+    def chunks(self) -> list[list[Chunk]]:
+        """Rank -> the chunks that it owns; each element is in one chunk of one rank."""
+        ranks = range(len(self.ranges))
+        return [[owned.whole for owned in self.owned(rank)] for rank in ranks]
+
+    def owned(self, rank: int) -> tuple[HeldChunk, ...]:
+        """Return the chunks that a rank owns, each small enough for one record of any state."""
+        start, stop = self.ranges[rank]
+        if start >= stop:
+            return ()
+        spec, holding = self.parameter.spec, self.parameter.holding
+        held: Sequence[HeldChunk] = holding.owned(spec.shape, rank)
+        if holding.is_whole:
+            all_of_it = Chunk((0,) * len(spec.shape), spec.shape)
+            held = [HeldChunk(whole=all_of_it, local=all_of_it)]
+        return tuple(_parts(spec, held, start, stop))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSubgroup:
+    """Parameters of one param group that all ranks step at the same time."""
+
+    group: int
+    shards: tuple[SharedShard, ...]
+
+    def of(self, rank: int) -> Subgroup:
+        """Return what a rank owns; of some parameters that may be nothing."""
+        return Subgroup(
+            self.group,
+            tuple(
+                ParameterShard(shard.spec, tuple(owned.whole for owned in shard.owned(rank)))
+                for shard in self.shards
+            ),
+        )
+
+    def places(self, rank: int) -> dict[tuple[str, Chunk], Chunk]:
+        """Return where that lies in the tensors of the rank, by parameter name and chunk."""
+        return {
+            (shard.spec.name, owned.whole): owned.local
+            for shard in self.shards
+            for owned in shard.owned(rank)
+        }
+
+
+def owned_costs(subgroups: Iterable[SharedSubgroup], world_size: int) -> dict[bool, list[int]]:
+    """Return what each rank owns of parameters that one rank owns whole, in the unit of costs.
+
+    By whether their rule is elementwise: these units cannot be compared.
+    """
+    loads = {elementwise: [0] * world_size for elementwise in (False, True)}
+    for shard in (shard for subgroup in subgroups for shard in subgroup.shards):
+        if _has_one_owner(shard.parameter):
+            for rank, (start, stop) in enumerate(shard.ranges):
+                loads[shard.spec.elementwise][rank] += _cost(shard.parameter, stop - start)
+    return loads
+
+
+def partition_ranks(
+    group: int,
+    parameters: Sequence[SharedParameter],
+    page_bytes: int,
+    world_size: int,
+    loads: Mapping[bool, list[int]] | None = None,
+) -> list[SharedSubgroup]:
+    """Cut one param group into subgroups of which each rank has about ``page_bytes`` or less.
+
+    Parameters without elements are in none. See partition_group() for one rank.
+
+    Args:
+        group: its number.
+        parameters: what is in it.
+        page_bytes: about how much of a subgroup a rank may own.
+        world_size: number of ranks.
+        loads: owned_costs() of the groups before it, to which those of this one are added.
+    """
+    loads = owned_costs([], world_size) if loads is None else loads
+    pages = cut_rows([_row(parameter) for parameter in parameters], page_bytes)
+    owners = _owners(parameters, pages, loads)
+    subgroups = []
+    for pieces in pages:
+        ranges = _ranges(parameters, pieces, owners, world_size)
+        subgroups.append(
+            SharedSubgroup(
+                group=group,
+                shards=tuple(
+                    SharedShard(parameter=parameters[piece.row], ranges=of_ranks)
+                    for piece, of_ranks in zip(pieces, ranges, strict=True)
+                ),
+            )
+        )
+    return subgroups
+
+
+def _owners(
+    parameters: Sequence[SharedParameter],
+    pages: Sequence[Sequence[Piece]],
+    loads: Mapping[bool, list[int]],
+) -> dict[Piece, int]:
+    """Return which rank owns each piece that one rank owns whole.
+
+    Those of all pages are dealt at once: page by page, ranks would have less alike to do.
+    """
+    members: dict[tuple[tuple[int, ...], bool], list[Piece]] = {}
+    for piece in chain.from_iterable(pages):
+        parameter = parameters[piece.row]
+        if _has_one_owner(parameter):
+            key = parameter.holding.ranks, parameter.spec.elementwise
+            members.setdefault(key, []).append(piece)
+    owners: dict[Piece, int] = {}
+    for (ranks, elementwise), pieces in members.items():
+        costs = [_cost(parameters[piece.row], piece.stop - piece.start) for piece in pieces]
+        before = [loads[elementwise][rank] for rank in ranks]
+        dealt, after = balanced_owners(costs, before)
+        owners.update((piece, ranks[owner]) for piece, owner in zip(pieces, dealt, strict=True))
+        for rank, load in zip(ranks, after, strict=True):
+            loads[elementwise][rank] = load
+    return owners
+
+
+def _has_one_owner(parameter: SharedParameter) -> bool:
+    return parameter.holding.is_whole and not parameter.flat
+
+
+def _row(parameter: SharedParameter) -> Row:
+    """Return what fills a page of the rank that has most of a parameter."""
+    spec, holding = parameter.spec, parameter.holding
+    if holding.is_whole:
+        dealt = parameter.flat or not spec.elementwise
+        ranks = len(holding.ranks) if dealt else 1
+        return Row(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
+    numels = [_numel(holding.owned(spec.shape, rank)) for rank in holding.ranks]
+    most = holding.ranks[numels.index(max(numels))]
+    local = replace(spec, shape=holding.local_shape(spec.shape, most))
+    return Row(parameter=local, numel=max(numels))
+
+
+def _ranges(
+    parameters: Sequence[SharedParameter],
+    pieces: Sequence[Piece],
+    owners: Mapping[Piece, int],
+    world_size: int,
+) -> list[list[tuple[int, int]]]:
+    """Return for each piece of a subgroup the range of it that each rank owns.
+
+    Args:
+        parameters: those of the group.
+        pieces: what the subgroup has of them.
+        owners: of those pieces that one rank owns whole, which one.
+        world_size: number of ranks.
+    """
+    ranges = [[(0, 0)] * world_size for _ in pieces]
+    flat: dict[tuple[int, ...], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        spec, holding = parameters[piece.row].spec, parameters[piece.row].holding
+        if piece in owners:
+            ranges[index][owners[piece]] = piece.start, piece.stop
+        elif holding.is_whole:
+            flat.setdefault(holding.ranks, []).append(index)
+        else:
+            for rank in holding.ranks:
+                numel = _numel(holding.owned(spec.shape, rank))
+                ranges[index][rank] = min(piece.start, numel), min(piece.stop, numel)
+    for ranks, members in flat.items():
+        numels = [pieces[index].stop - pieces[index].start for index in members]
+        for rank, owned in zip(ranks, flat_owners(numels, len(ranks)), strict=True):
+            for part in owned:
+                index = members[part.parameter]
+                start = pieces[index].start
+                ranges[index][rank] = start + part.start, start + part.stop
+    return ranges
+
+
+def _cost(parameter: SharedParameter, numel: int) -> int:
+    return parameter.cost * numel // math.prod(parameter.spec.shape)
+
+
+def _parts(
+    spec: ParameterSpec, held: Sequence[HeldChunk], start: int, stop: int
+) -> Iterator[HeldChunk]:
+    """Yield the elements [start, stop) of some chunks, one after the other, as smaller chunks."""
+    for chunk, end in zip(held, accumulate(each.whole.numel for each in held), strict=True):
+        begin = end - chunk.whole.numel
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            shape = replace(spec, shape=chunk.whole.sizes)
+            for part in record_chunks(shape, first - begin, last - begin):
+                yield HeldChunk(whole=_moved(part, chunk.whole), local=_moved(part, chunk.local))
+
+
+def _moved(part: Chunk, outer: Chunk) -> Chunk:
+    offsets = (a + b for a, b in zip(part.offsets, outer.offsets, strict=True))
+    return Chunk(tuple(offsets), part.sizes)
+
+
+def _numel(chunks: Sequence[HeldChunk]) -> int:
+    return sum(chunk.whole.numel for chunk in chunks)

@@ -1,0 +1,215 @@
+"""The layout of one page: sections of records, and tensors over them in a buffer.
+
+::
+
+    page    = section | section | ...            each starts at a multiple of SECTOR_BYTES
+    section = record | record | ...              one state of all shards of the subgroup
+    record  = prefix | data | trailer | padding  what torch.load reads, see records.py
+
+Masters of parameters that are their own master come first, in a section that a step
+writes and never reads, so that everything it reads is one range of the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.parameters import MASTER, ParameterSpec, dtype_name
+from tierstore.layout.records import (
+    RECORD_PREFIX_BYTES,
+    record_nbytes,
+    record_prefix,
+    record_trailer,
+)
+from tierstore.layout.subgroups import Subgroup, partition_group
+from tierstore.units import SECTOR_BYTES, Extent, align_up
+
+BLOCK_BYTES = 8 * 2**20
+"""The unit of checksums, and the largest request that an engine sends to a disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One chunk of one state: where its framed bytes lie in the page."""
+
+    parameter: ParameterSpec
+    chunk: Chunk
+    state: str
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def data_offset(self) -> int:
+        """Byte of the page at which the raw little-endian elements begin."""
+        return self.offset + RECORD_PREFIX_BYTES
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the raw elements."""
+        return self.chunk.numel * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the elements as a tensor of the chunk's shape over a uint8 page buffer."""
+        data = buffer[self.data_offset : self.data_offset + self.data_nbytes]
+        return data.view(self.dtype).view(self.chunk.sizes)
+
+    def over(self, memory: memoryview) -> torch.Tensor:
+        """Return the elements as a tensor that has just them of a page's memory for storage.
+
+        So torch.save() of it writes no more than them.
+        """
+        return torch.frombuffer(
+            memory, dtype=self.dtype, count=self.chunk.numel, offset=self.data_offset
+        ).view(self.chunk.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """All records of one state in the page."""
+
+    state: str
+    write_only: bool
+    """True for masters whose parameter holds the same value: no step reads them."""
+    extent: Extent
+    records: tuple[Record, ...]
+
+    def blocks(self) -> list[Extent]:
+        """Return the ranges that have a checksum each."""
+        end = self.extent.offset + self.extent.nbytes
+        return [
+            Extent(offset, min(BLOCK_BYTES, end - offset))
+            for offset in range(self.extent.offset, end, BLOCK_BYTES)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Sections of one subgroup's page. Made by lay_out()."""
+
+    subgroup: Subgroup
+    sections: tuple[Section, ...]
+    nbytes: int
+    records: Mapping[tuple[str, Chunk], Mapping[str, Record]] = field(repr=False)
+    """(parameter name, chunk) -> state name -> its record."""
+    blocks: tuple[Extent, ...] = field(repr=False)
+    """Every range that has a checksum, in the order in which a commit lists them."""
+    digest: str
+    """Changes with whatever lies elsewhere, or is cut in another way."""
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The parameters that have a shard in the page, in order."""
+        return [shard.parameter.name for shard in self.subgroup.shards]
+
+    @property
+    def readable(self) -> list[Section]:
+        """The sections that a step reads."""
+        return [section for section in self.sections if not section.write_only]
+
+    def sections_of(self, state: str) -> list[Section]:
+        """Return the sections that hold records of one state."""
+        return [section for section in self.sections if section.state == state]
+
+    def blocks_of(self, sections: Sequence[Section]) -> list[tuple[int, Extent]]:
+        """Return the blocks of some sections, each with its place in ``blocks``."""
+        offsets = {block.offset for section in sections for block in section.blocks()}
+        return [item for item in enumerate(self.blocks) if item[1].offset in offsets]
+
+    def stamp(self, buffer: torch.Tensor, sections: Iterable[Section]) -> None:
+        """Write the framing of the records of some sections, and zero what lies between.
+
+        Data is left as it is.
+        """
+        page = buffer.numpy()
+        for section in sections:
+            position = section.extent.offset
+            for record in section.records:
+                prefix = record_prefix(record.chunk.sizes, record.dtype)
+                trailer = record_trailer(record.chunk.sizes, record.dtype)
+                page[record.offset : record.data_offset] = np.frombuffer(prefix, np.uint8)
+                position = record.data_offset + record.data_nbytes
+                page[position : position + len(trailer)] = np.frombuffer(trailer, np.uint8)
+                position += len(trailer)
+                record_end = record.offset + record_nbytes(record.chunk.sizes, record.dtype)
+                page[position:record_end] = 0
+                position = record_end
+            page[position : section.extent.offset + section.extent.nbytes] = 0
+
+
+def lay_out(subgroup: Subgroup) -> PageLayout:
+    """Return the layout of a subgroup's page. Depends on the subgroup alone."""
+    states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
+    for shard in subgroup.shards:
+        if not shard.chunks:  # Another rank has it.
+            continue
+        for state, dtype in shard.parameter.all_states:
+            write_only = state == MASTER and shard.parameter.owns_master
+            members = states.setdefault((state, write_only), [])
+            members += [(shard.parameter, chunk, dtype) for chunk in shard.chunks]
+
+    sections = []
+    position = 0
+    for (state, write_only), members in sorted(
+        states.items(),
+        key=lambda item: not item[0][1],  # Stable: write-only ones first.
+    ):
+        start = position
+        records = []
+        for parameter, chunk, dtype in members:
+            records.append(Record(parameter, chunk, state, dtype, position))
+            position += record_nbytes(chunk.sizes, dtype)
+        position = align_up(position, SECTOR_BYTES)
+        sections.append(Section(state, write_only, Extent(start, position - start), tuple(records)))
+
+    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {}
+    for record in (record for section in sections for record in section.records):
+        by_chunk.setdefault((record.parameter.name, record.chunk), {})[record.state] = record
+    return PageLayout(
+        subgroup=subgroup,
+        sections=tuple(sections),
+        nbytes=position,
+        records=by_chunk,
+        blocks=tuple(block for section in sections for block in section.blocks()),
+        digest=_digest(sections),
+    )
+
+
+def _digest(sections: Sequence[Section]) -> str:
+    """Return the digest of where everything lies; docs/format.md says how it is made."""
+    places = [
+        [
+            section.state,
+            section.extent.offset,
+            section.extent.nbytes,
+            [
+                [
+                    record.parameter.name,
+                    record.chunk.offsets,
+                    record.chunk.sizes,
+                    dtype_name(record.dtype),
+                    record.offset,
+                ]
+                for record in section.records
+            ],
+        ]
+        for section in sections
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(places, separators=(",", ":")).encode())
+
+
+def lay_out_groups(
+    groups: Iterable[Sequence[ParameterSpec]], page_bytes: int, *, first_group: int = 0
+) -> list[PageLayout]:
+    """Return the layouts of all pages of some param groups, in their order."""
+    return [
+        lay_out(subgroup)
+        for index, specs in enumerate(groups, start=first_group)
+        for subgroup in partition_group(index, specs, page_bytes)
+    ]

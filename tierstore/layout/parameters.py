@@ -1,0 +1,235 @@
+"""What an optimizer hands to a store: groups of parameters with their named states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tierstore.layout.dtensors import describe_placement, is_dtensor, local_tensor, same_placement
+from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
+
+_PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+MASTER = "master"
+"""The state that every parameter has: the value that steps are applied to."""
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the master of a parameter: float32, or the parameter's if wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """What the layout of pages depends on, for one parameter. Stored in every commit."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    states: tuple[tuple[str, torch.dtype], ...]
+    """Name and dtype of each state besides the master, each of the parameter's shape."""
+    elementwise: bool
+    """Whether the parameter may be cut at rows over several pages."""
+
+    @property
+    def owns_master(self) -> bool:
+        """Whether the parameter is its own master, because it has the master's dtype."""
+        return self.dtype == master_dtype(self.dtype)
+
+    @property
+    def all_states(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """Name and dtype of each state, the master first."""
+        return ((MASTER, master_dtype(self.dtype)), *self.states)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a commit; from_json() is the inverse."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": dtype_name(self.dtype),
+            "states": {name: dtype_name(dtype) for name, dtype in self.states},
+            "elementwise": self.elementwise,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> ParameterSpec:
+        """Rebuild a spec from to_json()."""
+        return cls(
+            name=fields["name"],
+            shape=tuple(fields["shape"]),
+            dtype=_dtype_of(fields["dtype"]),
+            states=tuple((name, _dtype_of(dtype)) for name, dtype in fields["states"].items()),
+            elementwise=fields["elementwise"],
+        )
+
+    def describe(self) -> str:
+        """Return the spec in words, for messages."""
+        states = ", ".join(f"{name} {dtype_name(dtype)}" for name, dtype in self.states)
+        kind = "elementwise" if self.elementwise else "whole"
+        return (
+            f"{self.name!r} {dtype_name(self.dtype)} {list(self.shape)}, {kind}, "
+            f"states: {states or 'none'}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedParameter:
+    """One parameter of the model and the states that the store keeps for it."""
+
+    name: str
+    """Unique in the store and the same in every run: keys of checkpoints are made of it."""
+
+    tensor: torch.Tensor
+    """The parameter itself. The store writes the updated master into it after each page."""
+
+    states: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Name and dtype of each state besides "master"; each has the parameter's shape."""
+
+    elementwise: bool = False
+    """True if the update of an element depends on that element alone: then the store may
+    cut the parameter at rows over several pages. False keeps it whole in one page."""
+
+    partition: str | None = None
+    """Where several ranks hold the parameter whole: "by_parameter" has one of them own it,
+    "flat" has each own an equal range of the elements of a subgroup. None: "flat" if
+    elementwise, else "by_parameter"."""
+
+    cost: int | None = None
+    """What it costs to own the whole parameter, beside others under a rule that is elementwise,
+    or is not, as this one's: owners are chosen so that ranks have about the same. None: its
+    number of elements."""
+
+    def __post_init__(self) -> None:
+        _check_parameter(self)
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """The part of this that the layout of pages depends on."""
+        return ParameterSpec(
+            name=self.name,
+            shape=tuple(self.tensor.shape),
+            dtype=self.tensor.dtype,
+            states=tuple(self.states.items()),
+            elementwise=self.elementwise,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedGroup:
+    """Parameters that share their hyperparameters. No page holds parts of two groups."""
+
+    parameters: Sequence[PagedParameter]
+
+    hyperparameters: dict[str, Any]
+    """Live: read at every commit, updated in place by restore(). The keys "params" and
+    "param_names", which torch.optim keeps in the same dict, are left alone."""
+
+    check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
+    """Told what restore(checkpoint=...) would make of the hyperparameters, before anything is
+    changed; raises ValueError where the optimizer cannot use it."""
+
+    def own_hyperparameters(self) -> dict[str, Any]:
+        """Return the hyperparameters without those two keys."""
+        others = ("params", "param_names")
+        return {key: value for key, value in self.hyperparameters.items() if key not in others}
+
+
+def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
+    """Check that a parameter and its gradient still fit the pages that were laid out.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    tensor = parameter.tensor
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise ValueError(
+            f"parameter {spec.name!r} was {spec.dtype} {list(spec.shape)} and is now "
+            f"{tensor.dtype} {list(tensor.shape)}: convert the model before the first step"
+        )
+    if tensor.grad is None:
+        return
+    if not same_placement(tensor.grad, tensor):
+        raise ValueError(
+            f"the gradient of {spec.name!r} is {describe_placement(tensor.grad)}, the parameter "
+            f"is {describe_placement(tensor)}: redistribute the gradient"
+        )
+    if tensor.grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
+            "(for an embedding, sparse=False)"
+        )
+
+
+def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
+    """Check that these are states of the parameter, of its shape, and whole or placed as it is.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    spec = parameter.spec
+    known = dict(spec.states if spec.owns_master else spec.all_states)
+    for state, tensor in states.items():
+        if state not in known or tuple(tensor.shape) != spec.shape:
+            raise ValueError(
+                f"state {state!r} of shape {list(tensor.shape)} does not fit {spec.describe()}"
+            )
+        if is_dtensor(tensor) and not same_placement(tensor, parameter.tensor):
+            raise ValueError(
+                f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, the parameter "
+                f"is {describe_placement(parameter.tensor)}: give all of it, or redistribute it"
+            )
+
+
+def _check_parameter(parameter: PagedParameter) -> None:
+    name, tensor = parameter.name, parameter.tensor
+    if not name or any(ord(character) < 32 for character in name):
+        raise ValueError(f"a parameter's name must be non-empty printable text, got {name!r}")
+    if tensor.dtype not in _PARAMETER_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in _PARAMETER_DTYPES)
+        raise ValueError(
+            f"parameter {name!r} has dtype {dtype_name(tensor.dtype)}; only {names} can be paged"
+        )
+    if tensor.ndim > RECORD_DIMENSIONS_MAX:
+        raise ValueError(
+            f"parameter {name!r} has {tensor.ndim} dimensions; at most {RECORD_DIMENSIONS_MAX} "
+            "can be paged"
+        )
+    if type(local_tensor(tensor)) is not torch.Tensor or tensor.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name!r} is a {type(tensor.data).__name__} of layout {tensor.layout}; "
+            "only plain dense tensors and DTensors of them can be paged"
+        )
+    if parameter.partition not in (None, "flat", "by_parameter"):
+        raise ValueError(
+            f"parameter {name!r}: partition must be 'flat', 'by_parameter' or None, got "
+            f"{parameter.partition!r}"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"parameter {name!r} is on {tensor.device}; only cpu and cuda devices are supported"
+        )
+    for state, dtype in parameter.states.items():
+        if state == MASTER or not state.isidentifier():
+            raise ValueError(
+                f"parameter {name!r}: a state's name must be an identifier other than "
+                f"{MASTER!r}, got {state!r}"
+            )
+        if dtype not in RECORD_DTYPES:
+            raise ValueError(
+                f"parameter {name!r}: state {state!r} cannot have dtype {dtype_name(dtype)}"
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that a dtype has in a commit, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype

@@ -1,0 +1,242 @@
+"""Which elements of a parameter each rank holds, and which of them it owns.
+
+A DTensor lies on a mesh of ranks: along each dimension of the mesh it is replicated, or a
+dimension of the tensor is cut. Ranks that hold the same elements share the work on them, so
+that one rank of the mesh owns each. All of it follows from shapes and placements alone, so
+every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierstore.layout.balance import share
+from tierstore.layout.chunks import Chunk, flat_range_chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated:
+    """All ranks along a dimension of the mesh hold the same elements, as ``Replicate()``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """The ranks along a dimension of the mesh hold a dimension of the tensor cut in turn.
+
+    Cut as by ``torch.chunk``: the last ranks may hold less than the others, or nothing.
+    """
+
+    dim: int
+    """The dimension of the tensor that is cut, counted from the first."""
+
+    split_factor: int = 1
+    """1 for ``Shard(dim)``, which cuts what the dimensions of the mesh before it have left.
+
+    More as in ``_StridedShard(dim, split_factor=...)``: cut after those later dimensions of
+    the mesh that cut it into as many shards, as FSDP2 does with tensor parallel parameters.
+    """
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise ValueError(f"dim must be counted from the first dimension, got {self}")
+        if self.split_factor < 1:
+            raise ValueError(f"split_factor must be at least 1, got {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a tensor lies on a mesh of ranks.
+
+    Raises:
+        ValueError: there is not one placement for each dimension of the mesh, a size is not
+            positive, or a split factor of a dimension that is cut several times is not what
+            later dimensions of the mesh cut it into.
+    """
+
+    mesh_shape: tuple[int, ...]
+    """How many ranks each dimension of the mesh has."""
+
+    placements: tuple[Replicated | Sharded, ...]
+    """What is done along each dimension of the mesh."""
+
+    def __post_init__(self) -> None:
+        if len(self.mesh_shape) != len(self.placements):
+            raise ValueError(f"each dimension of the mesh needs one placement, got {self}")
+        if min(self.mesh_shape, default=1) < 1:
+            raise ValueError(f"each dimension of the mesh needs a rank, got {self}")
+        cut = {placement.dim for placement in self.placements if isinstance(placement, Sharded)}
+        for dim in sorted(cut):
+            if _cut_order(self, dim) is None and len(_cuts(self, dim)) > 1:
+                raise ValueError(
+                    f"which indices of dimension {dim} a rank holds cannot be told: a strided "
+                    f"shard's split factor must be the number of shards that later dimensions "
+                    f"of the mesh make of it. Redistribute the tensor to Shard and Replicate. "
+                    f"Got {self}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldChunk:
+    """A rectangle of a parameter that lies on a rank: where in the whole, and where there."""
+
+    whole: Chunk
+    """In coordinates of the whole tensor."""
+
+    local: Chunk
+    """In coordinates of the rank's local tensor; the same sizes."""
+
+
+def local_shape(
+    shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the shape of the local tensor of the rank at a coordinate of the mesh.
+
+    Raises:
+        ValueError: as ``held_chunks``.
+    """
+    return tuple(sum(map(len, runs)) for runs in _runs(shape, sharding, coordinate))
+
+
+def held_chunks(
+    shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]
+) -> list[HeldChunk]:
+    """Return what the rank at a coordinate of the mesh holds of a tensor of this shape.
+
+    In row-major order of the local tensor; none of a shard without elements, several where
+    indices that follow each other in the local tensor do not in the whole one.
+
+    Raises:
+        ValueError: the coordinate does not lie within the mesh, or a dimension is cut that the
+            tensor does not have.
+    """
+    placed = []  # For each dimension its runs, each with its offset in the local tensor.
+    for runs in _runs(shape, sharding, coordinate):
+        ends = itertools.accumulate(map(len, runs))
+        placed.append([(run, end - len(run)) for run, end in zip(runs, ends, strict=True)])
+    held = []
+    for rectangle in itertools.product(*placed):
+        sizes = tuple(len(run) for run, _ in rectangle)
+        whole = Chunk(tuple(run.start for run, _ in rectangle), sizes)
+        held.append(HeldChunk(whole=whole, local=Chunk(tuple(at for _, at in rectangle), sizes)))
+    return held
+
+
+def owned_chunks(
+    shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]
+) -> list[HeldChunk]:
+    """Return the part that the rank at a coordinate owns of what it holds.
+
+    The R ranks whose coordinates differ along replicated dimensions of the mesh alone hold the
+    same n elements. The r-th of them, in row-major order, owns [n * r // R, n * (r + 1) // R)
+    of the row-major order of the local tensor, so each element has one owner. Each chunk lies
+    in one of ``held_chunks``; they come in the order of their offsets in the local tensor.
+
+    Raises:
+        ValueError: as ``held_chunks``.
+    """
+    local = local_shape(shape, sharding, coordinate)
+    replica, replicas = 0, 1
+    for size, placement, index in zip(
+        sharding.mesh_shape, sharding.placements, coordinate, strict=True
+    ):
+        if isinstance(placement, Replicated):
+            replica, replicas = replica * size + index, replicas * size
+    start, stop = share(math.prod(local), replica, replicas)
+    held = held_chunks(shape, sharding, coordinate)
+    owned = []
+    for part in flat_range_chunks(local, start, stop):
+        owned += [overlap for chunk in held if (overlap := _overlap(chunk, part)) is not None]
+    return owned
+
+
+def _runs(shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]) -> list[list[range]]:
+    """Return for each dimension of the tensor the indices that a rank holds."""
+    if len(coordinate) != len(sharding.mesh_shape) or any(
+        not 0 <= index < size for index, size in zip(coordinate, sharding.mesh_shape, strict=True)
+    ):
+        raise ValueError(
+            f"coordinate {list(coordinate)} does not lie within a mesh of shape "
+            f"{list(sharding.mesh_shape)}"
+        )
+    for placement in sharding.placements:
+        if isinstance(placement, Sharded) and placement.dim >= len(shape):
+            raise ValueError(f"a tensor of shape {list(shape)} has no dimension for {placement}")
+    return [_dimension_runs(sharding, coordinate, dim, extent) for dim, extent in enumerate(shape)]
+
+
+def _dimension_runs(
+    sharding: Sharding, coordinate: Sequence[int], dim: int, extent: int
+) -> list[range]:
+    """Return the indices of one dimension in the order of the local tensor.
+
+    Runs of consecutive indices, none empty and no two that follow each other.
+    """
+    order = _cut_order(sharding, dim)
+    if order is not None:
+        run = range(extent)
+        for mesh_dim in order:
+            run = _shard(run, coordinate[mesh_dim], sharding.mesh_shape[mesh_dim])
+        return [run] if run else []
+    ((mesh_dim, split_factor),) = _cuts(sharding, dim)
+    runs: list[range] = []
+    for number in range(split_factor):
+        piece = _shard(range(extent), number, split_factor)
+        run = _shard(piece, coordinate[mesh_dim], sharding.mesh_shape[mesh_dim])
+        if run and runs and runs[-1].stop == run.start:
+            runs[-1] = range(runs[-1].start, run.stop)
+        elif run:
+            runs.append(run)
+    return runs
+
+
+def _cut_order(sharding: Sharding, dim: int) -> list[int] | None:
+    """Return the dimensions of the mesh that cut this one of the tensor, first cut first.
+
+    None where split factors name shards that no dimension of the mesh makes (any more).
+    """
+    order: list[int] = []
+    for mesh_dim, split_factor in reversed(_cuts(sharding, dim)):
+        position, shards = 0, 1
+        while shards < split_factor and position < len(order):
+            shards *= sharding.mesh_shape[order[position]]
+            position += 1
+        if shards != split_factor:
+            return None
+        order.insert(position, mesh_dim)
+    return order
+
+
+def _cuts(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
+    """Return each dimension of the mesh that cuts this one of the tensor, and its split factor."""
+    return [
+        (mesh_dim, placement.split_factor)
+        for mesh_dim, placement in enumerate(sharding.placements)
+        if isinstance(placement, Sharded)
+        if placement.dim == dim and sharding.mesh_shape[mesh_dim] > 1
+    ]
+
+
+def _shard(run: range, index: int, count: int) -> range:
+    """Return one of the shards into which ``torch.chunk`` cuts a run, some of them empty."""
+    step = -(-len(run) // count)
+    return run[step * index : step * (index + 1)]
+
+
+def _overlap(held: HeldChunk, part: Chunk) -> HeldChunk | None:
+    """Return what a part of the local tensor has in common with a chunk of it."""
+    local = held.local
+    starts = tuple(map(max, local.offsets, part.offsets))
+    stops = map(min, _stops(local), _stops(part))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    if min(sizes, default=1) < 1:
+        return None
+    moved = zip(held.whole.offsets, starts, local.offsets, strict=True)
+    whole = tuple(offset + start - first for offset, start, first in moved)
+    return HeldChunk(whole=Chunk(whole, sizes), local=Chunk(starts, sizes))
+
+
+def _stops(chunk: Chunk) -> list[int]:
+    return [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]

@@ -1,0 +1,166 @@
+"""Which part of which parameter lies in which subgroup, and so in which page.
+
+Parameters of one group are taken in order and fill subgroups up to about ``page_bytes``.
+A parameter under an elementwise rule is cut at rows wherever a page is full; any other
+stays whole in one subgroup, however large. The result depends on the specs and on
+``page_bytes`` alone, so every run of one model finds its pages again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tierstore.layout.chunks import Chunk, flat_range_chunks
+from tierstore.layout.parameters import ParameterSpec
+from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """The piece of one parameter that lies in one subgroup, in flat order."""
+
+    parameter: ParameterSpec
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Subgroup:
+    """Consecutive parameter shards of one param group, stepped and paged together."""
+
+    group: int
+    shards: tuple[ParameterShard, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The elements of one parameter that fill pages, one after the other."""
+
+    parameter: ParameterSpec
+    """Says what an element takes, and at which rows it may be cut."""
+
+    numel: int
+    """How many elements there are."""
+
+    ranks: int = 1
+    """How many ranks have an equal share of each page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The elements [start, stop) of one of several rows."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def partition_group(
+    group: int, parameters: Sequence[ParameterSpec], page_bytes: int
+) -> list[Subgroup]:
+    """Cut one param group of one rank into subgroups whose pages hold about ``page_bytes`` each.
+
+    Parameters without elements get no shard. The records of a page take more than
+    ``page_bytes`` only where one parameter that may not be cut does; the padding of
+    sections comes on top.
+    """
+    rows = [Row(parameter=each, numel=math.prod(each.shape)) for each in parameters]
+    return [
+        Subgroup(
+            group,
+            tuple(
+                ParameterShard(
+                    parameters[piece.row],
+                    tuple(record_chunks(parameters[piece.row], piece.start, piece.stop)),
+                )
+                for piece in pieces
+            ),
+        )
+        for pieces in cut_rows(rows, page_bytes)
+    ]
+
+
+def cut_rows(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
+    """Return the pieces of each page; none is empty."""
+    pages: list[list[Piece]] = []
+    pieces: list[Piece] = []
+    room = page_bytes
+
+    def close_page() -> None:
+        nonlocal room
+        if pieces:
+            pages.append(pieces.copy())
+        pieces.clear()
+        room = page_bytes
+
+    for index, row in enumerate(rows):
+        unit = _unit_numel(row, page_bytes)
+        start = 0
+        while start < row.numel:
+            stop = _stop_within(row, start, unit, room)
+            if stop == start:  # Not even one unit fits in what is left of this page.
+                if pieces:
+                    close_page()
+                    continue
+                stop = min(start + unit, row.numel)
+            pieces.append(Piece(row=index, start=start, stop=stop))
+            room -= _nbytes(row, start, stop)
+            start = stop
+    close_page()
+    return pages
+
+
+def _unit_numel(row: Row, page_bytes: int) -> int:
+    """Return how many consecutive elements must stay together.
+
+    All of them where the parameter may not be cut; else a row of it, or a row of a row where
+    that is too large for half a page.
+    """
+    parameter = row.parameter
+    if not parameter.elementwise:
+        return row.numel
+    numel_max = page_bytes * row.ranks // 2 // _bytes_per_element(parameter)
+    rows = (
+        math.prod(parameter.shape[dimension:]) for dimension in range(1, len(parameter.shape) + 1)
+    )
+    return next((numel for numel in rows if numel <= numel_max), 1)
+
+
+def _stop_within(row: Row, start: int, unit: int, room: int) -> int:
+    """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
+    unit_bytes = unit * _bytes_per_element(row.parameter)
+    units = min(-(-(row.numel - start) // unit), room * row.ranks // unit_bytes)
+    # The framing of records takes room too, how much depends on the chunks: step down.
+    while units > 0:
+        stop = min(start + units * unit, row.numel)
+        if _nbytes(row, start, stop) <= room:
+            return stop
+        units -= 1
+    return start
+
+
+def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the chunks of a flat range, each small enough for one record of every state."""
+    itemsize = max(dtype.itemsize for _, dtype in parameter.all_states)
+    numel_max = RECORD_DATA_BYTES_MAX // itemsize
+    row_numel = math.prod(parameter.shape[1:])
+    if numel_max > row_numel:
+        numel_max -= numel_max % row_numel
+    for first in range(start, stop, numel_max):
+        yield from flat_range_chunks(parameter.shape, first, min(first + numel_max, stop))
+
+
+def _bytes_per_element(parameter: ParameterSpec) -> int:
+    return sum(dtype.itemsize for _, dtype in parameter.all_states)
+
+
+def _nbytes(row: Row, start: int, stop: int) -> int:
+    """Return how many bytes of a page the records of a piece take."""
+    chunks = record_chunks(row.parameter, start, stop)
+    nbytes = sum(
+        record_nbytes(chunk.sizes, dtype)
+        for chunk in chunks
+        for _, dtype in row.parameter.all_states
+    )
+    return -(-nbytes // row.ranks)

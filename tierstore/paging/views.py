@@ -1,0 +1,252 @@
+"""What an optimizer sees of a page: tensors over its buffer, beside parameter and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.dtensors import local_tensor
+from tierstore.layout.page_layout import PageLayout
+from tierstore.layout.parameters import MASTER, PagedParameter, ParameterSpec
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+class Source(Protocol):
+    """Where a view finds parameters and gradients."""
+
+    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk of a parameter, to be read and written."""
+
+    def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
+        """Return the same chunk of its gradient, or None."""
+
+    def place(self, name: str, chunk: Chunk) -> Chunk:
+        """Return where a chunk of a parameter lies in what this rank holds of it."""
+
+
+class Direct:
+    """Parameters and gradients where they are.
+
+    Args:
+        places: parameter name and chunk -> where it lies in this rank's tensor; without those
+            that lie in the same place there.
+    """
+
+    def __init__(self, places: Mapping[tuple[str, Chunk], Chunk]) -> None:
+        self._places = places
+
+    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
+        """See Source.values."""
+        return self._select(parameter.name, chunk, parameter.tensor)
+
+    def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
+        """See Source.gradient."""
+        grad = parameter.tensor.grad
+        return None if grad is None else self._select(parameter.name, chunk, grad)
+
+    def place(self, name: str, chunk: Chunk) -> Chunk:
+        """See Source.place."""
+        return self._places.get((name, chunk), chunk)
+
+    def _select(self, name: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
+        return self.place(name, chunk).select(local_tensor(tensor))
+
+
+class ChunkView:
+    """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
+
+    __slots__ = ("_has_gradient", "_parameter", "_source", "chunk", "master", "states")
+
+    def __init__(
+        self,
+        parameter: PagedParameter,
+        chunk: Chunk,
+        master: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        source: Source,
+        has_gradient: bool,
+    ) -> None:
+        self._parameter = parameter
+        self._source = source
+        self._has_gradient = has_gradient
+        self.chunk = chunk
+        """Offsets and sizes within the parameter."""
+        self.master = master
+        """The values that the step is applied to, shape ``chunk.sizes``; float32 or wider.
+        A parameter of that dtype is its own master: then this is a view of it."""
+        self.states = states
+        """State name -> tensor of shape ``chunk.sizes`` and the state's dtype."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The same chunk of the parameter's gradient; not to be modified.
+
+        None where no rank has one; zeros where another rank has one and this has none.
+        """
+        gradient = self._source.gradient(self._parameter, self.chunk)
+        if gradient is None and self._has_gradient:
+            return torch.zeros_like(self.values)
+        return gradient
+
+    @property
+    def place(self) -> Chunk:
+        """Offsets and sizes within what this rank holds of the parameter."""
+        return self._source.place(self._parameter.name, self.chunk)
+
+    def state(self, name: str) -> torch.Tensor:
+        """Return a state by name, "master" among them."""
+        return self.master if name == MASTER else self.states[name]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The same chunk of the parameter itself."""
+        return self._source.values(self._parameter, self.chunk)
+
+
+class ShardView:
+    """One parameter shard of a page: the chunks of one parameter, in flat order."""
+
+    __slots__ = ("chunks", "has_gradient", "parameter", "spec")
+
+    def __init__(
+        self,
+        parameter: PagedParameter,
+        spec: ParameterSpec,
+        chunks: list[ChunkView],
+        has_gradient: bool,
+    ) -> None:
+        self.parameter = parameter
+        self.spec = spec
+        self.chunks = chunks
+        """Those that this rank owns; of several ranks some may own none."""
+        self.has_gradient = has_gradient
+        """Whether the shard is to be stepped: this rank or another has a gradient."""
+
+
+class PageView:
+    """A page in the hands of an optimizer: what this rank owns of one subgroup.
+
+    Valid until the next page is asked for, or as many more as sweep() was told.
+    """
+
+    __slots__ = ("_layout", "_memory", "_parameters", "_source", "group", "shards")
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        parameters: Mapping[str, PagedParameter],
+        memory: torch.Tensor,
+        source: Source,
+        present: Collection[str] = (),
+    ) -> None:
+        self._source = source
+        self._layout = layout
+        self._parameters = parameters
+        self._memory = memory  # uint8.
+        self.group = layout.subgroup.group
+        """Index of the group, in the order of attach(), that all shards belong to."""
+        self.shards = []
+        """All of the subgroup, in the same order on every rank."""
+        for shard in layout.subgroup.shards:
+            name = shard.parameter.name
+            has_gradient = name in present
+            self.shards.append(
+                ShardView(
+                    parameters[name],
+                    shard.parameter,
+                    [self._chunk_view(name, chunk, has_gradient) for chunk in shard.chunks],
+                    has_gradient,
+                )
+            )
+
+    def _chunk_view(self, name: str, chunk: Chunk, has_gradient: bool) -> ChunkView:
+        records = self._layout.records[name, chunk]
+        parameter = self._parameters[name]
+        if records[MASTER].parameter.owns_master:
+            master = self._source.values(parameter, chunk)
+        else:
+            master = records[MASTER].view(self._memory)
+        states = {
+            state: record.view(self._memory) for state, record in records.items() if state != MASTER
+        }
+        return ChunkView(parameter, chunk, master, states, self._source, has_gradient)
+
+    def initialize(self) -> None:
+        """Make the content of a page that was never written: zeros, and the parameters."""
+        for chunk in self._chunks():
+            for state in chunk.states.values():
+                state.zero_()
+            chunk.master.copy_(chunk.values)
+
+    def adopt_parameters(self) -> dict[str, torch.Tensor]:
+        """Take over parameters that someone else changed since they were last written.
+
+        A parameter of low precision is its master, rounded; where it is not, it was
+        changed (by ``model.load_state_dict()``, say), and the master follows it. Does not
+        wait for a device.
+
+        Returns:
+            Parameter name -> bool, no dimension: whether it was changed. Without those that
+            are known not to be.
+        """
+        changed: dict[str, torch.Tensor] = {}
+        for shard in self.shards:
+            if shard.spec.owns_master:
+                continue
+            name = shard.spec.name
+            for chunk in shard.chunks:
+                # A device would have to be waited for, to save less than that takes.
+                if chunk.values.device.type == "cpu" and _rounds_to(chunk.master, chunk.values):
+                    continue
+                rounded = chunk.master.to(shard.spec.dtype)
+                differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
+                adopted = torch.where(differs, chunk.values.to(chunk.master.dtype), chunk.master)
+                chunk.master.copy_(adopted)
+                found = differs.any()
+                changed[name] = changed[name] | found if name in changed else found
+        return changed
+
+    def write_parameters(self) -> None:
+        """Round the masters into the parameters that are not their own master."""
+        for shard in self.shards:
+            if not shard.spec.owns_master:
+                for chunk in shard.chunks:
+                    chunk.values.copy_(chunk.master)
+
+    def read_parameters(self) -> None:
+        """Copy the parameters that are their own master into the page's records."""
+        for records in self._layout.records.values():
+            master = records[MASTER]
+            if master.parameter.owns_master:
+                parameter = self._parameters[master.parameter.name]
+                master.view(self._memory).copy_(self._source.values(parameter, master.chunk))
+
+    def restore_parameters(self) -> None:
+        """Copy the masters in the page into the parameters, whoever owns them."""
+        for records in self._layout.records.values():
+            master = records[MASTER]
+            parameter = self._parameters[master.parameter.name]
+            self._source.values(parameter, master.chunk).copy_(master.view(self._memory))
+
+    def _chunks(self) -> list[ChunkView]:
+        return [chunk for shard in self.shards for chunk in shard.chunks]
+
+
+def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether a master on the CPU, rounded, is 16-bit ``values``, bit for bit."""
+    if not values.ndim:
+        values, master = values[None], master[None]
+    # Piece by piece, so that what is rounded stays in the cache. By numpy, since torch compares
+    # one element at a time.
+    rows = max(1, _PIECE_ELEMENTS * len(values) // max(1, values.numel()))
+    for start in range(0, len(values), rows):
+        bits = values[start : start + rows].view(torch.int16)
+        rounded = master[start : start + rows].to(values.dtype)
+        if not np.array_equal(bits.numpy(), rounded.view(torch.int16).numpy()):
+            return False
+    return True

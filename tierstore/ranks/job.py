@@ -1,0 +1,309 @@
+"""The ranks of a torch.distributed job: what they tell each other, and how they wait.
+
+Nothing here waits without looking at the alarm, so that a rank that failed, died or is stuck
+is an error that names it on all others, and never a hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from tierstore.errors import PeerFailed
+from tierstore.ranks.channel import Channel, break_connections
+from tierstore.ranks.failure_detector import KEY_VALUE_STORE, Alarm
+from tierstore.ranks.peers import Alone, Peers
+
+T = TypeVar("T")
+
+# A collective is looked at again after a fraction of the time that it has taken so far.
+_PAUSE_PER_WAITED = 1 / 16
+_PAUSE_S_MIN = 20e-6
+_PAUSE_S_MAX = 5e-3
+_MEETING_PAUSE_S_MAX = 0.05
+
+# A thread that was left behind as it connected should not return as the interpreter exits.
+_CONNECT_END_S = 2.0
+
+
+class Ranks:
+    """All ranks of a process group, as a store needs them. Made and closed by all of them.
+
+    Args:
+        group: the process group; None is the default one. Nothing is ever sent over it.
+        timeout_s: seconds that a rank may let others wait in one collective.
+
+    Attributes:
+        rank: this rank, within the group.
+        world_size: number of ranks of the group.
+        global_ranks: of each rank of the group, its rank in the default group.
+        training: the channel of the thread that trains, which also calls wait().
+        commits: the channel of the thread that commits.
+
+    Raises:
+        ValueError: torch.distributed is not initialized, or without this process.
+        PeerFailed: another rank did not come in time.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
+        if not dist.is_initialized():
+            raise ValueError("torch.distributed is not initialized: call init_process_group()")
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(
+                f"global rank {dist.get_rank()} is not in the process group: only its ranks may "
+                "open a store on it"
+            )
+        self.world_size = dist.get_world_size(group)
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self._is_world = self.world_size == dist.get_world_size()
+        self._pid = os.getpid()
+        self._timeout_s = timeout_s
+        # What is sent ahead may lie there that long before anyone waits for it that long.
+        self._torch_timeout = timedelta(seconds=2 * timeout_s + 10)
+        self._waiting_since: dict[str, float] = {}
+        self._groups: list[dist.ProcessGroup] = []
+        host = self.global_ranks.index(0) if 0 in self.global_ranks else self.rank
+        try:
+            store = self._meet()
+            self._alarm = Alarm(
+                PrefixStore("alarm", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                host=host,
+                waits=self._waits,
+            )
+        except RuntimeError as error:
+            raise PeerFailed(host, f"{KEY_VALUE_STORE} is gone: {error}") from error
+        try:
+            self.training = self._connect(lambda: self._channel("training", store))
+            self.commits = self._connect(lambda: self._channel("commit", store))
+        except BaseException:
+            self._alarm.close()
+            raise
+        atexit.register(self.close)
+
+    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
+        """Say why this rank cannot go on; the first reason of any rank is what all raise.
+
+        This one raises it, too. Takes milliseconds, or seconds if the key-value store does not
+        answer; never raises itself.
+
+        Args:
+            error: why. A PeerFailed says whose fault it is.
+            of_others: whether that may be a rank of another group, with a number there.
+        """
+        if isinstance(error, PeerFailed) and not of_others:
+            self._alarm.tell(error.rank, error.reason)
+        else:
+            self._alarm.tell(self.rank, str(error) or type(error).__name__)
+
+    def wait(self, work: dist.Work) -> None:
+        """Block until a collective that was started with ``async_op=True`` is done.
+
+        With tensors of a device it is ordered before what the current stream gets next. Send
+        and receive are no collectives. For the thread that trains.
+
+        Raises:
+            PeerFailed: another rank failed, died, or did not come in time.
+        """
+        self._wait(work, "training")
+
+    def new_group(
+        self, ranks: Sequence[int], *, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """Make a process group of some of the ranks; all call this, in the same order.
+
+        Args:
+            ranks: which, within this group.
+            backend: of torch.distributed; None is that of the default group.
+
+        Returns:
+            The group, closed by close(), or None on a rank that is not in it.
+
+        Raises:
+            ValueError: not all ranks ask for the same, or torch would not name it the same.
+            PeerFailed: another rank failed, died, or did not come in time.
+        """
+        # torch names a group that not all ranks of the job make by how many there are.
+        known = None if self._is_world else len(distributed_c10d._world.pg_names)
+        asked = self.training.gather((list(ranks), known if self.rank in ranks else None))
+        if len({str(members) for members, _ in asked}) > 1:
+            raise ValueError(f"all ranks must ask for the same group, but they ask for {asked}")
+        counts = [asked[rank][1] for rank in ranks]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"ranks {list(ranks)} are in {counts} process groups, and torch makes no group "
+                "of them unless these are equal: open the store on the default group instead"
+            )
+        group: dist.ProcessGroup = self._connect(
+            lambda: dist.new_group(
+                [self.global_ranks[rank] for rank in ranks],
+                timeout=self._torch_timeout,
+                backend=backend,
+                use_local_synchronization=not self._is_world,
+            )
+        )
+        if self.rank not in ranks:
+            return None
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """End all groups and threads, within seconds whatever became of other ranks."""
+        if self._pid != os.getpid():
+            return
+        self._pid = -1
+        atexit.unregister(self.close)
+        self._alarm.close()
+        for group in self._groups:
+            if self._alarm.failure:
+                group.abort()
+            break_connections(group)
+            # Where torch counts groups, the next one would have the name of one that is no
+            # more, and look for its connections.
+            if self._is_world:
+                with contextlib.suppress(ValueError):  # The process destroyed all before.
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        self._connecting.join(_CONNECT_END_S)
+        self.training.close()
+        self.commits.close()
+
+    def _meet(self) -> Store:
+        """Return a key-value store of these ranks' own, after all of them came."""
+        ranks = hashlib.sha256(str(self.global_ranks).encode()).hexdigest()[:16]
+        store = distributed_c10d._get_default_store()
+        meetings = PrefixStore(f"tierstore/{ranks}", store)
+        number = meetings.compare_set("number", "", "0").decode()
+        store = PrefixStore(number, meetings)
+
+        def end_meeting() -> None:
+            """Whoever comes from now on comes to another one."""
+            meetings.compare_set("number", number, str(int(number) + 1))
+
+        store.set(f"came/{self.rank}", "")
+        if store.add("came", 1) == self.world_size:
+            end_meeting()
+            store.set("all came", "")
+        began = time.monotonic()
+        try:
+            while not store.check(["all came"]):
+                waited = time.monotonic() - began
+                if waited > self._timeout_s:
+                    came = [store.check([f"came/{rank}"]) for rank in range(self.world_size)]
+                    reason = f"did not open its store within {self._timeout_s:g} s"
+                    # If all came, one of them ended before it could say so.
+                    raise PeerFailed(came.index(False) if False in came else self.rank, reason)
+                _pause(waited, _MEETING_PAUSE_S_MAX)
+        except BaseException:
+            end_meeting()
+            raise
+        return store
+
+    def _channel(self, thread: str, store: Store) -> Channel:
+        return Channel(
+            PrefixStore(thread, store),
+            self.rank,
+            self.world_size,
+            timeout=self._torch_timeout,
+            run=lambda start: self._run(start, thread),
+        )
+
+    def _waits(self) -> dict[str, float]:
+        now = time.monotonic()
+        return {thread: now - since for thread, since in self._waiting_since.copy().items()}
+
+    def _run(self, start: Callable[[], dist.Work], thread: str) -> None:
+        self._check()  # Or the others could take this rank for one that goes on.
+        self._wait(start(), thread)
+
+    def _check(self) -> None:
+        if failure := self._alarm.failure:
+            raise failure
+
+    def _wait(self, work: dist.Work, thread: str) -> None:
+        # On a device it is done when it is on its stream, unlike the work. Callbacks of it
+        # would come in a thread of gloo's, which must not call Python as the process exits.
+        self._wait_until(work.get_future().done, thread)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._alarm.lost(error) from error
+
+    def _connect(self, connect: Callable[[], T]) -> T:
+        """Call what torch lets nobody interrupt, and wait no longer than for a collective."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(connect())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._connecting = threading.Thread(target=run, name="tierstore-connect", daemon=True)
+        self._connecting.start()
+        self._wait_until(result.done, "training")
+        try:
+            return result.result()
+        except RuntimeError as error:
+            raise self._alarm.lost(error) from error
+
+    def _wait_until(self, is_done: Callable[[], bool], thread: str) -> None:
+        began = self._waiting_since[thread] = time.monotonic()
+        try:
+            while not is_done():
+                self._check()
+                waited = time.monotonic() - began
+                if waited > self._timeout_s:
+                    raise self._alarm.late(thread, self._timeout_s)
+                _pause(waited, _PAUSE_S_MAX)
+        except Exception:
+            raise
+        except BaseException as error:  # The others finish without it, and are a call ahead.
+            self.fail(error)
+            raise
+        finally:
+            del self._waiting_since[thread]
+
+
+def _pause(waited_s: float, pause_s_max: float) -> None:
+    time.sleep(min(max(waited_s * _PAUSE_PER_WAITED, _PAUSE_S_MIN), pause_s_max))
+
+
+def ranks_of(
+    group: dist.ProcessGroup | Peers | None, *, timeout_s: float
+) -> tuple[Ranks | None, Peers]:
+    """Return all ranks of the job that a model's parameters are shared by, and how to tell them.
+
+    Args:
+        group: the process group; None: the default one where there is one. ``Peers`` stand for
+            themselves, and share nothing.
+        timeout_s: see Ranks.
+
+    Returns:
+        None for the ranks where there is only one.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return None, group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return None, Alone()
+    if dist.get_world_size(group) == 1:
+        return None, Alone()
+    ranks = Ranks(group, timeout_s=timeout_s)
+    return ranks, ranks.training

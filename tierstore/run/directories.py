@@ -1,0 +1,218 @@
+"""The directories of a run: which may be, and those of one rank as one storage."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from tierstore.errors import RunDirectoryError
+from tierstore.run.bandwidth import measured_bandwidths
+from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striping import DEALING_NAME, Dealing
+from tierstore.storage.base import Storage
+from tierstore.storage.paths import get_file
+from tierstore.storage.select import open_storage
+from tierstore.units import SECTOR_BYTES
+
+logger = logging.getLogger("tierstore")
+
+RESHARDED_NAME = "resharded"
+"""In a run directory, the checkpoint that a run on other ranks begins from, until it has a commit
+of its own. No other checkpoint may have this name."""
+
+RESHARDED_REMOVED = f".{RESHARDED_NAME}.tmp-"
+"""How its names begin before it is whole, and while it is removed."""
+
+_LEFT_BY_RESHARD = re.compile(
+    rf"{RESHARDED_NAME}|{re.escape(RESHARDED_REMOVED)}[0-9a-f]{{8}}(-[0-9a-f]{{8}})?"
+)
+
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+def open_directories(
+    directories: Sequence[Path],
+    rank: int,
+    *,
+    engine: str = "auto",
+    page_bytes: int,
+    overwrite: bool = False,
+) -> Storage:
+    """Open what one rank has in the directories of a run, as one storage.
+
+    Args:
+        directories: one or more, made where absent; those of a run that is there already,
+            in any order.
+        rank: whose files.
+        engine: of all of them; see open_storage().
+        page_bytes: about how large pages are, to measure the directories of a new run with.
+        overwrite: whether anything that is there is going to be removed.
+
+    Raises:
+        RunDirectoryError: one of them cannot be used, is missing, or is given twice.
+        ValueError: there is none, or no such engine.
+    """
+    if not directories:
+        raise ValueError("name one directory or more, got an empty list")
+    paths = [rank_directory(directory, rank) for directory in directories]
+    absent = [path for path in paths if not path.exists()]
+    dealt = [path for path in paths if (path / DEALING_NAME).exists()]
+    if absent and dealt and not overwrite:
+        raise RunDirectoryError(
+            f"{absent[0]} is missing, and {dealt[0]} is of a run that is dealt over several "
+            "directories: name those where they are now, and mount the disks that they are on"
+        )
+    with contextlib.ExitStack() as opened:
+        parts: list[Storage] = []
+        for path in paths:
+            parts.append(open_storage(path, engine))
+            opened.callback(parts[-1].close)
+        _compare(paths)
+        opened.pop_all()
+    if len(parts) == 1 and not dealt:
+        return parts[0]
+    measure = partial(measured_bandwidths, page_bytes=page_bytes)
+    return DealtStorage(parts, measure, overwrite=overwrite)
+
+
+def in_order(directories: Sequence[Path]) -> list[Path]:
+    """Return directories as the run that is in them has them, if one is.
+
+    The first has what is not dealt, and what a run on other ranks is to begin from.
+
+    Raises:
+        StorageError, CorruptionError: what says so cannot be read.
+    """
+
+    def place(directory: Path) -> tuple[int, bool]:
+        path = rank_directory(directory, 0) / DEALING_NAME
+        index = Dealing.from_bytes(get_file(path), str(path)).index if path.exists() else 0
+        return index, not left_by_reshard(directory)
+
+    return sorted(directories, key=place)
+
+
+def open_run_directory(directory: Path, rank: int) -> Storage:
+    """Open what one rank has in a run that is there, given its first directory alone.
+
+    Others, if it is dealt over several, are where they were when they were last used.
+
+    Raises:
+        RunDirectoryError: one of them cannot be used, or is not of the run.
+        CorruptionError, StorageError: the file that names them cannot be read.
+    """
+    path = rank_directory(directory, rank)
+    directories = [directory]
+    if (path / DEALING_NAME).exists():
+        where = path / DEALING_NAME
+        dealing = Dealing.from_bytes(get_file(where), str(where))
+        if dealing.index:
+            raise RunDirectoryError(
+                f"{directory} is number {dealing.index + 1} of the directories of a run: name "
+                f"the first, {Path(dealing.directories[0]).parent}"
+            )
+        directories += [Path(other).parent for other in dealing.directories[1:]]
+    return open_directories(directories, rank, page_bytes=SECTOR_BYTES)
+
+
+def left_by_reshard(directory: Path) -> list[str]:
+    """Return what a directory has of the checkpoint, whole or not, that such a run begins from."""
+    with looking_into(directory):
+        names = os.listdir(directory) if directory.is_dir() else []
+    return [name for name in names if _LEFT_BY_RESHARD.fullmatch(name)]
+
+
+def _compare(paths: Sequence[Path]) -> None:
+    """Refuse a directory that is there twice, under whatever names; note what gains nothing."""
+    seen: dict[tuple[int, int], Path] = {}
+    devices: dict[int, Path] = {}
+    for path in paths:
+        status = path.stat()
+        other = seen.setdefault((status.st_dev, status.st_ino), path)
+        if other is not path:
+            raise RunDirectoryError(
+                f"{other} and {path} are one and the same directory: name each once"
+            )
+        other = devices.setdefault(status.st_dev, path)
+        if other is not path:
+            logger.info("%s and %s are on one device: to deal over both gains nothing", other, path)
+
+
+def rank_directory(directory: Path, rank: int) -> Path:
+    """Return the directory of one rank's files, after checking that it may be one.
+
+    Raises:
+        RunDirectoryError: ``directory`` is not a directory, may not be entered, belongs to
+            someone else, lies in memory, or holds something that is not a run.
+    """
+    path = directory / f"rank-{rank:05d}"
+    with looking_into(directory):
+        if path.is_symlink():
+            raise RunDirectoryError(
+                f"{path} is a symbolic link: remove it, or name another directory"
+            )
+        for place in (directory, path):
+            if place.exists():
+                _check_place(place)
+        if directory.exists() and not path.exists():
+            _check_empty(directory)
+        _check_filesystem(directory)
+    return path
+
+
+@contextlib.contextmanager
+def looking_into(directory: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a RunDirectoryError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{error.filename or directory} cannot be looked into: {error.strerror} (errno "
+            f"{error.errno}); make it accessible for this user, or name another directory"
+        ) from error
+
+
+def _check_empty(directory: Path) -> None:
+    names = sorted(entry.name for entry in directory.iterdir())  # Once: other ranks begin, too.
+    if any(re.fullmatch(r"rank-\d{5}", name) for name in names):
+        return  # Of other ranks; beside these anything may be.
+    strange = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
+    if strange:
+        raise RunDirectoryError(
+            f"{directory} holds no tierstore run but other files ({', '.join(strange[:3])}"
+            f"{', ...' if len(strange) > 3 else ''}): name an empty or a new directory"
+        )
+
+
+def _check_place(place: Path) -> None:
+    if not place.is_dir():
+        raise RunDirectoryError(f"{place} is not a directory: name an empty or a new one")
+    owner = place.stat().st_uid
+    if owner != os.geteuid():
+        raise RunDirectoryError(
+            f"{place} belongs to user {owner}, this process runs as user {os.geteuid()}: "
+            "run as its owner, or name another directory"
+        )
+
+
+def _check_filesystem(directory: Path) -> None:
+    """Refuse filesystems that live in memory: nothing on them survives a restart."""
+    existing = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    device = existing.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:  # Not Linux: no such list, and no tmpfs under a usual path.
+        return
+    for mount in mounts:
+        fields, _, kind = mount.partition(" - ")
+        if fields.split()[2] == number and kind.split()[0] in _MEMORY_FILESYSTEMS:
+            raise RunDirectoryError(
+                f"{directory} is on {kind.split()[0]}, which is memory and does not survive a "
+                "restart: name a directory on a disk"
+            )

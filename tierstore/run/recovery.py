@@ -1,0 +1,345 @@
+"""A run directory: who may use it, what it holds, and what a restart finds in it.
+
+``<directory>/rank-00000/`` holds the files of one rank: ``run.json`` (identity), ``lock``,
+``commit-<step>`` (manifests), ``page-<number>.a`` and ``.b``, and while a run that keeps
+one copy of each page is between commits, ``dirty``. Where a run is dealt over several
+directories, pages may lie in any of them, and everything else is in the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+
+from tierstore.errors import CorruptionError, RunDirectoryError
+from tierstore.ranks.peers import Peers, agree
+from tierstore.run.committer import DIRTY_NAME, clear_dirty, read_mark, write_durably
+from tierstore.run.manifest import (
+    IDENTITY_NAME,
+    MANIFEST_PATTERN,
+    Manifest,
+    Revision,
+    RunIdentity,
+    manifest_name,
+    manifest_revision,
+)
+from tierstore.storage.base import Storage
+
+logger = logging.getLogger("tierstore")
+
+LOCK_TIMEOUT_S = 30.0
+
+_DAMAGED = ".damaged"
+_OWN_NAMES = re.compile(
+    rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|{MANIFEST_PATTERN}({re.escape(_DAMAGED)})?"
+    r"|page-\d+\.[ab]"
+)
+_TEMPORARY_NAME = re.compile(
+    rf"(?:{_OWN_NAMES.pattern})\.tmp|page-\d+\.[ab]\.(next|copying-[0-9a-f]+)"
+)
+_storages_in_use: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+def abandon_in_children(storage: Storage) -> None:
+    """Have every child forked from now on drop the descriptors of a storage.
+
+    A child that kept them would keep the lock of a parent that was killed.
+    """
+    _storages_in_use.add(storage)
+
+
+def _abandon_all() -> None:
+    for storage in list(_storages_in_use):
+        storage.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def open_run(
+    storage: Storage, peers: Peers, *, resume: bool, overwrite: bool, page_bytes: int
+) -> tuple[RunIdentity, Manifest | None]:
+    """Lock a rank's directory and find its run in it, or begin a new one.
+
+    Returns:
+        The identity, and the manifest of the committed step to go on from; None where the
+        run is new.
+
+    Raises:
+        RunLockedError: another process uses the directory.
+        RunDirectoryError: it holds a run and neither ``resume`` nor ``overwrite`` was
+            given, or a run that cannot be resumed.
+        PeerFailed: any of this on another rank.
+    """
+
+    def look() -> bool:
+        storage.lock(LOCK_TIMEOUT_S)
+        names = storage.list()
+        steps = [revision[0] for name in names if (revision := manifest_revision(name))]
+        holds_work = bool(steps) or DIRTY_NAME in names
+        if holds_work and not resume and not overwrite:
+            state = f"committed at step {max(steps)}" if steps else "not committed"
+            raise RunDirectoryError(
+                f"{storage.location} holds a run {state}: pass resume=True to go on with it, "
+                "or overwrite=True to delete it and start over"
+            )
+        return holds_work
+
+    if any(agree(peers, look)) and resume:
+        return find_run(storage, peers)
+    agree(peers, lambda: erase_commits(storage))
+    agree(peers, lambda: erase(storage))
+    run_id = peers.gather(secrets.token_hex(16))[0]
+    identity = RunIdentity(
+        run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
+    )
+    agree(peers, lambda: write_durably(storage, IDENTITY_NAME, identity.to_bytes()))
+    return identity, None
+
+
+def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | None]:
+    """Return the run that a locked directory holds, and what recover() finds of it.
+
+    Raises:
+        RunDirectoryError: there is none, or it is another rank's.
+        PeerFailed: either of these on another rank.
+    """
+    found = agree(peers, lambda: _identity_in(storage))
+    for other in found:
+        if other is not None and other.world_size != peers.world_size:
+            raise RunDirectoryError(
+                f"{storage.location} belongs to rank {(found[peers.rank] or other).rank} of "
+                f"{other.world_size}, this is rank {peers.rank} of {peers.world_size}: start the "
+                f"job with {other.world_size} ranks, or pass reshard=True to go on with "
+                f"{peers.world_size}"
+            )
+    identities = agree(peers, lambda: _checked(found[peers.rank], storage, peers.rank))
+    identity = identities[peers.rank]
+    for rank, other in enumerate(identities):
+        if other.run_id != identity.run_id:
+            raise RunDirectoryError(
+                f"{storage.location} belongs to run {identity.run_id}, but rank {rank} has "
+                f"run {other.run_id}: give each rank its own directory of one run"
+            )
+    return identity, recover(storage, identity, peers)
+
+
+def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]]:
+    """Return the commit of each rank of a run whose locked directories are all here.
+
+    Args:
+        storages: of rank 0, 1, ...; those after the last rank of the run have nothing in them.
+
+    Raises:
+        RunDirectoryError: a rank is missing, or they are of several runs; or as in recover().
+    """
+    first = _checked(_identity_in(storages[0]), storages[0], 0)
+    ranks = storages[: first.world_size]
+    for storage in storages[first.world_size :]:
+        if _holds_run(storage):
+            raise RunDirectoryError(
+                f"{storage.location} is no rank of the run of {first.world_size} ranks in "
+                f"{storages[0].location}: remove it, if it is what is left of an older run"
+            )
+    if len(ranks) < first.world_size:
+        raise RunDirectoryError(
+            f"the run in {storages[0].location} has {first.world_size} ranks, and of "
+            f"{first.world_size - len(ranks)} of them there is no directory beside it: if they "
+            "are on the disks of other machines, publish from the job, with store.checkpoint()"
+        )
+    identities = [_checked(_identity_in(each), each, rank) for rank, each in enumerate(ranks)]
+    for storage, identity in zip(ranks, identities, strict=True):
+        if (identity.run_id, identity.world_size) != (first.run_id, first.world_size):
+            raise RunDirectoryError(
+                f"{storage.location} is of another run than {storages[0].location}: bring those "
+                "of one run together"
+            )
+    found = [_Found(*each) for each in zip(ranks, identities, strict=True)]
+    newest = _newest([each.require_one() for each in found], ranks[0])
+    if newest is None:
+        raise RunDirectoryError(
+            f"no step was committed by all ranks of {storages[0].location} yet, so there is none "
+            "to publish, or to go on from on other ranks: start over with overwrite=True"
+        )
+    for each in found:
+        each.go_back_to(newest)
+    return [(storage, each.whole[newest]) for storage, each in zip(ranks, found, strict=True)]
+
+
+def _identity_in(storage: Storage) -> RunIdentity | None:
+    if IDENTITY_NAME not in storage.list():
+        return None
+    where = f"{storage.location}/{IDENTITY_NAME}"
+    return RunIdentity.from_bytes(storage.get(IDENTITY_NAME), where)
+
+
+def _checked(identity: RunIdentity | None, storage: Storage, rank: int) -> RunIdentity:
+    """Return an identity after checking that there is one, of this rank."""
+    where = f"{storage.location}/{IDENTITY_NAME}"
+    if identity is None:
+        raise RunDirectoryError(
+            f"{where} is missing, though the run has commits: restore the directory from a "
+            "copy, or pass overwrite=True to start over"
+        )
+    if identity.rank != rank:
+        raise RunDirectoryError(
+            f"{where} belongs to rank {identity.rank} of {identity.world_size}, this is rank "
+            f"{rank}: give each rank its own directory"
+        )
+    return identity
+
+
+def _holds_run(storage: Storage) -> bool:
+    return any(map(_OWN_NAMES.fullmatch, storage.list()))
+
+
+def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest | None:
+    """Return the newest step committed on all ranks, and set aside what claims to be newer.
+
+    A step is committed where every rank has a whole manifest of it, of one same attempt:
+    after a crash a rank may have gone further than the others, and one that comes to the
+    same step again does so in another attempt.
+
+    A file under a manifest's name was renamed there after it was whole, so one that is not
+    whole now was damaged later. The commit before it is then the newest: its pages are
+    still checked one by one as they are read.
+
+    Returns:
+        The manifest of this rank, or None where some ranks have a first commit and others
+        have none yet.
+
+    Raises:
+        RunDirectoryError: no commit is left, or the one copy of each page that this run
+            keeps was being overwritten.
+        PeerFailed: either of these on another rank.
+    """
+    found = _Found(storage, identity)
+    newest = _newest(agree(peers, found.require_one), storage)
+    agree(peers, lambda: found.go_back_to(newest))
+    return None if newest is None else found.whole[newest]
+
+
+def _newest(
+    everyone: Sequence[tuple[Mapping[Revision, str], bool]], storage: Storage
+) -> Revision | None:
+    """Return the newest commit that all ranks have, given what require_one() said on each."""
+    common = set.intersection(*(set(attempts.items()) for attempts, _ in everyone))
+    newest = max((revision for revision, _ in common), default=None)
+    if newest is None and not all(only_first for _, only_first in everyone):
+        raise RunDirectoryError(
+            f"the ranks of {storage.location} and beside it have no committed step in common "
+            f"({[sorted(step for step, _ in attempts) for attempts, _ in everyone]}): start over "
+            "with overwrite=True, from a checkpoint of the run if there is one"
+        )
+    return newest
+
+
+class _Found:
+    """The manifests that one rank's directory holds."""
+
+    def __init__(self, storage: Storage, identity: RunIdentity) -> None:
+        self._storage = storage
+        self._identity = identity
+        self.whole: dict[Revision, Manifest] = {}
+        self._damaged: dict[Revision, CorruptionError] = {}
+
+    def require_one(self) -> tuple[dict[Revision, str], bool]:
+        """Return the attempt of each whole commit, and whether none was before these."""
+        for name in self._storage.list():
+            revision = manifest_revision(name)
+            if revision is not None:
+                try:
+                    self.whole[revision] = _read_manifest(self._storage, name, self._identity)
+                except CorruptionError as error:
+                    self._damaged[revision] = error
+        if self._damaged and not self.whole:
+            raise RunDirectoryError(
+                f"no commit in {self._storage.location} is whole: start over with "
+                "overwrite=True, from a checkpoint of the run if there is one"
+            )
+        if not self.whole:
+            _refuse_dirty(self._storage, None)
+            if self._identity.world_size == 1:
+                raise RunDirectoryError(
+                    f"no step was committed in {self._storage.location} yet: there is none to "
+                    "go back to or to publish, so start over"
+                )
+        attempts = {revision: manifest.attempt for revision, manifest in self.whole.items()}
+        return attempts, all(manifest.first for manifest in self.whole.values())
+
+    def go_back_to(self, newest: Revision | None) -> None:
+        """Make a commit the newest, after checking that its pages can be told from others."""
+        _refuse_dirty(self._storage, newest)
+        damaged = {r: error for r, error in self._damaged.items() if newest is None or r > newest}
+        for error in damaged.values():
+            logger.warning("%s; going back to the commit before it", error)
+            if newest and not all(page.checksums for page in self.whole[newest].pages):
+                raise RunDirectoryError(
+                    f"{error}. The commit before it cannot be told from what later steps wrote, "
+                    "because the run has no checksums: start over with overwrite=True"
+                ) from error
+        for revision in damaged:
+            # Out of the way, but still there for who wants to know what happened.
+            name = manifest_name(revision)
+            self._storage.rename(name, f"{name}{_DAMAGED}")
+        # A killed process may have left what is seen, and not yet durable.
+        self._storage.sync_directory()
+        # A crash may bring these back: they are late, of another attempt, or of no use.
+        if DIRTY_NAME in self._storage.list():
+            clear_dirty(self._storage)
+        for revision in self.whole:
+            if newest is None or revision > newest:
+                self._storage.unlink(manifest_name(revision))
+        for name in self._storage.list():
+            if _TEMPORARY_NAME.fullmatch(name):
+                self._storage.unlink(name)
+
+
+def _read_manifest(storage: Storage, name: str, identity: RunIdentity) -> Manifest:
+    where = f"{storage.location}/{name}"
+    manifest = Manifest.from_bytes(storage.get(name), where)
+    if manifest.run_id != identity.run_id or manifest.revision != manifest_revision(name):
+        raise CorruptionError(
+            f"{where} is of step {manifest.step} of run {manifest.run_id}, expected run "
+            f"{identity.run_id}"
+        )
+    return manifest
+
+
+def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
+    if DIRTY_NAME not in storage.list():
+        return
+    overwritten = read_mark(storage.get(DIRTY_NAME))
+    # Damaged, it could be about any commit.
+    if newest and overwritten and overwritten < newest:
+        return  # It is late: the crash came just before clear_dirty().
+    what = f"step {overwritten[0]}" if overwritten else "it"
+    raise RunDirectoryError(
+        f"{storage.location} keeps one copy of each page (commit_every=None) and was stopped "
+        f"while overwriting {what}: its pages are of mixed steps. Start over with "
+        "overwrite=True, from a checkpoint of the run if there is one"
+    )
+
+
+def erase_commits(storage: Storage) -> None:
+    """Remove the commits of a run, before all else, so that no half of it looks whole."""
+    names = storage.list()
+    commits = sorted((revision, name) for name in names if (revision := manifest_revision(name)))
+    # The newest last: a power loss that brought back only an older one would have it gone on
+    # from, whose pages were overwritten since.
+    for doomed in (commits[:-1], commits[-1:]):
+        for _, name in doomed:
+            storage.unlink(name)
+        storage.sync_directory()
+
+
+def erase(storage: Storage) -> None:
+    """Remove every file of a run whose commits are gone on all ranks."""
+    for name in storage.list():
+        if _OWN_NAMES.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name):
+            storage.unlink(name)
+    storage.sync_directory()
