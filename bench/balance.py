@@ -20,10 +20,9 @@ import tierstore
 from muon import newton_schulz
 from muon.pipeline import ROUNDS_MAX, plan_pages
 from muon.rounds import Round
-from tierstore.layout.holding import Holding, whole_on
 from tierstore.layout.ownership import SharedParameter, partition_ranks
 from tierstore.layout.parameters import ParameterSpec
-from tierstore.layout.sharding import Sharded, Sharding
+from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
 
 LAYERS = 32
 HIDDEN = 4096

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from tierstore.paging.views import ChunkView, PageView, ShardView
     from tierstore.ranks.job import Ranks
     from tierstore.ranks.peers import Peers
-    from tierstore.stats import Stats
-    from tierstore.store import TierStore
+    from tierstore.store import Stats, TierStore
     from tierstore.units import parse_bytes
 
 __version__ = "0.1.0"

@@ -25,7 +25,7 @@ from tierstore.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tierstore.inspection.report import Report
+    from tierstore.inspection.reader import Report
     from tierstore.inspection.summary import Summary
 
 _BAD_DATA, _WRONG_CALL = 1, 2
@@ -188,7 +188,7 @@ def _tell_of_reshard(run: Path) -> None:
     """Say on stderr where a run is that was taken apart for other ranks."""
     from tierstore.inspection.reader import Reader
     from tierstore.inspection.run_reader import newest_commit, read_ranks
-    from tierstore.run.directories import RESHARDED_NAME
+    from tierstore.run.file_names import RESHARDED_NAME
 
     if (run / RESHARDED_NAME).exists() and newest_commit(read_ranks(Reader(run))) is None:
         sys.stderr.write(

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierstore.paging.tier_plan import BUFFERS_MIN, Budget
 from tierstore.units import SECTOR_BYTES
+
+# One buffer is being stepped while another is read ahead or written behind.
+BUFFERS_MIN = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a store may use, in bytes; see TierStore for what it means to a user."""
+
+    host_memory: int
+    device_memory: int
+    buffers: int | None
+    reserved: int = 0
+    """Of the host memory, for other things than pages."""
+
+    @property
+    def for_pages(self) -> int:
+        """Host memory for pages and their buffers."""
+        return max(0, self.host_memory - self.reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from tierstore.paging.page import Page
 from tierstore.paging.page_table import (
     LocalSubgroup,
     check_groups,
-    create_files,
     device_of,
     make_subgroups,
     pages_of,
@@ -38,9 +37,9 @@ from tierstore.paging.whole_states import (
     write_pages,
 )
 from tierstore.ranks.job import Ranks
-from tierstore.ranks.peers import Alone, Peers, agree
-from tierstore.run.committer import Commits
-from tierstore.run.history import History
+from tierstore.ranks.peers import Alone, Peers, together
+from tierstore.run.committer import Commits, History
+from tierstore.run.page_files import create_files
 from tierstore.run.recovery import abandon_in_children, open_run
 from tierstore.run.usability import Guard
 from tierstore.storage.base import Storage
@@ -135,10 +134,10 @@ class PagedStates:
             PeerFailed: any of these on another rank.
         """
         self._guard.require_usable()
-        specs: dict[str, ParameterSpec] = {}
-        agree(
+        specs = together(
             self._sharers,
-            lambda: specs.update(check_groups(groups, self._specs, first_group=len(self._groups))),
+            "check the param groups",
+            lambda: check_groups(groups, self._specs, first_group=len(self._groups)),
         )
         shared = rank_checks.share_groups(
             self._ranks,
@@ -148,8 +147,7 @@ class PagedStates:
             page_bytes=self._page_bytes,
         )
         self._may_differ = shared is not None and not self._guard.awaits_restore
-        subgroups: list[LocalSubgroup] = []
-        agree(self._sharers, lambda: subgroups.extend(self._laid_out(groups, shared)))
+        subgroups = together(self._sharers, "lay out pages", lambda: self._laid_out(groups, shared))
         if self._spread is not None and shared is not None:
             self._spread.prepare(shared)
         self._groups += groups
@@ -359,7 +357,9 @@ class PagedStates:
 
     def _allocate(self, storage: Storage, pages: Sequence[Page]) -> None:
         """Allocate all that steps will write to: a full disk shows here and not in one."""
-        names = create_files(storage, pages, self._commits.copies)
+        names = create_files(
+            storage, {page.index: page.layout for page in pages}, self._commits.copies
+        )
         self._commits.provide_spares(name for name in names if storage.is_shared(name))
 
     def _placement(
@@ -482,7 +482,7 @@ class PagedStates:
             attempt=self._commits.attempt,
             before=self._commits.begun,
             groups=self._groups,
-            pages=self._pages,
+            pages=[(page.layout, page.entry) for page in self._pages],
             shared=self._ranks is not None,
         )
         with self._pager.stalled(), self._guard.failing(interrupts=False):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,20 +16,19 @@ from torch import distributed as dist
 
 from tierstore.checkpoint.opening import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.publication import Publication
-from tierstore.config import StoreConfig
+from tierstore.config import Budget, StoreConfig
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.paged import PagedStates
 from tierstore.paging.fsdp import reshard
-from tierstore.paging.page_table import check_files, check_same_model
 from tierstore.paging.rank_checks import require_same_options
-from tierstore.paging.tier_plan import Budget, Tier
+from tierstore.paging.tier_plan import Tier
 from tierstore.paging.whole_states import restore_parameters
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Alone, Peers, agree
+from tierstore.ranks.peers import Alone, Peers, on_rank_0, together
 from tierstore.run.directories import open_directories
 from tierstore.run.manifest import Manifest
+from tierstore.run.page_files import check_files, check_same_model
 from tierstore.run.recovery import recover
-from tierstore.stats import Stats
 from tierstore.storage.base import Storage
 from tierstore.units import parse_bytes
 
@@ -116,20 +116,16 @@ class TierStore(PagedStates):
         if reshard and not directories:
             raise ValueError("reshard=True needs the path of a run directory")
         ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
-        opened: list[Storage | None] = []
 
-        def open_storages() -> None:
+        def open_storage() -> Storage | None:
             if not isinstance(paths, Sequence):
-                opened.append(paths)
-                return
-            opened.append(
-                open_directories(
-                    directories,
-                    peers.rank,
-                    engine=engine,
-                    page_bytes=config.page_bytes,
-                    overwrite=overwrite,
-                )
+                return paths
+            return open_directories(
+                directories,
+                peers.rank,
+                engine=engine,
+                page_bytes=config.page_bytes,
+                overwrite=overwrite,
             )
 
         modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
@@ -147,8 +143,8 @@ class TierStore(PagedStates):
                 self._resharded, directories = look_for_other_ranks(
                     directories, peers, sharers, **modes
                 )
-            agree(sharers, open_storages)
-            super().__init__(opened[0], config, peers, ranks, resume=resume, overwrite=overwrite)
+            storage = together(sharers, "open the run directory", open_storage)
+            super().__init__(storage, config, peers, ranks, resume=resume, overwrite=overwrite)
         except BaseException:
             if ranks is not None:
                 ranks.close()
@@ -311,7 +307,7 @@ class TierStore(PagedStates):
         self._guard.require_open()
         storage = self._require_storage("restore()")
         members = [each for group in self._groups for each in group.parameters]
-        agree(self._sharers, lambda: reshard(members))
+        together(self._sharers, "begin a restore", lambda: reshard(members))
         if checkpoint is not None:
             return self._begin_from(checkpoint)
         if self._resharded is not None:
@@ -330,10 +326,11 @@ class TierStore(PagedStates):
             )
 
         def check(committed: Manifest = manifest) -> None:
-            check_same_model(committed, self._groups, self._pages)
-            check_files(storage, self._pages, committed)
+            layouts = [page.layout for page in self._pages]
+            check_same_model(committed, self._groups, layouts)
+            check_files(storage, layouts, committed)
 
-        agree(self._peers, check)
+        together(self._peers, "check the run", check)
         self._guard.awaits_restore = True  # Until all of the below is done.
         try:
             self._pager.abandon(self._pages)
@@ -356,7 +353,7 @@ class TierStore(PagedStates):
 
         self._guard.awaits_restore = False
         try:
-            agree(self._peers, lambda: self._allocate(storage, self._pages))
+            together(self._peers, "allocate pages", lambda: self._allocate(storage, self._pages))
             step = self._begin_from(checkpoint)
         except BaseException:
             self._guard.awaits_restore = True
@@ -364,7 +361,7 @@ class TierStore(PagedStates):
         self._history.annotate(self.extra)
         self.synchronize()
         run = checkpoint.parent
-        agree(self._peers, lambda: None if self._peers.rank else end_reshard(run))
+        on_rank_0(self._peers, "end the reshard", lambda: end_reshard(run))
         self._resharded = None
         return step
 
@@ -378,14 +375,12 @@ class TierStore(PagedStates):
             raise RunDirectoryError(
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
-        sources: list[CheckpointSource] = []
-
         wanted = self._groups, self._history.scalars
-        agree(
+        source = together(
             self._peers,
-            lambda: sources.append(CheckpointSource(checkpoint, *wanted, self._peers)),
+            "check a checkpoint",
+            lambda: CheckpointSource(checkpoint, *wanted, self._peers),
         )
-        (source,) = sources
         with self._guard.failing(interrupts=True):
             self._history.step = source.step
             self._write_pages(source.fill, source.scalars)
@@ -416,8 +411,8 @@ class TierStore(PagedStates):
             if self._device is not None:
                 self._placement(self._pages, self._device.device, target)
 
-        agree(self._sharers, plan)  # Before any of them moves a page.
-        agree(self._sharers, lambda: self._bring_to(target))
+        together(self._sharers, "plan a move", plan)  # Before any of them moves a page.
+        together(self._sharers, "move pages", lambda: self._bring_to(target))
         self._tier = target
         self._agree_on_window()
 
@@ -496,3 +491,27 @@ class TierStore(PagedStates):
         if self._storage is None:
             raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
         return self._storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What a store has done since it was opened."""
+
+    engine: str
+    """How pages move: "io_uring", "libaio", "aiofiles", "memory"; "none" where all are resident."""
+    pages: int
+    state_bytes: int
+    """Bytes of all pages, framing and padding included."""
+    bytes_read: int
+    bytes_written: int
+    bytes_spread: int
+    """What this rank sent of parameters that others hold, too: once for each that it went to."""
+    stall_seconds: float
+    """Time that the training thread waited for transfers and commits."""
+    host_bytes_peak: int
+    """Bytes of page buffers, pages that rest in host memory, and what compute="host" copies
+    gradients and parameters to, all together at their most."""
+    device_bytes_peak: int
+    """Bytes of the device that pages rest in or are stepped in, at their most."""
+    pages_in: Mapping[str, int]
+    """Number of pages that rest in each of "device", "host" and "nvme"."""

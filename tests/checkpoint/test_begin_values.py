@@ -18,7 +18,7 @@ import tierstore
 from tests.run.test_tagged_json import same
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp
 from tests.support.toy import Toy
-from tierstore.checkpoint import boxes, dcp_reader
+from tierstore.checkpoint import dcp_reader
 from tierstore.inspection.verify import verify
 
 
@@ -257,7 +257,7 @@ def test_a_large_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
     ours = Ours(tmp_path / "run", seed=3)
     monkeypatch.setattr(dcp_reader.FileSystemReader, "read_data", None)  # Nobody needs it.
-    monkeypatch.setattr(boxes, "PIECE_BYTES", 200)
+    monkeypatch.setattr(dcp_reader, "PIECE_BYTES", 200)
     assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 1
     for name, parameter in ours.model.named_parameters():
         assert torch.equal(parameter, reference.model.get_parameter(name)), name

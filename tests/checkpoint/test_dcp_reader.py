@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.checkpoint import boxes
-from tierstore.checkpoint.boxes import read_box
+from tierstore.checkpoint import dcp_reader
+from tierstore.checkpoint.dcp_reader import read_box
 
 
 class Bytes:
@@ -54,7 +54,7 @@ def test_box_is_what_narrow_gives(
     stored = torch.arange(math.prod(sizes)).remainder(251).to(dtype).view(sizes)
     file = Bytes(b"12345" + stored.reshape(-1).view(torch.uint8).numpy().tobytes())
     target = torch.full(lengths, 77, dtype=target_dtype)
-    with mock.patch.object(boxes, "PIECE_BYTES", piece_bytes):
+    with mock.patch.object(dcp_reader, "PIECE_BYTES", piece_bytes):
         read_box(file, 5, dtype, sizes, offsets, target)
     expected = stored
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
@@ -77,7 +77,7 @@ def test_a_column_of_long_rows_is_read_without_them() -> None:
     stored = torch.arange(4000.0).view(4, 1000)
     file = Bytes(stored.view(torch.uint8).numpy().tobytes())
     target: Any = torch.empty(4, 2)
-    with mock.patch.object(boxes, "PIECE_BYTES", 400):
+    with mock.patch.object(dcp_reader, "PIECE_BYTES", 400):
         read_box(file, 0, torch.float32, (4, 1000), (0, 500), target)
     assert torch.equal(target, stored[:, 500:502])
     assert sum(nbytes for _, nbytes in file.reads) == 4 * 8

@@ -27,13 +27,12 @@ from tests.support.published import (
 )
 from tests.support.rank_pool import RankPool
 from tierstore.checkpoint.publish_stopped import publish_run
-from tierstore.inspection.report import Fault
+from tierstore.inspection.reader import Fault
 from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.page_layout import lay_out
+from tierstore.layout.page_layout import lay_out, layout_digest
 from tierstore.layout.subgroups import Subgroup
-from tierstore.paging.page_table import layout_digest
 from tierstore.run.manifest import Manifest
 
 TRAINED, GOES_ON = (1, 2, 3), (4, 5)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.layout.balance import FlatPiece, balanced_owners, flat_owners, share
+from tierstore.layout.ownership import FlatPiece, balanced_owners, flat_owners
+from tierstore.layout.sharding import share
 
 costs = st.lists(st.integers(0, 20), max_size=12)
 loads = st.lists(st.integers(0, 30), min_size=1, max_size=5)

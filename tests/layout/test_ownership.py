@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.holding import Holding, stacked, whole_on
 from tierstore.layout.ownership import (
     SharedParameter,
     SharedSubgroup,
@@ -19,7 +18,7 @@ from tierstore.layout.ownership import (
 )
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
-from tierstore.layout.sharding import Replicated, Sharded, Sharding
+from tierstore.layout.sharding import Holding, Replicated, Sharded, Sharding, stacked, whole_on
 from tierstore.layout.subgroups import partition_group
 
 PAGE_BYTES = 4096

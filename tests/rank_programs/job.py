@@ -199,7 +199,7 @@ def agree_to_fail(here: Here, failing: int) -> tuple[list[str], list[Any]]:
     errors = []
     for peers in (ranks.training, ranks.commits):
         try:
-            agree(peers, act)
+            agree(peers, "make room", act)
         except (ValueError, PeerFailed) as error:
             errors.append(repr(error))
     gathered = ranks.training.gather(here.rank)

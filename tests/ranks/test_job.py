@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from tests.rank_programs import job as programs
 from tests.rank_programs.job import Failure, Job, Waiting, Wrong, running
-from tierstore.ranks.channel import FRAME_BYTES
-from tierstore.ranks.job import Ranks
+from tierstore.ranks.job import FRAME_BYTES, Ranks
 
 # What is measured is a hundredth of it, or the second that a rank has to answer in.
 SOON_S = 5.0

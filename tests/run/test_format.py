@@ -26,10 +26,9 @@ import tierstore
 from tests.support import independent_reader, training
 from tests.support.independent_reader import Content, read_checkpoint, read_run
 from tests.support.toy import RANK, Toy
-from tierstore.layout.page_layout import lay_out_groups
+from tierstore.layout.page_layout import lay_out_groups, layout_digest
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DTYPES
-from tierstore.paging.page_table import layout_digest
 from tierstore.run import tagged_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,8 +24,8 @@ from tierstore.checkpoint import publish, retention
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.paging.page import Transit
 from tierstore.paging.pager import Pager
-from tierstore.run import checkpoint_names, committer, manifest, recovery
-from tierstore.run.manifest import manifest_revision
+from tierstore.run import committer, file_names, manifest, recovery
+from tierstore.run.file_names import manifest_revision
 from tierstore.testing.faults import FaultyStorage
 
 SITE_SEEDS = 40
@@ -213,7 +213,7 @@ def _mark_is_taken_back_first() -> Iterator[None]:
     original = committer.write_durably
 
     def write(storage: Any, name: str, data: bytes) -> None:
-        if manifest_revision(name) is not None and committer.DIRTY_NAME in storage.list():
+        if manifest_revision(name) is not None and file_names.DIRTY_NAME in storage.list():
             committer.clear_dirty(storage)
         original(storage, name, data)
 
@@ -226,9 +226,9 @@ def _each_rank_for_itself() -> Iterator[None]:
     """Recovery that takes what this rank has for what all have."""
     original = recovery.agree
 
-    def agree(peers: Any, act: Any) -> list[Any]:
-        everyone = original(peers, act)
-        if getattr(act, "__name__", "") == "require_one":
+    def agree(peers: Any, call: str, act: Any) -> list[Any]:
+        everyone = original(peers, call, act)
+        if call == "read the commits":
             return [everyone[peers.rank]] * len(everyone)
         return everyone
 
@@ -240,7 +240,7 @@ def _name_before_metadata(self: Any) -> None:
     if self._peers.rank:
         return
     self._folder.rename(self._child, self._name)
-    self._folder.put(self._name, checkpoint_names.METADATA_NAME, self._metadata)
+    self._folder.put(self._name, file_names.METADATA_NAME, self._metadata)
     self._folder.sync(self._name)
     self._folder.sync_children()
     if self._keep_last is not None:
@@ -250,9 +250,7 @@ def _name_before_metadata(self: Any) -> None:
 def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> None:
     children = [child for child in folder.children() if not child.startswith(".")]
     steps = {
-        child: json.loads(folder.get(child, checkpoint_names.MARKER_NAME).partition(b"\n")[2])[
-            "step"
-        ]
+        child: json.loads(folder.get(child, file_names.MARKER_NAME).partition(b"\n")[2])["step"]
         for child in children
         if child != newest
     }
@@ -284,7 +282,7 @@ def _about_a_step(data: bytes) -> tuple[int, int] | None:
 
 def _cleared_at_once(storage: Any, newest: Any) -> None:
     _refuse_dirty(storage, newest)
-    if committer.DIRTY_NAME in storage.list():
+    if file_names.DIRTY_NAME in storage.list():
         committer.clear_dirty(storage)
 
 
@@ -317,7 +315,7 @@ WRITTEN = [
     ),
     Mutant(
         name="the gather of a commit is left out",
-        patched=_patch(committer, "agree", lambda peers, act: [act()] * peers.world_size),
+        patched=_patch(committer, "together", lambda peers, call, act: act()),
     ),
     Mutant(
         name="the copy that the last commit needs is overwritten",

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,14 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierstore.checkpoint.model_contents import Names
-from tierstore.checkpoint.portable import portable
-from tierstore.errors import CheckpointError, RunMismatchError
-from tierstore.layout.page_layout import PageLayout, Record, lay_out, lay_out_groups
+from tierstore.errors import CheckpointError
+from tierstore.layout.page_layout import PageLayout, Record
 from tierstore.layout.parameters import MASTER, ParameterSpec
 from tierstore.layout.records import record_length
-from tierstore.paging.page_table import layout_digest
 from tierstore.run import tagged_json
-from tierstore.run.checkpoint_names import UNPAGED_NAME, published_page
+from tierstore.run.file_names import UNPAGED_NAME, published_page
 from tierstore.run.manifest import Manifest
 
 # What DCP writes as the version of its metadata.
@@ -42,24 +41,6 @@ _DCP_VERSION = "1.0.0"
 Path = tuple[str | int, ...]
 
 _BYTES = BytesStorageMetadata()
-
-
-def layouts_of(manifest: Manifest) -> list[PageLayout]:
-    """Lay out the pages of a commit again, on the rank that made it.
-
-    Raises:
-        RunMismatchError: a version of tierstore that lays them out otherwise wrote it.
-    """
-    if manifest.subgroups is None:
-        layouts = lay_out_groups(manifest.groups, manifest.page_bytes)
-    else:
-        layouts = [lay_out(subgroup) for subgroup in manifest.subgroups]
-    if layout_digest(layouts) != manifest.layout or len(layouts) != len(manifest.pages):
-        raise RunMismatchError(
-            f"commit {manifest.step} of run {manifest.run_id} was laid out by another version "
-            "of tierstore: use the version that wrote it"
-        )
-    return layouts
 
 
 def checkpoint_metadata(
@@ -239,3 +220,43 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
     return tensor
+
+
+# Of longer ones a pickle holds another form, which torch does not read.
+_INT_BITS_MAX = 2000
+
+
+def portable(value: Any) -> Any:
+    """Return a value that tagged.decode() made, with other types where torch reads none.
+
+    Numpy's scalars become Python's, its arrays of numbers tensors and others lists, times
+    text, and ints of more than 2000 bits hexadecimal text.
+    """
+    if isinstance(value, dict):  # An OrderedDict or a Counter stays one.
+        return type(value)({portable(key): portable(item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(map(portable, value))
+    if isinstance(value, np.generic):
+        return _python_scalar(value)
+    if isinstance(value, np.ndarray):
+        return _tensor_or_list(value)
+    if type(value) is int and value.bit_length() > _INT_BITS_MAX:
+        return hex(value)
+    return value
+
+
+def _python_scalar(scalar: np.generic) -> Any:
+    convert = {"f": float, "c": complex, "m": str, "M": str}.get(scalar.dtype.kind)
+    return scalar.item() if convert is None else convert(scalar)
+
+
+def _tensor_or_list(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.kind in "mM":
+        array = array.astype(str)
+    if array.dtype.kind in "SU":
+        return array.tolist()
+    # Torch has neither another byte order nor longer floats than these.
+    wider = {"f": np.float64, "c": np.complex128}.get(array.dtype.kind)
+    if wider is not None and array.dtype.itemsize > np.dtype(wider).itemsize:
+        array = array.astype(wider)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))

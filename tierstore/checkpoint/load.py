@@ -21,7 +21,7 @@ from tierstore.inspection.verify import verify
 from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers
-from tierstore.run.checkpoint_names import MARKER_NAME, METADATA_NAME
+from tierstore.run.file_names import MARKER_NAME, METADATA_NAME
 from tierstore.run.manifest import Manifest
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.errors import RunDirectoryError
-from tierstore.ranks.peers import Peers, agree
+from tierstore.ranks.peers import Peers, agree, on_rank_0
 from tierstore.run.directories import in_order, left_by_reshard, looking_into, rank_directory
-from tierstore.run.manifest import manifest_revision
+from tierstore.run.file_names import folder_rank, manifest_revision, rank_folder
 
 
 def look_for_other_ranks(
@@ -39,8 +38,6 @@ def look_for_other_ranks(
     given = [str(each.absolute()) for each in directories]
 
     def look() -> tuple[str | None, list[str]]:
-        if peers.rank:
-            return None, given
         for each in directories:
             rank_directory(each, 0)  # Refuses one that may not be looked into.
         if overwrite:
@@ -57,7 +54,7 @@ def look_for_other_ranks(
             found = begin_reshard(ordered, peers.world_size, reshard=reshard)
         return None if found is None else str(found), list(map(str, ordered))
 
-    checkpoint, ordered = agree(sharers, look)[0]
+    checkpoint, ordered = on_rank_0(sharers, "look into the run directories", look)
     if sorted(ordered) != sorted(given):
         ordered = given  # This rank has a disk of its own, under another path.
     if checkpoint is None and resume and sharers.world_size == peers.world_size:
@@ -73,15 +70,14 @@ def remove_other_ranks(
     def remove() -> None:
         from tierstore.checkpoint.stopped_run import remove_surplus
 
-        if peers.rank == 0:
-            remove_surplus(directories, peers.world_size, overwrite=overwrite)
+        remove_surplus(directories, peers.world_size, overwrite=overwrite)
 
-    agree(sharers, remove)
+    on_rank_0(sharers, "remove the files of other ranks", remove)
 
 
 def _require_ranks_where_they_were(directories: Sequence[str], peers: Peers) -> None:
     """Refuse to begin anew, or to mix, where commits are on a disk that their rank is not on."""
-    found = agree(peers, lambda: _ranks_with_commits(directories, peers.rank))
+    found = agree(peers, "look for commits", lambda: _ranks_with_commits(directories, peers.rank))
     none_is_there = not any(rank in own for rank, own in enumerate(found))
     for finder, ranks in enumerate(found):
         for rank, place in ranks.items():
@@ -100,12 +96,12 @@ def _ranks_with_commits(directories: Sequence[str], rank: int) -> dict[int, str]
     found = {}
     for directory in map(Path, directories):
         with looking_into(directory):
-            if _has_commits(directory / f"rank-{rank:05d}"):
+            if _has_commits(directory / rank_folder(rank)):
                 return {rank: str(directory)}  # The others need no look, which takes each a while.
             for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
-                match = re.fullmatch(r"rank-(\d{5})", folder.name)
-                if match and _has_commits(folder):
-                    found[int(match[1])] = str(directory)
+                other = folder_rank(folder.name)
+                if other is not None and _has_commits(folder):
+                    found[other] = str(directory)
     return found
 
 

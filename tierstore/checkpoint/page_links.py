@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tierstore.errors import CorruptionError, StorageError, TierstoreError
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout
-from tierstore.run.checkpoint_names import published_page
 from tierstore.run.checksums import block_checksum
-from tierstore.run.manifest import Manifest, page_file
+from tierstore.run.file_names import page_file, published_page
+from tierstore.run.manifest import Manifest
 from tierstore.storage.base import Folder, Storage
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)

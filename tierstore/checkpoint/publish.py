@@ -27,7 +27,7 @@ from typing import Any
 
 import xxhash
 
-from tierstore.checkpoint.dcp_writer import checkpoint_metadata, layouts_of
+from tierstore.checkpoint.dcp_writer import checkpoint_metadata
 from tierstore.checkpoint.model_contents import ModelContents, Names
 from tierstore.checkpoint.page_links import PageFiles, RankCommit
 from tierstore.checkpoint.publication import Publication
@@ -45,16 +45,18 @@ from tierstore.errors import (
     TierstoreError,
 )
 from tierstore.layout.page_layout import PageLayout
-from tierstore.ranks.peers import Peers, agree
-from tierstore.run.checkpoint_names import (
+from tierstore.ranks.peers import Peers, agree, on_rank_0, together
+from tierstore.run.file_names import (
     MARKER_NAME,
     METADATA_NAME,
+    RESHARDED_NAME,
     UNPAGED_NAME,
     published_manifest,
     published_page,
 )
-from tierstore.run.directories import RESHARDED_NAME
-from tierstore.run.manifest import Manifest, seal
+from tierstore.run.manifest import Manifest
+from tierstore.run.page_files import layouts_of
+from tierstore.run.sealed import seal
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")
@@ -114,8 +116,8 @@ def publish(
     publishing = _Publishing(committed, path, keep_last, on_progress)
     try:
         publishing.begin()
-        copying = any(agree(committed.peers, publishing.link_pages))
-        held = copying and all(agree(committed.peers, publishing.hold_pages))
+        copying = any(agree(committed.peers, "link pages", publishing.link_pages))
+        held = copying and all(agree(committed.peers, "hold pages", publishing.hold_pages))
         publishing.describe()
         if held and committed.peers.world_size == 1:
             publishing.start(on_copying)
@@ -141,7 +143,7 @@ class _Publishing:
         self._peers = committed.peers
         self._keep_last = keep_last
         self._on_progress = on_progress
-        prepared = agree(self._peers, self._prepare)
+        prepared = agree(self._peers, "prepare a checkpoint", self._prepare)
         if any(name != prepared[0][2] for *_, name in prepared):
             raise CheckpointError(
                 "all ranks must give the checkpoint one name, but they give "
@@ -202,11 +204,15 @@ class _Publishing:
         maker: int | None = 0
         while maker is not None:
             self._maker = maker
-            agree(self._peers, self._make)
+            together(self._peers, "make the checkpoint directory", self._make)
             self._places += 1
             sees = [True]
             if self._peers.world_size > 1:
-                sees = agree(self._peers, lambda: self._child in self._folder.children())
+                sees = agree(
+                    self._peers,
+                    "list the checkpoint directory",
+                    lambda: self._child in self._folder.children(),
+                )
             maker = None if all(sees) else sees.index(False)
         if self._places > 1 and self._peers.rank == 0:
             logger.warning(
@@ -263,11 +269,15 @@ class _Publishing:
                 for _ in values:  # What the ranks put together they do to the end.
                     pass
 
-        agree(self._peers, put)
+        together(self._peers, "describe the checkpoint", put)
         if self._places > 1:
             described = self._peers.gather((self._metadata, self._marker))
             self._metadata, self._marker = described[0]
-            agree(self._peers, lambda: self._put_marker() if self._peers.rank else None)
+            together(
+                self._peers,
+                "mark the checkpoint",
+                lambda: self._put_marker() if self._peers.rank else None,
+            )
 
     def _put_marker(self) -> None:
         if self._is_first:
@@ -276,13 +286,17 @@ class _Publishing:
     def finish(self, *, copying: bool) -> None:
         """Copy what could not be linked, and give the directory its name."""
         if copying:
-            agree(self._peers, self._copy_pages)
+            together(self._peers, "copy pages", self._copy_pages)
         if self._places > 1:
-            agree(self._peers, lambda: self._take_name() if self._peers.rank else None)
+            together(
+                self._peers,
+                "name the parts of the checkpoint",
+                lambda: self._take_name() if self._peers.rank else None,
+            )
             # Rank 0 may publish now, and be gone before it says so.
             self._published = self._peers.rank > 0
         try:
-            agree(self._peers, lambda: None if self._peers.rank else self._take_name())
+            on_rank_0(self._peers, "name the checkpoint", self._take_name)
         except TierstoreError:
             if self._places > 1:
                 self._peers.gather(None)  # Raises, unless it was rank 0 that said so.

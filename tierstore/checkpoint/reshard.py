@@ -20,7 +20,8 @@ from tierstore.checkpoint.stopped_run import (
 from tierstore.errors import RunDirectoryError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import Rank, newest_commit, read_ranks
-from tierstore.run.directories import RESHARDED_NAME, left_by_reshard
+from tierstore.run.directories import left_by_reshard
+from tierstore.run.file_names import RESHARDED_NAME
 from tierstore.run.recovery import erase_commits, find_whole_run
 
 

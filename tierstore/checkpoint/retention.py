@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierstore.errors import StorageError, TierstoreError
-from tierstore.run.checkpoint_names import MARKER_NAME
-from tierstore.run.manifest import is_count, unseal
+from tierstore.run.file_names import MARKER_NAME
+from tierstore.run.sealed import is_count, unseal
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")

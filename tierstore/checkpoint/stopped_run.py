@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,25 +13,28 @@ from pathlib import Path
 
 from tierstore.checkpoint.retention import remove
 from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
-from tierstore.run.checkpoint_names import MARKER_NAME
 from tierstore.run.directories import (
-    RESHARDED_NAME,
     RESHARDED_REMOVED,
     left_by_reshard,
     open_directories,
     open_run_directory,
     rank_directory,
 )
-from tierstore.run.manifest import manifest_revision, unseal
+from tierstore.run.file_names import (
+    MARKER_NAME,
+    RESHARDED_NAME,
+    folder_rank,
+    manifest_revision,
+    rank_folder,
+)
 from tierstore.run.recovery import LOCK_TIMEOUT_S, erase, erase_commits
+from tierstore.run.sealed import unseal
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder
 from tierstore.storage.paths import get_file
 from tierstore.units import SECTOR_BYTES
 
 logger = logging.getLogger("tierstore")
-
-_RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
 
 @contextlib.contextmanager
@@ -56,10 +58,10 @@ def whole_run(
         RunDirectoryError, RunLockedError, StorageError, CorruptionError: it cannot be used, or
             they are not of one run.
     """
-    found = filter(None, map(_RANK_FOLDER.fullmatch, os.listdir(directories[0])))
+    found = {rank for name in os.listdir(directories[0]) if (rank := folder_rank(name)) is not None}
     with contextlib.ExitStack() as opened:
         storages = {}
-        for rank in sorted(rank for match in found if (rank := int(match[1])) >= first_rank):
+        for rank in sorted(rank for rank in found if rank >= first_rank):
             rank_directory(directories[0], rank)
             if find_others:
                 storages[rank] = open_run_directory(directories[0], rank)
@@ -84,7 +86,7 @@ def remove_ranks(directories: Sequence[Path], storages: dict[int, Storage]) -> N
         erase(storage)
     for directory in directories:
         for rank in storages:
-            folder = directory / f"rank-{rank:05d}"
+            folder = directory / rank_folder(rank)
             if folder.exists():
                 shutil.rmtree(folder)
 

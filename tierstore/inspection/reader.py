@@ -10,11 +10,11 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
-from tierstore.inspection.report import Fault
 from tierstore.layout.page_layout import BLOCK_BYTES
 from tierstore.storage.paths import OPEN_FLAGS
 from tierstore.units import format_bytes
@@ -288,3 +288,36 @@ def unsealed(read: Callable[[bytes, str], object], data: bytes, name: str) -> ob
         raise CorruptionError(
             f"{str(error).removeprefix(f'{name} ')}; if there is none, the file is damaged"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is not as it was written."""
+
+    place: str
+    """The file, from the directory looked at, or the key of ``.metadata``."""
+    what: str
+    """What is wrong with it, and what that means where it is not plain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The outcome of verify()."""
+
+    path: str
+    kind: str
+    """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
+    step: int | None
+    """The committed step; None where nothing says it, or nothing was committed."""
+    files: int
+    """How many files were looked into."""
+    bytes_checked: int
+    """How many bytes of them were, each counted once."""
+    faults: Sequence[Fault]
+    notes: Sequence[str]
+    """What is worth knowing and no fault."""
+
+    @property
+    def good(self) -> bool:
+        """Whether no fault was found."""
+        return not self.faults

@@ -13,23 +13,22 @@ from typing import Any, cast
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, unsealed, wrong_name
 from tierstore.layout.parameters import ParameterSpec
-from tierstore.run.checkpoint_names import MARKER_NAME, published_manifest
-from tierstore.run.manifest import (
+from tierstore.run.file_names import (
+    DEALING_NAME,
     IDENTITY_NAME,
-    Manifest,
+    MARKER_NAME,
     Revision,
-    RunIdentity,
-    body_errors,
-    is_count,
+    folder_rank,
     manifest_revision,
     page_file,
-    unseal,
+    published_manifest,
 )
-from tierstore.run.striping import DEALING_NAME, Dealing, deal
+from tierstore.run.manifest import Manifest, RunIdentity
+from tierstore.run.sealed import body_errors, is_count, unseal
+from tierstore.run.striping import Dealing, deal
 from tierstore.storage.checks import LOCK_NAME
 from tierstore.storage.paths import OPEN_FLAGS
 
-_RANK_FOLDER = re.compile(r"rank-(\d{5})")
 _STATE_BYTES_MAX = 2**50
 """More than any state has: a number above it is not one that was meant."""
 
@@ -74,10 +73,10 @@ def read_ranks(reader: Reader) -> list[Rank]:
     """
     ranks = []
     for folder in reader.list():
-        match = _RANK_FOLDER.fullmatch(folder)
-        if match is None:
+        number = folder_rank(folder)
+        if number is None:
             continue
-        rank = Rank(int(match[1]), folder)
+        rank = Rank(number, folder)
         with reader.noting(folder):
             if (reader.root / folder).is_symlink():
                 raise CorruptionError("is a link: no link is followed")
@@ -284,7 +283,7 @@ def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
 
 def holder_of(reader: Reader) -> str | None:
     """Return which process uses a run, or None; take nothing from it."""
-    for folder in filter(_RANK_FOLDER.fullmatch, reader.list()):
+    for folder in (name for name in reader.list() if folder_rank(name) is not None):
         path = reader.root / folder / LOCK_NAME
         with reader.permitted(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)

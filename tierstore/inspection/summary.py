@@ -29,7 +29,7 @@ from tierstore.inspection.run_reader import (
 )
 from tierstore.inspection.verify import kind_of
 from tierstore.layout.parameters import ParameterSpec
-from tierstore.run.checkpoint_names import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.run.file_names import MARKER_NAME, METADATA_NAME, published_manifest
 from tierstore.run.manifest import Manifest
 
 # A run in use removes manifests while they are read, but never the last two.

@@ -15,13 +15,11 @@ from typing import Any, cast
 
 import xxhash
 
-from tierstore.checkpoint.dcp_writer import layouts_of
 from tierstore.errors import CheckpointError, CorruptionError, RunLockedError, TierstoreError
-from tierstore.inspection.commit_coverage import coverage_faults
+from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.page_file import check_page
-from tierstore.inspection.reader import Reader
-from tierstore.inspection.report import Report
+from tierstore.inspection.reader import Reader, Report
 from tierstore.inspection.run_reader import (
     Rank,
     commits_in,
@@ -33,19 +31,22 @@ from tierstore.inspection.run_reader import (
 )
 from tierstore.inspection.slices import Entries
 from tierstore.layout.page_layout import PageLayout
-from tierstore.run.checkpoint_names import (
+from tierstore.run.committer import read_mark
+from tierstore.run.file_names import (
+    DIRTY_NAME,
     MARKER_NAME,
     METADATA_NAME,
+    Revision,
+    folder_rank,
     published_manifest,
     published_page,
+    rank_folder,
 )
-from tierstore.run.committer import DIRTY_NAME, read_mark
-from tierstore.run.manifest import Manifest, Revision
+from tierstore.run.manifest import Manifest
+from tierstore.run.page_files import layouts_of
 from tierstore.storage.paths import storage_errors
 
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-_RANK_FOLDER = re.compile(r"rank-\d{5}")
-_OF_RANK = re.compile(r"rank-\d{5}\.")
 _TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
@@ -114,9 +115,9 @@ def kind_of(root: Path) -> str:
         )
     if {METADATA_NAME, MARKER_NAME, published_manifest(0)} & names:
         return "checkpoint"
-    if any(map(_RANK_FOLDER.fullmatch, names)):
+    if any(folder_rank(name) is not None for name in names):
         return "run"
-    if _RANK_FOLDER.fullmatch(root.absolute().name):
+    if folder_rank(root.absolute().name) is not None:
         raise CheckpointError(f"{root} is what one rank has of a run: name the directory above it")
     raise CheckpointError(
         f"{root} holds neither a run (rank-00000/) nor a checkpoint ({METADATA_NAME})"
@@ -164,7 +165,7 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
     world_size = max((identity.world_size for identity in identities), default=1)
     for absent in sorted(set(range(world_size)) - {rank.rank for rank in ranks}):
         reader.fault(
-            f"rank-{absent:05d}",
+            rank_folder(absent),
             f"is missing, and the run has {world_size} ranks: if it is on the disk of another "
             "machine, bring all of them together first",
         )
@@ -302,7 +303,8 @@ def _check_published(reader: Reader, names: Sequence[str]) -> int | None:
 
 def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
     """Note ranks that may have published on disks of their own."""
-    here = {int(name[5:10]) for name in names if _OF_RANK.match(name)}
+    prefixes = {name.partition(".")[0] for name in names if "." in name}
+    here = {rank for prefix in prefixes if (rank := folder_rank(prefix)) is not None}
     absent = sorted(set(range(min(world_size, 10**5))) - here)
     if absent:
         some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")

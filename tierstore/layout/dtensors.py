@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tierstore.layout.holding import Holding, whole_on
-from tierstore.layout.sharding import Replicated, Sharded, Sharding
+from tierstore.layout.sharding import Holding, Replicated, Sharded, Sharding, whole_on
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

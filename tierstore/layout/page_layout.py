@@ -213,3 +213,8 @@ def lay_out_groups(
         for index, specs in enumerate(groups, start=first_group)
         for subgroup in partition_group(index, specs, page_bytes)
     ]
+
+
+def layout_digest(layouts: Iterable[PageLayout]) -> str:
+    """Return a digest of the partition: which bytes of which page are what."""
+    return xxhash.xxh3_128_hexdigest("".join(layout.digest for layout in layouts).encode())

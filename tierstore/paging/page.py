@@ -20,7 +20,8 @@ from tierstore.paging.profiler_lanes import Lane
 from tierstore.paging.tier_plan import Tier
 from tierstore.paging.views import Direct, PageView
 from tierstore.run.checksums import block_checksums
-from tierstore.run.manifest import PageEntry, page_file
+from tierstore.run.file_names import page_file
+from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import Extent
 

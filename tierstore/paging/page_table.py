@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
 
 import torch
-import xxhash
 
-from tierstore.errors import CorruptionError, RunMismatchError, StorageError
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import PageLayout, lay_out, lay_out_groups
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.paging.page import Page
 from tierstore.paging.views import Direct, PageView, Source
-from tierstore.run import tagged_json
-from tierstore.run.manifest import Manifest, page_file
-from tierstore.storage.base import Storage
-from tierstore.units import format_bytes
+from tierstore.run.committer import encode_hyperparameters
+from tierstore.run.page_files import specs_of
 
 
 def check_groups(
@@ -96,7 +89,7 @@ def make_subgroups(
     """
     members = {parameter.name: parameter for group in groups for parameter in group.parameters}
     if shared is None:
-        layouts = lay_out_groups(_own(groups), page_bytes, first_group=first_group)
+        layouts = lay_out_groups(specs_of(groups), page_bytes, first_group=first_group)
     else:
         layouts = [lay_out(subgroup.of(rank)) for subgroup in shared]
     subgroups = []
@@ -136,115 +129,3 @@ def device_of(groups: Sequence[PagedGroup]) -> torch.device:
         places = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"one store pages the parameters of one device, got {places}")
     return next(iter(devices), torch.device("cpu"))
-
-
-def create_files(storage: Storage, pages: Sequence[Page], copies: str) -> list[str]:
-    """Allocate the files of pages that do not have theirs yet, all or none.
-
-    Returns:
-        The names of those that were there.
-    """
-    existing = set(storage.list())
-    found: list[str] = []
-    created: list[str] = []
-    try:
-        for page in pages:
-            for copy in copies:
-                name = page_file(page.index, copy)
-                if name in existing and storage.size(name) == page.layout.nbytes:
-                    found.append(name)
-                    continue
-                storage.create(name, page.layout.nbytes)
-                created.append(name)
-    except StorageError as error:
-        total = len(copies) * sum(page.layout.nbytes for page in pages)
-        error.add_note(
-            f"The pages of this run take {format_bytes(total)} in {storage.location}: free "
-            "that much, or name another directory. Nothing was kept of them."
-        )
-        for name in created:
-            with contextlib.suppress(StorageError):  # The first error is the one to mend.
-                storage.unlink(name)
-        raise
-    if created:
-        storage.sync_directory()
-    return found
-
-
-def check_files(storage: Storage, pages: Sequence[Page], manifest: Manifest) -> None:
-    """Check that the file of every committed page is there in full.
-
-    Raises:
-        CorruptionError: naming the first that is not.
-    """
-    existing = set(storage.list())
-    for page, entry in zip(pages, manifest.pages, strict=True):
-        name = page_file(page.index, entry.copy)
-        found = storage.size(name) if name in existing else None
-        if found != page.layout.nbytes:
-            state = "is missing" if found is None else f"has {found} bytes"
-            raise CorruptionError(
-                f"{storage.home(name).location}/{name} {state}, but commit {manifest.step} needs "
-                f"it with {page.layout.nbytes} bytes: go back to a checkpoint of the run, if there "
-                "is one"
-            )
-
-
-def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
-    """Return the hyperparameters of a group as a manifest holds them.
-
-    Raises:
-        TypeError, ValueError: one that no commit can hold, by name.
-    """
-    return tagged_json.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")
-
-
-def layout_digest(layouts: Iterable[PageLayout]) -> str:
-    """Return a digest of the partition: which bytes of which page are what."""
-    return xxhash.xxh3_128_hexdigest("".join(layout.digest for layout in layouts).encode())
-
-
-def check_same_model(
-    manifest: Manifest, groups: Sequence[PagedGroup], pages: Sequence[Page]
-) -> None:
-    """Check that a commit is of these groups, and has them in these pages.
-
-    Raises:
-        RunMismatchError: naming the first difference.
-    """
-    for committed, attached in zip_longest(_specs(manifest.groups), _specs(_own(groups))):
-        if committed != attached:
-            raise RunMismatchError(
-                "this model is not the one of the run. First difference: the run has "
-                f"{_describe(committed)}; this model has {_describe(attached)}. Build the model "
-                "and its param groups as they were, or start over with overwrite=True"
-            )
-    if manifest.layout != layout_digest(page.layout for page in pages):
-        if manifest.subgroups is not None:
-            raise RunMismatchError(
-                "the run has the parameters of this model, but ranks held or owned them in "
-                "another way: give them the placements and the partition that they had, or "
-                "begin a new run with restore(checkpoint=OUT) after `tierstore checkpoint RUN OUT`"
-            )
-        raise RunMismatchError(
-            "the run has the parameters of this model, but another version of tierstore laid "
-            "them out in other pages: resume it with the version that wrote it"
-        )
-
-
-def _own(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:
-    return [[parameter.spec for parameter in group.parameters] for group in groups]
-
-
-def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, ParameterSpec | None]]:
-    """Yield every spec with its group; a None ends each group, so that its length counts."""
-    for index, group in enumerate(groups):
-        yield from ((index, spec) for spec in group)
-        yield index, None
-
-
-def _describe(place: tuple[int, ParameterSpec | None] | None) -> str:
-    if place is None:
-        return "no further group"
-    index, spec = place
-    return f"in group {index} {spec.describe() if spec else 'no further parameter'}"

@@ -23,7 +23,7 @@ from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Device
 from tierstore.paging.page import Page, PageState, Transit
 from tierstore.paging.tier_plan import Placement, Tier
-from tierstore.run.manifest import page_file
+from tierstore.run.file_names import page_file
 from tierstore.storage.base import Storage, Transfer
 
 

@@ -16,7 +16,6 @@ import xxhash
 
 from tierstore.errors import RunMismatchError
 from tierstore.layout.dtensors import holding_of, local_tensor
-from tierstore.layout.holding import stacked
 from tierstore.layout.ownership import (
     SharedParameter,
     SharedSubgroup,
@@ -24,9 +23,10 @@ from tierstore.layout.ownership import (
     partition_ranks,
 )
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
+from tierstore.layout.sharding import stacked
 from tierstore.paging.fsdp import reshard
 from tierstore.ranks.job import Ranks
-from tierstore.ranks.peers import Peers, agree
+from tierstore.ranks.peers import Peers, agree, together
 from tierstore.run import tagged_json
 
 # So many elements tell whether two ranks have the same values.
@@ -70,25 +70,23 @@ def share_groups(
             for parameter in group.parameters:
                 _require_whole(parameter)
         return None
-    own: list[list[SharedParameter]] = []
     peers = ranks.training
 
-    def describe() -> str:
-        for group in groups:
-            own.append([_describe(each, ranks) for each in group.parameters])
-        return xxhash.xxh3_128_hexdigest(repr(own).encode())
+    def describe() -> list[list[SharedParameter]]:
+        return [[_describe(each, ranks) for each in group.parameters] for group in groups]
 
-    digests = agree(peers, describe)
+    shared = together(peers, "describe the parameters", describe)
+    digests = peers.gather(xxhash.xxh3_128_hexdigest(repr(shared).encode()))
     if len(set(digests)) > 1:
-        everyone = peers.gather(own)
-        own = [
+        everyone = peers.gather(shared)
+        shared = [
             [_combined(theirs) for theirs in zip_longest(*group)]
             for group in zip_longest(*everyone, fillvalue=())
         ]
     loads = owned_costs(earlier, ranks.world_size)
     return [
         subgroup
-        for number, parameters in enumerate(own, start=first_group)
+        for number, parameters in enumerate(shared, start=first_group)
         for subgroup in partition_ranks(number, parameters, page_bytes, ranks.world_size, loads)
     ]
 
@@ -121,7 +119,7 @@ def names_with_gradient(
         values = json.dumps(_hyperparameters(groups), sort_keys=True)
         return found, xxhash.xxh3_64_intdigest(values.encode())
 
-    gradients, digests = zip(*agree(peers, look), strict=True)
+    gradients, digests = zip(*agree(peers, "begin a step", look), strict=True)
     if len(set(digests)) > 1:
         _refuse_hyperparameters(peers, groups)
     found = functools.reduce(operator.or_, gradients)
@@ -144,7 +142,7 @@ def require_same_commit(
         values = json.dumps([_hyperparameters(groups), scalars], sort_keys=True)
         return xxhash.xxh3_64_intdigest(values.encode())
 
-    if len(set(agree(peers, look))) > 1:
+    if len(set(agree(peers, "commit a step", look))) > 1:
         _refuse_hyperparameters(peers, groups)
 
 

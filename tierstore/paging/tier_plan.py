@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tierstore.config import BUFFERS_MIN, Budget
 from tierstore.errors import BudgetError
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
-
-# One buffer is being stepped while another is read ahead or written behind.
-BUFFERS_MIN = 2
 
 # More than this in flight does not make a disk faster: the rest of the memory keeps pages.
 STREAM_BUFFERS = 4
@@ -36,22 +34,6 @@ class Tier(enum.Enum):
     def _missing_(cls, value: object) -> NoReturn:
         names = ", ".join(repr(tier.value) for tier in cls)
         raise ValueError(f"a tier is one of {names}, got {value!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """What a store may use, in bytes; see TierStore for what it means to a user."""
-
-    host_memory: int
-    device_memory: int
-    buffers: int | None
-    reserved: int = 0
-    """Of the host memory, for other things than pages."""
-
-    @property
-    def for_pages(self) -> int:
-        """Host memory for pages and their buffers."""
-        return max(0, self.host_memory - self.reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,7 @@ def agree_to_read(peers: Peers, names: Collection[str]) -> None:
         RunMismatchError: they do not.
         PeerFailed: another rank wants no states at all.
     """
-
-    def list_names() -> list[str]:
-        return sorted(names)
-
-    _require_same(agree(peers, list_names))
+    _require_same(agree(peers, "read states", lambda: sorted(names)))
 
 
 def agree_to_write(peers: Peers, groups: Sequence[PagedGroup], values: States) -> None:
@@ -52,7 +48,7 @@ def agree_to_write(peers: Peers, groups: Sequence[PagedGroup], values: States) -
             check_states(parameters[name], states)
         return sorted(f"{state} of {name}" for name in values for state in values[name])
 
-    _require_same(agree(peers, check))
+    _require_same(agree(peers, "write states", check))
 
 
 def _require_same(lists: Sequence[Sequence[str]]) -> None:

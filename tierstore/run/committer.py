@@ -17,22 +17,25 @@ import json
 import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from torch.profiler import record_function
 
 from tierstore.errors import StorageError, StoreFailedError
-from tierstore.ranks.peers import Peers, agree
-from tierstore.run.manifest import (
-    Manifest,
+from tierstore.layout.page_layout import PageLayout, layout_digest
+from tierstore.layout.parameters import PagedGroup
+from tierstore.ranks.peers import Peers, together
+from tierstore.run import tagged_json
+from tierstore.run.file_names import (
+    DIRTY_NAME,
     Revision,
     manifest_name,
     manifest_revision,
     page_file,
     spare_file,
 )
+from tierstore.run.manifest import Manifest, PageEntry, RunIdentity
 from tierstore.storage.base import Storage, Transfer
-
-DIRTY_NAME = "dirty"
 
 
 def write_durably(storage: Storage, name: str, data: bytes) -> None:
@@ -233,7 +236,7 @@ class Commits:
             write_durably(self._storage, manifest_name(manifest.revision), manifest.to_bytes())
 
         with record_function(f"tierstore::commit {manifest.step}"):
-            agree(self._peers, commit_here)
+            together(self._peers, "commit", commit_here)
         self.committed = manifest
         self._number_durable = number
         self._forget_older()
@@ -245,3 +248,109 @@ class Commits:
             self._storage.unlink(manifest_name(revision))
         if DIRTY_NAME in names:
             clear_dirty(self._storage)
+
+
+class History:
+    """What changed since the last commit, and what the next one will hold."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.scalars: dict[str, dict[str, float]] = {}
+        """Parameter name -> scalar name -> value."""
+        self.extra: Any = None
+        """What was given to the commit that was restored."""
+        self.changed = False
+        """Whether a page was written since a commit was begun."""
+        self.groups_written = 0
+        """Groups attached later have no pages yet and are in no commit."""
+        self._next_extra: tuple[int, Any] = (0, None)  # A step, and what to commit with it.
+
+    def wrote(self, groups: int) -> None:
+        """Note that pages were written, those of so many groups being all there now."""
+        self.changed, self.groups_written = True, groups
+
+    def annotate(self, extra: Any) -> None:
+        """Keep a copy of what the commit of this step shall hold.
+
+        Raises:
+            TypeError, ValueError: no commit can hold it.
+        """
+        self._next_extra = (self.step, tagged_json.encode(extra, name="extra"))
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether a commit of everything was begun: there is nothing new to say."""
+        return not self.changed and not (self.step and self._next_extra[0] == self.step)
+
+    def manifest(
+        self,
+        identity: RunIdentity,
+        *,
+        attempt: str,
+        before: Manifest | None,
+        groups: Sequence[PagedGroup],
+        pages: Sequence[tuple[PageLayout, PageEntry | None]],
+        shared: bool,
+    ) -> Manifest:
+        """Return the manifest of this step: a copy of all that later steps will change.
+
+        Args:
+            identity: the run.
+            attempt: this opening of it.
+            before: the commit before it, if there is one.
+            groups: all groups; those without pages are left out.
+            pages: the layout of every page, and where its content was written last.
+            shared: whether other ranks have a part of the groups.
+
+        Raises:
+            TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
+        """
+        groups = groups[: self.groups_written]
+        written = [
+            (layout, entry)
+            for layout, entry in pages
+            if entry is not None and layout.subgroup.group < len(groups)
+        ]
+        layouts = [layout for layout, _ in written]
+        extra_step, extra = self._next_extra
+        return Manifest(
+            run_id=identity.run_id,
+            attempt=attempt,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            step=self.step,
+            number=before.number + 1 if before and before.step == self.step else 1,
+            first=before is None,
+            page_bytes=identity.page_bytes,
+            groups=[[parameter.spec for parameter in group.parameters] for group in groups],
+            layout=layout_digest(layouts),
+            pages=[entry for _, entry in written],
+            subgroups=[layout.subgroup for layout in layouts] if shared else None,
+            scalars=tagged_json.encode(self.scalars, name="scalars"),
+            hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
+            extra=extra if extra_step == self.step else None,
+        )
+
+    def committed(self) -> None:
+        """Note that a commit of everything was begun."""
+        self._next_extra = (0, None)
+        self.changed = False
+
+    def go_on_from(self, manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
+        """Make a commit the present, and give the groups their hyperparameters back."""
+        for group, saved in zip(groups, manifest.hyperparameters, strict=True):
+            group.hyperparameters.update(tagged_json.decode(saved))
+        self.scalars = tagged_json.decode(manifest.scalars)
+        self.extra = tagged_json.decode(manifest.extra)
+        self.step = manifest.step
+        self.groups_written = len(groups)
+        self.committed()
+
+
+def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
+    """Return the hyperparameters of a group as a manifest holds them.
+
+    Raises:
+        TypeError, ValueError: one that no commit can hold, by name.
+    """
+    return tagged_json.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tierstore.errors import RunDirectoryError
 from tierstore.run.bandwidth import measured_bandwidths
+from tierstore.run.file_names import DEALING_NAME, RESHARDED_NAME, folder_rank, rank_folder
 from tierstore.run.striped_storage import DealtStorage
-from tierstore.run.striping import DEALING_NAME, Dealing
+from tierstore.run.striping import Dealing
 from tierstore.storage.base import Storage
 from tierstore.storage.paths import get_file
 from tierstore.storage.select import open_storage
@@ -21,12 +22,8 @@ from tierstore.units import SECTOR_BYTES
 
 logger = logging.getLogger("tierstore")
 
-RESHARDED_NAME = "resharded"
-"""In a run directory, the checkpoint that a run on other ranks begins from, until it has a commit
-of its own. No other checkpoint may have this name."""
-
 RESHARDED_REMOVED = f".{RESHARDED_NAME}.tmp-"
-"""How its names begin before it is whole, and while it is removed."""
+"""Prefix of the names that this checkpoint has before it is whole, and while it is removed."""
 
 _LEFT_BY_RESHARD = re.compile(
     rf"{RESHARDED_NAME}|{re.escape(RESHARDED_REMOVED)}[0-9a-f]{{8}}(-[0-9a-f]{{8}})?"
@@ -150,7 +147,7 @@ def rank_directory(directory: Path, rank: int) -> Path:
         RunDirectoryError: ``directory`` is not a directory, may not be entered, belongs to
             someone else, lies in memory, or holds something that is not a run.
     """
-    path = directory / f"rank-{rank:05d}"
+    path = directory / rank_folder(rank)
     with looking_into(directory):
         if path.is_symlink():
             raise RunDirectoryError(
@@ -179,7 +176,7 @@ def looking_into(directory: Path) -> Iterator[None]:
 
 def _check_empty(directory: Path) -> None:
     names = sorted(entry.name for entry in directory.iterdir())  # Once: other ranks begin, too.
-    if any(re.fullmatch(r"rank-\d{5}", name) for name in names):
+    if any(folder_rank(name) is not None for name in names):
         return  # Of other ranks; beside these anything may be.
     strange = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
     if strange:

@@ -16,17 +16,17 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 from tierstore.errors import CorruptionError, RunDirectoryError
-from tierstore.ranks.peers import Peers, agree
-from tierstore.run.committer import DIRTY_NAME, clear_dirty, read_mark, write_durably
-from tierstore.run.manifest import (
+from tierstore.ranks.peers import Peers, agree, together
+from tierstore.run.committer import clear_dirty, read_mark, write_durably
+from tierstore.run.file_names import (
+    DIRTY_NAME,
     IDENTITY_NAME,
     MANIFEST_PATTERN,
-    Manifest,
     Revision,
-    RunIdentity,
     manifest_name,
     manifest_revision,
 )
+from tierstore.run.manifest import Manifest, RunIdentity
 from tierstore.storage.base import Storage
 
 logger = logging.getLogger("tierstore")
@@ -89,15 +89,16 @@ def open_run(
             )
         return holds_work
 
-    if any(agree(peers, look)) and resume:
+    if any(agree(peers, "look for a run", look)) and resume:
         return find_run(storage, peers)
-    agree(peers, lambda: erase_commits(storage))
-    agree(peers, lambda: erase(storage))
+    together(peers, "erase the commits of the old run", lambda: erase_commits(storage))
+    together(peers, "erase the old run", lambda: erase(storage))
     run_id = peers.gather(secrets.token_hex(16))[0]
     identity = RunIdentity(
         run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
     )
-    agree(peers, lambda: write_durably(storage, IDENTITY_NAME, identity.to_bytes()))
+    data = identity.to_bytes()
+    together(peers, "write the identity", lambda: write_durably(storage, IDENTITY_NAME, data))
     return identity, None
 
 
@@ -108,7 +109,7 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
         RunDirectoryError: there is none, or it is another rank's.
         PeerFailed: either of these on another rank.
     """
-    found = agree(peers, lambda: _identity_in(storage))
+    found = agree(peers, "read the identity", lambda: _identity_in(storage))
     for other in found:
         if other is not None and other.world_size != peers.world_size:
             raise RunDirectoryError(
@@ -117,7 +118,9 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
                 f"job with {other.world_size} ranks, or pass reshard=True to go on with "
                 f"{peers.world_size}"
             )
-    identities = agree(peers, lambda: _checked(found[peers.rank], storage, peers.rank))
+    identities = agree(
+        peers, "check the identity", lambda: _checked(found[peers.rank], storage, peers.rank)
+    )
     identity = identities[peers.rank]
     for rank, other in enumerate(identities):
         if other.run_id != identity.run_id:
@@ -218,8 +221,8 @@ def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest |
         PeerFailed: either of these on another rank.
     """
     found = _Found(storage, identity)
-    newest = _newest(agree(peers, found.require_one), storage)
-    agree(peers, lambda: found.go_back_to(newest))
+    newest = _newest(agree(peers, "read the commits", found.require_one), storage)
+    together(peers, "go back to a commit", lambda: found.go_back_to(newest))
     return None if newest is None else found.whole[newest]
 
 

@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from tierstore.errors import StorageError
-from tierstore.run.manifest import IDENTITY_NAME, manifest_revision, page_number
-from tierstore.run.striping import DEALING_NAME, Dealing, Held, deal, match, weights_of
+from tierstore.run.file_names import DEALING_NAME, IDENTITY_NAME, manifest_revision, page_number
+from tierstore.run.striping import Dealing, Held, deal, match, weights_of
 from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.units import Extent
 

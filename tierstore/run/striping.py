@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.errors import RunDirectoryError
-from tierstore.run.manifest import body_errors, seal, unseal
-
-DEALING_NAME = "dealing.json"
+from tierstore.run.sealed import body_errors, seal, unseal
 
 # A directory that is slower than this part of the fastest is dealt this part all the same.
 _SLOWEST = 100

@@ -1,0 +1,86 @@
+"""Names of all files of a run directory and of a published checkpoint.
+
+``RUN/rank-00000/`` holds the files of one rank; a checkpoint is one flat directory.
+"""
+
+from __future__ import annotations
+
+import re
+
+_RANK_FOLDER = re.compile(r"rank-(\d{5})")
+
+IDENTITY_NAME = "run.json"
+"""The identity of a run."""
+
+DIRTY_NAME = "dirty"
+"""A mark: the only file of each page is being overwritten."""
+
+DEALING_NAME = "dealing.json"
+"""How the pages of a rank are striped over several directories."""
+
+RESHARDED_NAME = "resharded"
+"""In a run directory: the checkpoint that a run on another number of ranks begins from, until the
+new run has a commit. No other checkpoint may have this name."""
+
+MANIFEST_PATTERN = r"commit-(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
+
+METADATA_NAME = ".metadata"
+"""In a checkpoint: the file that DCP reads first. It says where each tensor is."""
+
+MARKER_NAME = "tierstore.json"
+"""In a checkpoint: the run and step that were published, and all files with their checksums."""
+
+UNPAGED_NAME = "unpaged"
+"""In a checkpoint: everything that is not paged."""
+
+Revision = tuple[int, int]
+"""(step, n): the n-th commit of that step, counted from 1."""
+
+
+def rank_folder(rank: int) -> str:
+    """Return the name of the folder that holds the files of a rank."""
+    return f"rank-{rank:05d}"
+
+
+def folder_rank(name: str) -> int | None:
+    """Return the rank whose folder has this name, or None for any other name."""
+    match = _RANK_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def manifest_name(revision: Revision) -> str:
+    """Return the name of the manifest of a revision; (step, 1) is named by the step alone."""
+    step, number = revision
+    return f"commit-{step:010d}" + (f".{number}" if number > 1 else "")
+
+
+def manifest_revision(name: str) -> Revision | None:
+    """Return the revision whose manifest has this name, or None for any other file."""
+    match = re.fullmatch(MANIFEST_PATTERN, name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
+
+
+def page_file(page: int, slot: str) -> str:
+    """Return the name of slot "a" or "b" of a page."""
+    return f"page-{page:06d}.{slot}"
+
+
+def spare_file(page_file: str) -> str:
+    """Return the name of the file that will replace a page file that is shared."""
+    return f"{page_file}.next"
+
+
+def page_number(name: str) -> int | None:
+    """Return the page that a slot, spare or partial copy belongs to; None for any other file."""
+    match = re.fullmatch(r"page-(\d+)\.[ab](\.next|\.copying-[0-9a-f]+)?", name)
+    return int(match[1]) if match else None
+
+
+def published_manifest(rank: int) -> str:
+    """Return the name that the manifest of a rank has in a checkpoint."""
+    return f"{rank_folder(rank)}.commit"
+
+
+def published_page(rank: int, page: int) -> str:
+    """Return the name that a page file of a rank has in a checkpoint."""
+    return f"{rank_folder(rank)}.page-{page:06d}"

@@ -1,0 +1,67 @@
+"""Sealed files: JSON behind a first line with the kind, format version and checksum."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import xxhash
+
+from tierstore.errors import CorruptionError, RunDirectoryError
+
+FORMAT_VERSION = 1
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value that was read is a number of things, and one that may be meant."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def require(*conditions: bool) -> None:
+    """Raise ValueError unless all conditions hold; body_errors() turns it into CorruptionError."""
+    if not all(conditions):
+        raise ValueError("a field is of another type")
+
+
+def seal(kind: str, body: dict[str, Any]) -> bytes:
+    """Return a file of some kind: the line that names it, then the body as JSON."""
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    return f"tierstore {kind} {FORMAT_VERSION} {xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+
+
+def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
+    """Return the body of such a file; ``where`` names it in errors.
+
+    Raises:
+        CorruptionError: it is not what was written.
+        RunDirectoryError: another version wrote it.
+    """
+    head, _, text = data.partition(b"\n")
+    match = re.fullmatch(rb"tierstore (\w+) (\d+) ([0-9a-f]{32})", head)
+    if match is None or match[1].decode() != kind:
+        raise CorruptionError(f"{where} does not begin like a tierstore {kind} file")
+    if int(match[2]) != FORMAT_VERSION:
+        raise RunDirectoryError(
+            f"{where} has format version {int(match[2])}, this tierstore reads version "
+            f"{FORMAT_VERSION}: use the version of tierstore that wrote it"
+        )
+    if xxhash.xxh3_128_hexdigest(text) != match[3].decode():
+        raise CorruptionError(f"{where} is damaged: its checksum does not match its content")
+    with body_errors(where):
+        body: dict[str, Any] = json.loads(text)
+        require(type(body) is dict)
+        return body
+
+
+@contextmanager
+def body_errors(where: str) -> Iterator[None]:
+    """Turn what a strange body leads the block into, sealed as it is, into CorruptionError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(
+            f"{where} has a right checksum but not the content of its kind"
+        ) from error
