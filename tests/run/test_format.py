@@ -136,7 +136,7 @@ def test_reader_imports_neither_torch_nor_tierstore(trained: Any) -> None:
     script = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests")!r})
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
 from independent_reader import read_run
 assert read_run(Path(sys.argv[1])).step == 6
 print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "tierstore", "muon")))
