@@ -1,17 +1,26 @@
-"""Why the ranks of a job cannot go on: the first reason of any of them, heard by all.
+"""Failure detection: the first failure of any rank is published to all ranks.
 
-Ranks tell each other through the job's key-value store, where each has a thread asleep until
-it is called. A store that does not answer, because the process that serves it is stopped,
-holds up such threads and never a caller.
+Ranks communicate through the job's key-value store. Each rank has a listener thread that sleeps
+in the store until it is called; callers never block on a store that does not answer.
 
-| key | says |
+| key | content |
 |---|---|
-| call/<rank> | wakes the thread of that rank |
-| here/<rank> | its answer: how long each of its threads has been waiting for other ranks |
-| failure | which rank failed and why; written once |
+| call/<rank> | wakes the listener of that rank |
+| here/<rank> | its answer: how long each thread of that rank has waited for other ranks |
+| failure | the rank that failed and the reason; written once |
 | heard/<rank> | that rank knows the failure |
-| left/<rank> | that rank was closed, and no failure was known to it |
-| calls, accusers, answers | how many there were; the first call or accuser is for all ranks |
+| left/<rank> | that rank closed its store and knew of no failure |
+| calls, accusers, answers | counters; the first call and the first accuser act for all ranks |
+
+Example: rank 2 of 3 is killed while all ranks are in a collective.
+
+1. gloo breaks the connections of ranks 0 and 1. Both call connection_lost() and add 1 to
+   "accusers". Rank 0 gets 1 back, so it investigates; rank 1 waits for the key "failure".
+2. Rank 0 sets "call/0" to "call/2". The listeners of ranks 0 and 1 answer under "here/0" and
+   "here/1" with the waiting times of their threads.
+3. ANSWER_S after the last answer, "here/2" is still absent: rank 0 writes [2, "its process ended
+   or is stopped: ..."] to "failure".
+4. Every listener sees "failure" and sets "heard/<rank>". Ranks 0 and 1 raise PeerFailed(2, ...).
 """
 
 from __future__ import annotations
@@ -28,38 +37,39 @@ from torch._C._distributed_c10d import Store
 
 from tierstore.errors import PeerFailed
 
-THREAD_NAME = "tierstore-alarm"
+THREAD_NAME = "tierstore-failures"
 
-# A rank is absent if it does not answer so long after the last one that did.
+# A rank is absent if it has not answered ANSWER_S after the last answer of another rank, or
+# ROLL_CALL_S after the call.
 ANSWER_S = 1.0
 ROLL_CALL_S = 3.0
-# Callers wait no longer than that for the key-value store.
+# Callers wait at most this long for the key-value store.
 TELL_S = 1.0
 ACCUSE_S = ROLL_CALL_S + TELL_S
-# A thread in a call of torch's must not return from it as the interpreter exits, which kills
-# the process: all that can be are waited for.
+# A thread that returns from a call into torch while the interpreter exits aborts the process, so
+# close() waits for the threads.
 CLOSE_S = 10.0
 POLL_S = 0.02
-# Near to the longest that a poll() can be told, in milliseconds.
+# Close to the longest timeout of poll(), which counts milliseconds in an int.
 FOREVER = timedelta(days=20)
 
 KEY_VALUE_STORE = "the job's key-value store, which global rank 0 serves unless a launcher does,"
 
 ENDED = "its process ended or is stopped"
 
-# Of each rank that answered: name of each thread that waits -> seconds it has waited.
+# Rank that answered -> name of a waiting thread -> seconds that it has waited.
 Answers = dict[int, dict[str, float]]
 
 
-class Alarm:
-    """The alarm of one rank. Any thread may use it.
+class FailureDetector:
+    """The failure detector of one rank. Any thread may use it.
 
     Args:
-        store: a key-value store that these ranks alone use, for one alarm only.
+        store: a key-value store that only the detectors of this job use.
         rank: this rank.
         world_size: number of ranks.
-        host: the rank to name where the store is gone, because its process serves it.
-        waits: tells how many seconds each thread has been waiting for other ranks, by name.
+        host: the rank whose process serves the store; it is blamed if the store is gone.
+        waits: returns thread name -> seconds that the thread has waited for other ranks.
     """
 
     def __init__(
@@ -75,8 +85,8 @@ class Alarm:
         self._world_size = world_size
         self._host = host
         self._waits = waits
-        # A connection each: one may be asleep in a call while another is needed.
-        self._telling, self._listening = _clone(store), _clone(store)
+        # Two connections: the listener sleeps in a call while another thread publishes.
+        self._publishing, self._listening = _clone(store), _clone(store)
         self._failure: tuple[int, str] | None = None
         self._known = threading.Event()
         self._store_answers = True
@@ -86,30 +96,33 @@ class Alarm:
 
     @property
     def failure(self) -> PeerFailed | None:
-        """What every rank raises from now on, or None."""
+        """The error that every rank raises from now on, or None."""
         return None if self._failure is None else PeerFailed(*self._failure)
 
-    def tell(self, culprit: int, reason: str) -> None:
-        """Say which rank cannot go on and why, unless another did so first. Never raises."""
+    def report(self, culprit: int, reason: str) -> None:
+        """Publish that a rank failed and why, unless a failure was published before.
 
-        def tell() -> None:
+        Never raises. Returns within 2 * TELL_S.
+        """
+
+        def publish() -> None:
             self._publish(culprit, reason)
             self._call_all()
 
         if self._store_answers:
             with contextlib.suppress(RuntimeError):  # There may be no memory for a thread.
-                self._start(tell).join(TELL_S)
-                self._known.wait(TELL_S)  # So that this rank starts nothing more either.
+                self._start(publish).join(TELL_S)
+                self._known.wait(TELL_S)  # This rank must not start another collective.
 
-    def lost(self, error: Exception) -> PeerFailed:
-        """Return what to raise where a connection broke: the rank that does not answer."""
+    def connection_lost(self, error: Exception) -> PeerFailed:
+        """Return the error to raise after a connection broke; it blames a rank without answer."""
         what = f"rank {self._rank} lost a connection"
 
         def blame(answers: Answers) -> tuple[int, str]:
             absent = [rank for rank in range(self._world_size) if rank not in answers]
             if not absent:
                 return self._rank, f"lost a connection, though all ranks answer: {error}"
-            left = [rank for rank in absent if self._telling.check([f"left/{rank}"])]
+            left = [rank for rank in absent if self._publishing.check([f"left/{rank}"])]
             gone = [rank for rank in absent if rank not in left]
             if not gone:
                 return left[0], f"closed its store or exited, and rank {self._rank} still needs it"
@@ -118,11 +131,11 @@ class Alarm:
 
         return self._accuse(what, blame)
 
-    def late(self, thread: str, timeout_s: float) -> PeerFailed:
-        """Return what to raise where a thread waited too long: the rank that others wait for.
+    def timed_out(self, thread: str, timeout_s: float) -> PeerFailed:
+        """Return the error to raise after a thread waited too long in a collective.
 
-        That is one that does not answer, else one whose thread of that name does not wait,
-        else the one that came last.
+        It blames a rank that does not answer; else one whose thread of that name is not waiting;
+        else the one whose thread has waited for the shortest time.
         """
         what = f"did not come to a collective of the {thread} thread within {timeout_s:g} s"
 
@@ -136,7 +149,7 @@ class Alarm:
         return self._accuse(what, blame)
 
     def close(self) -> None:
-        """End all threads; a failure is first given a moment to reach the other ranks."""
+        """End all threads, after giving a failure a moment to reach the other ranks."""
         end = time.monotonic() + (CLOSE_S if self._store_answers else TELL_S)
         if self._store_answers:
             self._start(self._leave)
@@ -152,29 +165,31 @@ class Alarm:
             self._listening.add("answers", 1)
             self._sleep_until("failure")
             rank, reason = json.loads(self._listening.get("failure"))
-            self._learn(rank, reason)
+            self._set_failure(rank, reason)
             self._listening.set(f"heard/{self._rank}", "")
         except RuntimeError as error:
-            self._learn_no_more(f"{KEY_VALUE_STORE} is gone: {error}")
+            self._lose_store(f"{KEY_VALUE_STORE} is gone: {error}")
 
-    def _learn(self, rank: int, reason: str) -> None:
+    def _set_failure(self, rank: int, reason: str) -> None:
         if self._failure is None:
             self._failure = rank, reason
             self._known.set()
 
-    def _learn_no_more(self, reason: str) -> None:
+    def _lose_store(self, reason: str) -> None:
         self._store_answers = False
-        self._learn(self._host, reason)
+        self._set_failure(self._host, reason)
 
     def _sleep_until(self, key: str) -> None:
         while not self._listening.check([key]):
-            # Time is over, or the store is gone: check() tells.
+            # Timed out or disconnected; check() distinguishes the two.
             with contextlib.suppress(RuntimeError):
                 self._listening.wait([key], FOREVER)
 
     def _accuse(self, what: str, blame: Callable[[Answers], tuple[int, str]]) -> PeerFailed:
+        """Publish the rank that ``blame`` finds; return the failure that was published first."""
+
         def accuse() -> None:
-            if self._telling.add("accusers", 1) == 1:  # The others wait for what it says.
+            if self._publishing.add("accusers", 1) == 1:  # Other accusers wait for its result.
                 self._call_all()
                 self._publish(*blame(self._roll_call()))
 
@@ -182,54 +197,55 @@ class Alarm:
             self._start(accuse)
             if not self._known.wait(ACCUSE_S):
                 reason = f"{what}, and {KEY_VALUE_STORE} does not answer within {ACCUSE_S:g} s"
-                self._learn_no_more(reason)
+                self._lose_store(reason)
         assert self._failure is not None
         return PeerFailed(*self._failure)
 
     def _roll_call(self) -> Answers:
+        """Return the answers of all ranks that answer in time, and of this rank."""
         began = answered = time.monotonic()
         count = 0
-        while count < self._world_size and not self._telling.check(["failure"]):
+        while count < self._world_size and not self._publishing.check(["failure"]):
             now = time.monotonic()
             if now - answered > ANSWER_S or now - began > ROLL_CALL_S:
                 break
             time.sleep(POLL_S)
-            count_before, count = count, self._telling.add("answers", 0)
+            count_before, count = count, self._publishing.add("answers", 0)
             if count > count_before:
                 answered = now
         keys = {rank: f"here/{rank}" for rank in range(self._world_size)}
         answers = {
-            rank: json.loads(self._telling.get(key))
+            rank: json.loads(self._publishing.get(key))
             for rank, key in keys.items()
-            if self._telling.check([key])
+            if self._publishing.check([key])
         }
         return {self._rank: dict(self._waits()), **answers}
 
     def _publish(self, rank: int, reason: str) -> None:
-        self._telling.compare_set("failure", "", json.dumps([rank, reason]))
+        self._publishing.compare_set("failure", "", json.dumps([rank, reason]))
 
     def _call_all(self) -> None:
-        if self._telling.add("calls", 1) == 1:
+        if self._publishing.add("calls", 1) == 1:
             for rank in range(self._world_size):
-                self._telling.set(f"call/{rank}", "")
+                self._publishing.set(f"call/{rank}", "")
 
     def _leave(self) -> None:
         if self._failure is not None:
-            # This process may serve the store. Who is blamed may be gone, and need not hear.
+            # This process may serve the store. The blamed rank may be gone.
             others = [rank for rank in range(self._world_size) if rank != self._failure[0]]
             end = time.monotonic() + TELL_S
             while time.monotonic() < end:
-                if self._telling.check([f"heard/{rank}" for rank in others]):
+                if self._publishing.check([f"heard/{rank}" for rank in others]):
                     break
                 time.sleep(POLL_S)
         else:
-            self._telling.set(f"left/{self._rank}", "")
+            self._publishing.set(f"left/{self._rank}", "")
         self._closing = True
-        self._telling.set(f"call/{self._rank}", "")
+        self._publishing.set(f"call/{self._rank}", "")
 
     def _start(self, act: Callable[[], None]) -> threading.Thread:
         def run() -> None:
-            with contextlib.suppress(RuntimeError):  # The listener tells what is wrong with it.
+            with contextlib.suppress(RuntimeError):  # The listener reports a broken store.
                 act()
 
         thread = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
@@ -239,6 +255,6 @@ class Alarm:
 
 
 def _clone(store: Store) -> Store:
-    # Stores written in Python may have no clone(), and torch's type marks have none.
+    # Stores written in Python may have no clone(), and torch's type hints have none.
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
     return store if clone is None else clone()

@@ -1,7 +1,7 @@
 """The ranks of a torch.distributed job: what they tell each other, and how they wait.
 
-Nothing here waits without looking at the alarm, so that a rank that failed, died or is stuck
-is an error that names it on all others, and never a hang.
+Every wait polls the failure detector, so that a rank that failed, died or is stuck raises an
+error that names it on all other ranks and never blocks them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from tierstore.errors import PeerFailed, StoreClosedError
-from tierstore.ranks.failure_detector import KEY_VALUE_STORE, Alarm
+from tierstore.ranks.failure_detector import KEY_VALUE_STORE, FailureDetector
 from tierstore.ranks.peers import Alone, Peers
 
 T = TypeVar("T")
@@ -82,8 +82,8 @@ class Ranks:
         host = self.global_ranks.index(0) if 0 in self.global_ranks else self.rank
         try:
             store = self._meet()
-            self._alarm = Alarm(
-                PrefixStore("alarm", store),
+            self._failures = FailureDetector(
+                PrefixStore("failures", store),
                 rank=self.rank,
                 world_size=self.world_size,
                 host=host,
@@ -95,7 +95,7 @@ class Ranks:
             self.training = self._connect(lambda: self._channel("training", store))
             self.commits = self._connect(lambda: self._channel("commit", store))
         except BaseException:
-            self._alarm.close()
+            self._failures.close()
             raise
         atexit.register(self.close)
 
@@ -110,9 +110,9 @@ class Ranks:
             of_others: whether that may be a rank of another group, with a number there.
         """
         if isinstance(error, PeerFailed) and not of_others:
-            self._alarm.tell(error.rank, error.reason)
+            self._failures.report(error.rank, error.reason)
         else:
-            self._alarm.tell(self.rank, str(error) or type(error).__name__)
+            self._failures.report(self.rank, str(error) or type(error).__name__)
 
     def wait(self, work: dist.Work) -> None:
         """Block until a collective that was started with ``async_op=True`` is done.
@@ -171,9 +171,9 @@ class Ranks:
             return
         self._pid = -1
         atexit.unregister(self.close)
-        self._alarm.close()
+        self._failures.close()
         for group in self._groups:
-            if self._alarm.failure:
+            if self._failures.failure:
                 group.abort()
             break_connections(group)
             # Where torch counts groups, the next one would have the name of one that is no
@@ -235,7 +235,7 @@ class Ranks:
         self._wait(start(), thread)
 
     def _check(self) -> None:
-        if failure := self._alarm.failure:
+        if failure := self._failures.failure:
             raise failure
 
     def _wait(self, work: dist.Work, thread: str) -> None:
@@ -245,7 +245,7 @@ class Ranks:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._alarm.lost(error) from error
+            raise self._failures.connection_lost(error) from error
 
     def _connect(self, connect: Callable[[], T]) -> T:
         """Call what torch lets nobody interrupt, and wait no longer than for a collective."""
@@ -263,7 +263,7 @@ class Ranks:
         try:
             return result.result()
         except RuntimeError as error:
-            raise self._alarm.lost(error) from error
+            raise self._failures.connection_lost(error) from error
 
     def _wait_until(self, is_done: Callable[[], bool], thread: str) -> None:
         began = self._waiting_since[thread] = time.monotonic()
@@ -272,7 +272,7 @@ class Ranks:
                 self._check()
                 waited = time.monotonic() - began
                 if waited > self._timeout_s:
-                    raise self._alarm.late(thread, self._timeout_s)
+                    raise self._failures.timed_out(thread, self._timeout_s)
                 _pause(waited, _PAUSE_S_MAX)
         except Exception:
             raise
