@@ -1,0 +1,141 @@
+"""What ranks do in the tests of known failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import muon
+import tierstore
+
+# What raises this today waits so long first.
+PEER_TIMEOUT_S = 3.0
+
+NAMES = ("first", "second", "third", "fourth")
+
+
+def _attempt(call: Callable[[], Any]) -> str:
+    """Return class and text of what a call raises; "" for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _open(
+    directory: Path | None = None, **options: Any
+) -> tuple[tierstore.TierStore, muon.Muon, dict[str, nn.Parameter]]:
+    parameters = {name: nn.Parameter(torch.ones(6, 4)) for name in NAMES}
+    store = tierstore.TierStore(directory, **{"peer_timeout": 30.0, **options})
+    return store, muon.Muon(list(parameters.items()), store=store), parameters
+
+
+def _step(optimizer: muon.Muon) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def leave_run(directory: Path) -> None:
+    store, optimizer, _ = _open(directory)
+    with store:
+        _step(optimizer)
+
+
+def state_dict_of_one() -> tuple[str, str]:
+    """Ask on rank 0 alone for the state dict, then step together: what each raises."""
+    store, optimizer, _ = _open(roll_call_timeout=PEER_TIMEOUT_S)
+    with store:
+        _step(optimizer)
+        alone = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
+        dist.barrier()
+        return alone, _attempt(lambda: _step(optimizer))
+
+
+def store_of_one() -> tuple[str, str]:
+    """Open a store on rank 0 while rank 1 steps another, then step together: what each raises."""
+    store, optimizer, _ = _open(peer_timeout=PEER_TIMEOUT_S)
+    with store:
+        _step(optimizer)
+
+        def differ() -> None:
+            if dist.get_rank():
+                _step(optimizer)
+            else:
+                tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S).close()
+
+        first = _attempt(differ)
+        dist.barrier()
+        return first, _attempt(lambda: _step(optimizer))
+
+
+def state_dict_of_own_parts() -> str:
+    """Ask on rank 0 alone for a state dict, of which each rank has its own part."""
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    with tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S) as store:
+        group = {"params": [("first", parameter)], "algorithm": "adamw"}
+        optimizer = muon.Muon([group], store=store)
+        _step(optimizer)
+        raised = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
+        dist.barrier()
+    return raised
+
+
+def assign_a_state() -> str:
+    store, optimizer, parameters = _open()
+    with store:
+        _step(optimizer)
+
+        def assign() -> None:
+            states: Any = optimizer.state[parameters["first"]]
+            states["momentum_buffer"] = torch.zeros(6, 4)
+
+        return _attempt(assign)
+
+
+def step_with_nan_on_one(directory: Path) -> tuple[str, int]:
+    """Step with a NaN on the last rank: what is raised, and the step that is committed."""
+    store, optimizer, parameters = _open(directory)
+    with store:
+        _step(optimizer)
+        store.synchronize()
+        for parameter in parameters.values():
+            parameter.grad = torch.ones(6, 4)
+            if dist.get_rank():
+                parameter.grad[0, 0] = float("nan")
+        raised = _attempt(optimizer.step)
+        if not raised:
+            store.synchronize()
+        return raised, store.committed_step
+
+
+def step_with_other_gradients() -> str:
+    store, optimizer, parameters = _open()
+    with store:
+        for parameter in parameters.values():
+            parameter.grad = torch.full((6, 4), 1.0 + dist.get_rank())
+        return _attempt(optimizer.step)
+
+
+def resume_with_ddp(directory: Path, wrapped_first: bool) -> list[str]:
+    """Train with and without DDP, in an order: what restore() raises each time."""
+    raised = []
+    for wrapped in (wrapped_first, not wrapped_first):
+        layer = nn.Linear(3, 4)
+        model = nn.parallel.DistributedDataParallel(layer) if wrapped else layer
+        with tierstore.TierStore(directory, resume=True, peer_timeout=30.0) as store:
+            optimizer = muon.Muon(muon.param_groups(model), store=store)
+            raised.append(_attempt(optimizer.restore))
+            if not raised[-1]:
+                _step(optimizer)
+    return raised

@@ -1,0 +1,108 @@
+"""Calls that other ranks do not make, and what ranks find out too late about each other.
+
+Known failures: each test states the wanted behaviour and fails today.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = "tests.known_failures.rank_calls"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="there is no roll call")
+def test_a_call_that_another_rank_does_not_make_is_refused_and_the_next_step_works(
+    pool: RankPool,
+) -> None:
+    (alone, first_step), (_, second_step) = pool.run(2, f"{CALLS}:state_dict_of_one")
+    assert "rank 1" in alone
+    assert (first_step, second_step) == ("", "")
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="both wait, and the store fails")
+def test_a_store_that_one_rank_opens_is_refused_and_the_next_step_works(
+    pool: RankPool,
+) -> None:
+    for first, second in pool.run(2, f"{CALLS}:store_of_one"):
+        assert first
+        assert second == ""
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="all ranks are asked for names")
+def test_a_state_dict_of_own_parts_needs_no_other_rank(pool: RankPool) -> None:
+    assert pool.run(2, f"{CALLS}:state_dict_of_own_parts") == ["", ""]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the refusal names no way to go")
+def test_a_state_assigned_on_one_of_several_ranks_is_refused(pool: RankPool) -> None:
+    for raised in pool.run(2, f"{CALLS}:assign_a_state"):
+        assert "write_states" in raised
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="gradients are not looked at")
+def test_a_gradient_that_is_no_number_on_one_rank_is_refused_on_all(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for raised, committed in pool.run(2, f"{CALLS}:step_with_nan_on_one", tmp_path / "run"):
+        assert raised
+        assert committed == 1
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="each rank steps with its own")
+def test_replicas_with_gradients_that_differ_are_refused_at_the_first_step(
+    pool: RankPool,
+) -> None:
+    for raised in pool.run(2, f"{CALLS}:step_with_other_gradients"):
+        assert "gradient" in raised
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the name of the wrapper is part of the name of the parameter",
+)
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_a_run_resumes_with_or_without_ddp(
+    pool: RankPool, wrapped_first: bool, tmp_path: Path
+) -> None:
+    work = f"{CALLS}:resume_with_ddp"
+    assert pool.run(1, work, tmp_path / "run", wrapped_first) == [["", ""]]
+
+
+# ------------------------------------------------------------------------- a missing rank
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tierstore.cli", *map(str, arguments)],
+        check=False,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="each of its parameters is a fault")
+def test_verify_says_once_that_a_rank_is_missing(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, f"{CALLS}:leave_run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "rank-00001")
+    done = call("verify", "--json", tmp_path / "run")
+    assert done.returncode == 1
+    assert [fault["place"] for fault in json.loads(done.stdout)["faults"]] == ["rank-00001"]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="inspect does not look for it")
+def test_inspect_says_that_a_rank_is_missing(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, f"{CALLS}:leave_run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "rank-00001")
+    done = call("inspect", tmp_path / "run")
+    assert "rank-00001" in done.stdout + done.stderr

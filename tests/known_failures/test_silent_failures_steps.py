@@ -1,0 +1,237 @@
+"""Compiled steps, gradients that are no numbers, steps of many parameters, and defaults.
+
+Known failures: each test states the wanted behaviour and fails today.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muon
+import tierstore
+from tests.known_failures.twins import Twins, parameter
+
+NOT_RAISED = pytest.fail.Exception
+
+# ------------------------------------------------------------------------- compiled steps
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
+    """Return what compiles a function."""
+    torch.compiler.reset()
+    yield lambda function: torch.compile(function, backend="eager")
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(engine, marks=pytest.mark.xfail(strict=True, raises=raises, reason=reason))
+        for engine, raises, reason in [
+            ("io_uring", TypeError, "the compiler traces a call of the native module"),
+            ("aiofiles", AssertionError, "the compiler traces a coroutine"),
+        ]
+    ],
+)
+def test_a_compiled_function_may_step(
+    engine: str, compiled: Callable[..., Callable[[], Any]], tmp_path: Path
+) -> None:
+    with tierstore.TierStore(tmp_path, engine=engine) as store:
+        twins = Twins([["first"]], store=store)
+        step = compiled(lambda: twins.optimizer.step())
+        for _ in range(2):
+            twins.set_gradients()
+            step()
+            twins.stock.step()
+        store.synchronize()
+        assert store.committed_step == 2
+        twins.assert_identical()
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the compiler traces a coroutine")
+@pytest.mark.parametrize("call", ["prefetch", "restore"])
+def test_a_compiled_function_may_call_the_store(
+    call: str, compiled: Callable[..., Callable[[], Any]], tmp_path: Path
+) -> None:
+    with tierstore.TierStore(tmp_path, engine="aiofiles", buffers=2) as store:
+        twins = Twins(store=store)
+        twins.step()
+        twins.step()
+        compiled(lambda: getattr(twins.optimizer, call)())()
+        twins.step()
+        assert store.step == 3
+        twins.assert_identical()
+
+
+# ------------------------------------------------------------------------- NaN and infinity
+
+
+def spoil(twins: Twins, value: float) -> None:
+    """Give one parameter a gradient with one element that is no number."""
+    twins.set_gradients()
+    for _, parameters in twins.both:
+        grad = parameters["second"].grad
+        assert grad is not None
+        grad[0, 0] = value
+
+
+@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="gradients are not looked at")
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_is_refused_before_the_first_update(
+    value: float, algorithm: str
+) -> None:
+    twins = Twins(algorithm=algorithm)
+    twins.step()
+    before = {name: values.detach().clone() for name, values in twins.ours.items()}
+    spoil(twins, value)
+    with pytest.raises(
+        (ValueError, RuntimeError, tierstore.TierstoreError), match=r"(?i)finite|nan"
+    ):
+        twins.optimizer.step()
+    for name, values in twins.ours.items():
+        assert torch.equal(values, before[name]), name
+    twins.step()
+    twins.assert_identical()
+
+
+@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="gradients are not looked at")
+def test_a_gradient_that_is_no_number_is_never_committed(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path) as store:
+        twins = Twins(store=store)
+        twins.step()
+        store.synchronize()
+        spoil(twins, float("nan"))
+        with pytest.raises(
+            (ValueError, RuntimeError, tierstore.TierstoreError), match=r"(?i)finite|nan"
+        ):
+            twins.optimizer.step()
+        assert store.committed_step == 1
+        assert twins.optimizer.restore() == 1
+        twins.step()
+        twins.assert_identical()
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="there is no option nonfinite")
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_step_with_a_gradient_that_is_no_number_is_skipped_on_request(
+    place: str, tmp_path: Path
+) -> None:
+    weight = parameter()
+    options: dict[str, Any] = {"nonfinite": "skip"}
+    with tierstore.TierStore(tmp_path if place == "disk" else None) as store:
+        optimizer = muon.Muon([("weight", weight)], store=store, **options)
+        weight.grad = torch.full_like(weight, float("nan"))
+        optimizer.step()
+        assert torch.equal(weight, parameter())
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert weight.isfinite().all()
+        assert not torch.equal(weight, parameter())
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="there is no option nonfinite")
+def test_a_gradient_that_is_no_number_is_allowed_on_request() -> None:
+    weight = parameter()
+    options: dict[str, Any] = {"nonfinite": "allow"}
+    optimizer = muon.Muon([("weight", weight)], **options)
+    weight.grad = torch.full_like(weight, float("nan"))
+    optimizer.step()
+    assert weight.isnan().all()
+
+
+@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="such a step says nothing")
+def test_a_step_without_any_gradient_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = muon.Muon([("weight", parameter())])
+    with pytest.warns(UserWarning, match="gradient"):
+        optimizer.step()
+    recwarn.clear()
+    optimizer.step()
+    assert not recwarn.list
+
+
+# ------------------------------------------------------------------------- defaults that fit
+
+
+@pytest.mark.xfail(
+    strict=True, raises=tierstore.BudgetError, reason="page_bytes is 256 MiB whatever there is"
+)
+def test_page_bytes_follows_the_host_memory(tmp_path: Path) -> None:
+    """The state takes more than twice the memory that there is for it."""
+    table = nn.Parameter(torch.zeros(3000, 1000))
+    table.grad = torch.ones_like(table)
+    with tierstore.TierStore(tmp_path, host_memory="16MiB") as store:
+        optimizer = muon.Muon([{"params": [("table", table)], "algorithm": "adamw"}], store=store)
+        optimizer.step()
+        assert store.stats().pages > 1
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no value of page_bytes is suggested")
+def test_a_refused_budget_suggests_page_bytes_to_paste(tmp_path: Path) -> None:
+    table = nn.Parameter(torch.zeros(1000, 100))
+    table.grad = torch.ones_like(table)
+    groups = [{"params": [("table", table)], "algorithm": "adamw"}]
+    with (
+        tierstore.TierStore(tmp_path, host_memory="64KiB", page_bytes="1MiB") as store,
+        pytest.raises(tierstore.BudgetError) as refused,
+    ):
+        muon.Muon(groups, store=store).step()
+    suggested = re.search(r"page_bytes=[\"']?(\d+(?: ?[KMG]iB)?)", str(refused.value))
+    assert suggested, refused.value
+    page_bytes = suggested[1] if suggested[1].endswith("iB") else int(suggested[1])
+    with tierstore.TierStore(tmp_path, host_memory="64KiB", page_bytes=page_bytes) as store:
+        muon.Muon(groups, store=store).step()
+
+
+# ------------------------------------------------------------------------ many small parameters
+
+
+def seconds(*functions: Callable[[], Any]) -> list[float]:
+    """Return the shortest of some times that each takes, one after the other."""
+    found = []
+    for _ in range(4):
+        for function in functions:
+            started = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - started)
+    return [min(found[index :: len(functions)]) for index in range(len(functions))]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the time goes with the number of parameters"
+)
+def test_many_small_parameters_step_about_as_fast_as_foreach() -> None:
+    """At most 1.5 times is wanted; today it is about 6 times."""
+    weights = [parameter(shape=[64]) for _ in range(1000)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = muon.Muon([{"params": weights, "algorithm": "adamw"}])
+    stock = torch.optim.AdamW(weights, foreach=True)
+    ours, theirs = seconds(optimizer.step, stock.step)
+    assert ours < 3 * theirs
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the time goes with the number of groups"
+)
+def test_many_groups_step_about_as_fast_as_in_torch(tmp_path: Path) -> None:
+    """At most 2 times is wanted; today it is about 12 times."""
+    weights = [parameter(shape=[64]) for _ in range(300)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon(
+            [{"params": [weight], "algorithm": "adamw"} for weight in weights], store=store
+        )
+        stock = torch.optim.AdamW([{"params": [weight]} for weight in weights])
+        ours, theirs = seconds(optimizer.step, stock.step)
+    assert ours < 5 * theirs

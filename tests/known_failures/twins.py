@@ -1,0 +1,96 @@
+"""Our optimizer and the one of torch.optim, over two copies of the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import muon
+import tierstore
+
+SHAPE = (3, 4)
+
+
+def parameter(seed: int = 0, shape: Sequence[int] = SHAPE) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def refusal(call: Callable[[], Any]) -> str | None:
+    """Return what a call is refused with; None where it is not."""
+    try:
+        call()
+    except (ValueError, RuntimeError, tierstore.TierstoreError) as error:
+        return str(error)
+    return None
+
+
+class Twins:
+    """Two optimizers of the same groups, which get the same gradients.
+
+    Args:
+        names: the names of the parameters of each group; None for groups without names.
+        algorithm: "adamw" or "muon", of all groups.
+        store: that of our optimizer.
+        rates: the learning rate of each group.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[Sequence[str]] = (("first", "second"),),
+        *,
+        algorithm: str = "muon",
+        store: tierstore.TierStore | None = None,
+        rates: Sequence[float] = (0.5,),
+        named: bool = True,
+        **options: Any,
+    ) -> None:
+        flat = [name for group in names for name in group]
+        self.ours = {name: parameter(seed) for seed, name in enumerate(flat)}
+        self.theirs = {name: parameter(seed) for seed, name in enumerate(flat)}
+        mine, others = (
+            [
+                {
+                    "params": [(name, of[name]) if named else of[name] for name in group],
+                    "lr": rate,
+                    **options,
+                }
+                for group, rate in zip(names, rates, strict=True)
+            ]
+            for of in (self.ours, self.theirs)
+        )
+        self.optimizer = muon.Muon(
+            [{**group, "algorithm": algorithm} for group in mine], store=store
+        )
+        self.stock: torch.optim.Optimizer = (
+            torch.optim.Muon(others)
+            if algorithm == "muon"
+            else torch.optim.AdamW(others, foreach=False)
+        )
+        self._steps = 0
+
+    @property
+    def both(self) -> list[tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]]:
+        """Each optimizer, and its parameters by name."""
+        return [(self.optimizer, self.ours), (self.stock, self.theirs)]
+
+    def add(self, name: str) -> None:
+        """Make a further parameter, which no group has yet."""
+        self.ours[name], self.theirs[name] = parameter(9), parameter(9)
+
+    def set_gradients(self) -> None:
+        self._steps += 1
+        for of in (self.ours, self.theirs):
+            for index, each in enumerate(of.values()):
+                each.grad = parameter(100 * self._steps + index).detach()
+
+    def step(self) -> None:
+        self.set_gradients()
+        self.optimizer.step()
+        self.stock.step()
+
+    def assert_identical(self) -> None:
+        for name, values in self.ours.items():
+            assert torch.equal(values, self.theirs[name]), name
