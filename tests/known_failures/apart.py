@@ -1,0 +1,91 @@
+"""Work in a process of its own, which may hang or take all memory, and what came of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import tierstore
+from tests import crashing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some work returned or raised; text and values only, so that it can be sent."""
+
+    value: Any = None
+    error: str = ""
+    """The name of the class, the message and the notes."""
+    typed: bool = False
+    """Whether the error is one that tierstore raises on purpose."""
+
+
+def apart(work: Callable[..., Any], *arguments: Any, within_s: float = 60.0) -> Outcome:
+    """Do some work in a process of its own; it must end in time once the process runs."""
+    ours, theirs = crashing._processes.Pipe()
+    child = crashing._processes.Process(target=_do, args=(theirs, work, arguments))
+    child.start()
+    theirs.close()
+    try:
+        ours.recv()  # It runs; until here it is not the work that takes long.
+        ended = ours.poll(within_s)
+        assert ended, f"not ended after {within_s} s"
+        try:
+            outcome: Outcome = ours.recv()
+        except EOFError:
+            child.join()
+            raise AssertionError(f"the process died with exit code {child.exitcode}") from None
+        return outcome
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _do(connection: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    connection.send("begins")
+    connection.send(outcome_of(work, *arguments))
+    os._exit(0)  # Threads that hang are not waited for.
+
+
+def outcome_of(work: Callable[..., Any], *arguments: Any) -> Outcome:
+    try:
+        return Outcome(value=work(*arguments))
+    except BaseException as error:
+        text = "".join(traceback.format_exception_only(error))
+        return Outcome(error=text, typed=isinstance(error, tierstore.TierstoreError))
+
+
+def allow_more_memory(nbytes: int) -> None:
+    """Let this process have so many bytes of addresses more than now."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, used + nbytes))
+
+
+@contextmanager
+def failing_close(part_of_path: str) -> Iterator[list[str]]:
+    """Have the close of files with this in their paths fail, as on NFS; yields those it struck.
+
+    The descriptor is gone all the same, as with the real call.
+    """
+    struck: list[str] = []
+    real = os.close
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if part_of_path in path:
+            struck.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch("os.close", close):
+        yield struck

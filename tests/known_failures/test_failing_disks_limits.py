@@ -1,0 +1,185 @@
+"""Known failures: damaged files of any size, a lock file with two names, few descriptors.
+
+Each test states the wanted behaviour and fails today.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tierstore
+from tests.known_failures.apart import allow_more_memory, apart
+from tests.toy import RANK, Spec, Toy, make_run
+from tests.verifying import STEPS, reseal
+from tierstore.cli import app
+
+ENGINES = ["io_uring", "libaio", "aiofiles"]
+COMMIT = f"commit-{STEPS:010d}"
+TIB = 2**40
+MANY: list[list[Spec]] = [
+    [(f"p{number:03d}", (64, 16), torch.float32, {}, False) for number in range(160)]
+]
+
+
+# ------------------------------------------------------ damaged files that cost everything
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    """Call a command; its exit code, and all that it prints."""
+    result = CliRunner().invoke(app, list(arguments))
+    if not isinstance(result.exception, SystemExit | None):
+        raise result.exception
+    return result.exit_code, result.stdout + result.stderr
+
+
+def resume(run: Path) -> int:
+    """The step that a restart finds, in little more memory than there is."""
+    allow_more_memory(96 << 20)
+    toy = Toy(run, resume=True)
+    step = toy.store.restore()
+    toy.store.close()
+    return step
+
+
+def make_huge(path: Path) -> None:
+    """Give a file a length that no memory holds, and no data behind what it has."""
+    path.touch()
+    os.truncate(path, TIB)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a file of a run that has any size is read until there is no memory",
+)
+@pytest.mark.parametrize("name", ["run.json", "dirty", "dealing.json", COMMIT])
+def test_a_huge_file_of_a_run_is_refused_unread(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run)
+    make_huge(run / RANK / name)
+    outcome = apart(resume, run)
+    assert outcome.typed or outcome.value == STEPS - 1, outcome
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="what reshard=True leaves is read until there is no memory",
+)
+def test_a_huge_mark_of_a_reshard_is_refused_unread(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run)
+    (run / "resharded").mkdir()
+    make_huge(run / "resharded/tierstore.json")
+    outcome = apart(resume, run)
+    assert outcome.typed or outcome.value == STEPS, outcome
+
+
+def twice(body: dict[str, Any]) -> None:
+    """Name a parameter twice, and have the first be larger than any page holds."""
+    group = body["groups"][0]
+    spec = next(spec for spec in group if spec["elementwise"])
+    group.insert(group.index(spec), {**spec, "shape": [2**45]})
+
+
+def verify_in_few_seconds(run: Path) -> tuple[int, str]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 2  # Of the processor: others may be at work.
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 10))
+    allow_more_memory(256 << 20)
+    return call("verify", str(run))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="verify lays out pages of a parameter that is there twice and does not end",
+)
+def test_two_parameters_of_one_name_are_a_fault(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_run(run)
+    reseal(run / RANK / COMMIT, "commit", twice)
+    outcome = apart(verify_in_few_seconds, run)
+    assert outcome.error == ""
+    code, printed = outcome.value
+    assert code == 1
+    assert "name" in printed
+
+
+# ------------------------------------------------------------------- links and few files
+
+
+def begin(run: Path) -> None:
+    (run / RANK).mkdir(parents=True)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the holder's name is written into a file that is somebody else's, too",
+)
+@pytest.mark.parametrize("prepare", [begin, make_run])
+def test_a_lock_with_two_names_is_not_written_to(
+    prepare: Callable[[Path], None], tmp_path: Path
+) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    prepare(run)
+    precious.write_bytes(b"another's")
+    (run / RANK / "lock").unlink(missing_ok=True)
+    os.link(precious, run / RANK / "lock")
+    with contextlib.suppress(tierstore.TierstoreError):
+        Toy(run, resume=True).store.close()
+    assert precious.read_bytes() == b"another's"
+
+
+def commit_with_few_files(directory: Path, engine: str) -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    toy = Toy(directory, MANY, engine=engine, page_bytes=4096)
+    assert toy.store.stats().pages == 160
+    toy.step()
+    toy.store.synchronize()
+    step = toy.store.committed_step
+    toy.store.close()
+    return step
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a flush opens more page files at once than the process may have open",
+)
+@pytest.mark.parametrize("engine", ["io_uring", "libaio"])
+def test_more_pages_than_descriptors_are_committed(engine: str, tmp_path: Path) -> None:
+    outcome = apart(commit_with_few_files, tmp_path, engine)
+    assert outcome.error == ""
+    assert outcome.value == 1
+
+
+def commit_without_files(directory: Path, engine: str) -> None:
+    toy = Toy(directory, engine=engine)
+    toy.step()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    toy.store.synchronize()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the error of a process without free descriptors does not name the limit",
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_for_want_of_descriptors_names_the_limit(engine: str, tmp_path: Path) -> None:
+    outcome = apart(commit_without_files, tmp_path, engine)
+    assert outcome.typed, outcome
+    assert "ulimit -n" in outcome.error
