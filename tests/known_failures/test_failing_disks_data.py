@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tierstore
-from tests.toy import RANK, Toy, contents, make_run, resumed, train_and_die
-from tests.verifying import committed_pages, flip
+from tests.support.originals import committed_pages, flip
+from tests.support.toy import RANK, Toy, contents, make_run, resumed, train_and_die
 from tierstore.cli import app
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage

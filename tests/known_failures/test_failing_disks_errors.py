@@ -21,9 +21,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tierstore
-from tests.known_failures.apart import allow_more_memory, apart, failing_close, outcome_of
-from tests.toy import RANK, Toy, make_run
-from tests.verifying import STEPS, reseal
+from tests.support.isolated_process import allow_more_memory, apart, failing_close, outcome_of
+from tests.support.originals import STEPS, reseal
+from tests.support.toy import RANK, Toy, make_run
 from tierstore.cli import app
 from tierstore.storage.select import open_storage
 from tierstore.units import Extent

@@ -17,9 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 import tierstore
-from tests.known_failures.apart import allow_more_memory, apart
-from tests.toy import RANK, Spec, Toy, make_run
-from tests.verifying import STEPS, reseal
+from tests.support.isolated_process import allow_more_memory, apart
+from tests.support.originals import STEPS, reseal
+from tests.support.toy import RANK, Spec, Toy, make_run
 from tierstore.cli import app
 
 ENGINES = ["io_uring", "libaio", "aiofiles"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.toy import Spec, Toy, make_run
+from tests.support.toy import Spec, Toy, make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

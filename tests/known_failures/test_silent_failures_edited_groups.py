@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tierstore
-from tests.known_failures.twins import Twins, refusal
+from tests.support.twins import Twins, refusal
 
 Groups = list[dict[str, Any]]
 Parameters = dict[str, nn.Parameter]

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler
 
 import muon
-from tests.known_failures.twins import Twins, parameter
+from tests.support.twins import Twins, parameter
 
 NOT_RAISED = pytest.fail.Exception
 

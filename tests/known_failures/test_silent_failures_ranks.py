@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = "tests.known_failures.rank_calls"
+CALLS = "tests.rank_programs.differing_calls"
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="there is no roll call")

@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 
 import muon
 import tierstore
-from tests.known_failures.twins import parameter
+from tests.support.twins import parameter
 
 NOT_RAISED = pytest.fail.Exception
 ROOT = Path(__file__).resolve().parents[2]

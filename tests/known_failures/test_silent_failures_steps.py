@@ -17,7 +17,7 @@ from torch import nn
 
 import muon
 import tierstore
-from tests.known_failures.twins import Twins, parameter
+from tests.support.twins import Twins, parameter
 
 NOT_RAISED = pytest.fail.Exception
 

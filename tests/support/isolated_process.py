@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import tierstore
-from tests import crashing
+from tests.support import killed_processes
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Outcome:
 
 def apart(work: Callable[..., Any], *arguments: Any, within_s: float = 60.0) -> Outcome:
     """Do some work in a process of its own; it must end in time once the process runs."""
-    ours, theirs = crashing._processes.Pipe()
-    child = crashing._processes.Process(target=_do, args=(theirs, work, arguments))
+    ours, theirs = killed_processes._processes.Pipe()
+    child = killed_processes._processes.Process(target=_do, args=(theirs, work, arguments))
     child.start()
     theirs.close()
     try:
