@@ -1,7 +1,7 @@
 """Draws what goes on at once in a few training steps: computation, transfers, commits.
 
 Without ``--trace`` it profiles a small model that trains with its state on disk. With it, it
-draws a trace of ``torch.profiler`` from any run: one of all threads, as docs/tiers.md says,
+draws a trace of ``torch.profiler`` from any run: one of all threads, as docs/guide/tiers.md says,
 with ``record_function("forward")`` and ``record_function("backward")`` around these.
 """
 

@@ -1,4 +1,4 @@
-"""What ranks send to each other, counted: the formulas of docs/distributed.md."""
+"""What ranks send to each other, counted: the formulas of docs/guide/ranks.md."""
 
 from __future__ import annotations
 

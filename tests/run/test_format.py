@@ -1,4 +1,4 @@
-"""docs/format.md, by a reader that was made from it alone."""
+"""docs/reference/format.md, by a reader that was made from it alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tierstore.layout.records import RECORD_DTYPES
 from tierstore.run import tagged_json
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMAT_TEXT = (ROOT / "docs" / "format.md").read_text()
+FORMAT_TEXT = (ROOT / "docs/reference/format.md").read_text()
 READERS = {"run": read_run, "published": read_checkpoint}
 TRAINED_STEPS = 6
 

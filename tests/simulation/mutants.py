@@ -1,4 +1,4 @@
-"""Protocols with one thing wrong each: see docs/simulation.md."""
+"""Protocols with one thing wrong each: see docs/internals/simulation.md."""
 
 from __future__ import annotations
 

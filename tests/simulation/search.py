@@ -1,8 +1,8 @@
 """Protocols with one thing wrong each, and the search for a schedule that shows it.
 
-``python -m tests.simulation.search`` writes the table of docs/simulation.md anew, ``table PART``
-prints the rows that have PART in their name, ``replay 12/3/0 ["name of a mutant"]`` and
-``replay-fault 12/3/0`` show one schedule.
+``python -m tests.simulation.search`` writes the table of docs/internals/simulation.md anew,
+``table PART`` prints the rows that have PART in their name, ``replay 12/3/0 ["name of a mutant"]``
+and ``replay-fault 12/3/0`` show one schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from tests.simulation.mutants import Mutant, mutants
 from tests.simulation.simulator import Violation
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/simulation.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/internals/simulation.md"
 
 SEEDS_MAX = 200
 

@@ -1,4 +1,4 @@
-"""A reader of run directories and published checkpoints, made from docs/format.md alone.
+"""A reader of run directories and published checkpoints, made from docs/reference/format.md alone.
 
 It uses numpy, json and xxhash, and neither tierstore nor torch, so that what it gives is
 evidence that the format is what that page says. bfloat16 comes as float32 of the same value,

@@ -1,7 +1,7 @@
 """Whether a run or a checkpoint is what was written: every byte, every chunk, every path.
 
 Nothing is changed, nothing that is read is executed, and no fault ends the look at the
-rest. What is checked of each kind is in docs/commands.md.
+rest. What is checked of each kind is in docs/guide/commands.md.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
 
 
 def _digest(sections: Sequence[Section]) -> str:
-    """Return the digest of where everything lies; docs/format.md says how it is made."""
+    """Return the digest of where everything lies; docs/reference/format.md says how it is made."""
     places = [
         [
             section.state,

@@ -1,0 +1,180 @@
+"""The pages of documentation: links, commands and Python examples name things that exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from tierstore.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def page_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def link_complaints(page: Path, text: str) -> list[str]:
+    """Return the relative links of a page that lead nowhere."""
+    complaints = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists():
+            complaints.append(f"{link}: no such file")
+        elif anchor and anchor not in anchors(text if path == page else path.read_text()):
+            complaints.append(f"{link}: no such heading")
+    return complaints
+
+
+def code_lines(text: str) -> list[str]:
+    """Return the lines of code blocks, continued ones joined, and all code in sentences."""
+    blocks = [block for _, language, block in FENCE.findall(text) if language != "python"]
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    return lines + re.findall(r"`([^`\n]+)`", without_code(text))
+
+
+def command_complaints(line: str) -> list[str]:
+    """Return what does not exist of a command: subcommand, target, program, module, options."""
+    options = re.findall(r"(?<=\s)--([a-z][a-z-]*)", line)
+    if found := re.match(r"tierstore ([a-z]+)", line):
+        command = typer.main.get_group(app).commands.get(found[1])
+        if command is None:
+            return [f"{line}: no such command"]
+        known = {name for parameter in command.params for name in parameter.opts}
+        return [f"{line}: no option --{name}" for name in options if f"--{name}" not in known]
+    if found := re.match(r"make ([a-z-]+)", line):
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return [] if found[1] in targets else [f"{line}: no such target"]
+    if found := re.match(r"(?:\S*/)?(?:python|torchrun)(?: .*)? (\w+/\w+\.py)(.*)", line):
+        if not (ROOT / found[1]).is_file():
+            return [f"{line}: no such program"]
+        source = (ROOT / found[1]).read_text()
+        options = re.findall(r"--([a-z][a-z-]*)", found[2])
+        return [
+            f"{line}: no option --{name}"
+            for name in options
+            if name.replace("-", "_") not in source and f"--{name}" not in source
+        ]
+    if found := re.match(r"(?:\S*/)?python -m ([\w.]+)", line):
+        exists = importlib.util.find_spec(found[1]) is not None
+        return [] if exists else [f"{line}: no such module"]
+    return []
+
+
+def python_complaints(source: str) -> list[str]:
+    """Return what an example imports, or uses of tierstore and muon, that does not exist."""
+    complaints = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = importlib.import_module(node.module)
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("tierstore", "muon"):
+            module, names = importlib.import_module(ast.unparse(node.value)), [node.attr]
+        else:
+            continue
+        complaints += [f"{module.__name__}.{name}" for name in names if not hasattr(module, name)]
+    return complaints
+
+
+@pytest.mark.parametrize("text", ["[x](absent.md)", "[x](README.md#absent)", "[x](#absent)"])
+def test_link_rule_sees(text: str) -> None:
+    assert link_complaints(ROOT / "CONTRIBUTING.md", text)
+
+
+def test_link_rule_allows() -> None:
+    text = "# A `b-c`, d\n[x](docs/README.md) [y](#a-b-c-d) [z](https://example.org/absent)"
+    assert link_complaints(ROOT / "CONTRIBUTING.md", text) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tierstore reticulate PATH",
+        "tierstore verify PATH --absent",
+        "make absent",
+        "python bench/absent.py",
+        "python bench/step.py --absent",
+        ".venv/bin/python examples/absent.py",
+        "torchrun --nproc-per-node 2 examples/train_ddp.py --absent",
+        "python -m tests.absent",
+    ],
+)
+def test_command_rule_sees(line: str) -> None:
+    assert command_complaints(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tierstore verify PATH --json",
+        "make test SCRATCH=/mnt/nvme",
+        "python bench/step.py --small",
+        "torchrun --nproc-per-node 2 examples/train_ddp.py --resume",
+        "python -m tests.simulation.search replay 12/3/0",
+        "python -c 'import io'",
+    ],
+)
+def test_command_rule_allows(line: str) -> None:
+    assert command_complaints(line) == []
+
+
+def test_python_rule_sees() -> None:
+    source = "from tierstore.cli import absent\ntierstore.Absent()\nmuon.Muon"
+    assert python_complaints(source) == ["tierstore.cli.absent", "tierstore.Absent"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert link_complaints(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_commands_exist(page: Path) -> None:
+    lines = code_lines(page.read_text())
+    if page.name == "format.md":  # The first line of a sealed file begins with "tierstore", too.
+        lines = [line for line in lines if not re.match(r"tierstore \w+ \d", line)]
+    assert [complaint for line in lines for complaint in command_complaints(line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_python_examples_use_names_that_exist(page: Path) -> None:
+    blocks = [
+        block for _, language, block in FENCE.findall(page.read_text()) if language == "python"
+    ]
+    for block in blocks:
+        assert python_complaints(textwrap.dedent(block)) == []
+
+
+def test_paths_of_docs_in_the_code_exist() -> None:
+    folders = ("tierstore", "muon", "native", "bench", "examples", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.[pch]*")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources
+        if path.suffix in (".py", ".cpp", ".hpp")
+        for name in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())
+        if not (ROOT / name).is_file()
+    ]
+    assert missing == []
