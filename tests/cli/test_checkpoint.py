@@ -1,0 +1,114 @@
+"""``tierstore checkpoint``."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.commands import call, call_process
+from tests.support.originals import STEPS, TWIN, committed_pages, flip
+from tests.support.toy import MODEL, RANK, Toy, resumed
+from tierstore.checkpoint import stopped_run
+from tierstore.inspection import verify
+
+
+def test_a_run_is_published(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = call_process("checkpoint", run, out)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (f"{out}: step 3, 28.0 KiB of pages linked, they take no further space\n")
+    assert verify.verify(out).good
+    state = {"model.first": torch.zeros(5, 7)}
+    dcp.load(state, checkpoint_id=out, no_dist=True)
+    assert torch.equal(state["model.first"], torch.full((5, 7), 1 - STEPS / 4))
+
+
+def test_copied_pages_are_reported_apart_from_linked_ones(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked = os.link
+
+    def refused(source: Any, target: Any, **options: Any) -> None:
+        """Refuse links between directories, as the system does between filesystems."""
+        if Path(source).parent != Path(target).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        linked(source, target, **options)
+
+    monkeypatch.setattr(os, "link", refused)
+    code, out, _ = call("checkpoint", run, tmp_path / "out", "--json")
+    assert code == 0
+    body = json.loads(out)
+    assert (body["path"], body["step"]) == (str(tmp_path / "out"), STEPS)
+    assert body["bytes_copied"] == body["bytes_total"] == 28 * 1024
+    _, out, _ = call("checkpoint", run, tmp_path / "again")
+    assert out == f"{tmp_path}/again: step 3, 28.0 KiB of pages copied\n"
+    assert verify.verify(tmp_path / "out").good
+
+
+def test_checkpoints_that_cannot_be_published_are_2(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    for source, target in (
+        (run, tmp_path / "taken"),
+        (run, tmp_path / ".hidden"),
+        (tmp_path / "absent", tmp_path / "out"),
+        (tmp_path / "taken", tmp_path / "out"),
+    ):
+        code, out, err = call("checkpoint", source, target)
+        assert (code, out) == (2, "")
+        assert err.startswith("tierstore: ")
+    assert not (tmp_path / "out").exists()
+    resumed(run, STEPS, groups=[*MODEL, [TWIN]]).store.close()
+
+
+def test_a_run_directory_may_hold_other_files(run: Path, tmp_path: Path) -> None:
+    """For example a log, or its checkpoints."""
+    (run / "train.log").write_text("step 3\n")
+    (run / "checkpoints").mkdir()
+    code, out, err = call("checkpoint", run, run / "checkpoints" / "3")
+    assert (code, err) == (0, "")
+    assert f"{run}/checkpoints/3: step 3" in out
+    assert call("checkpoint", run, tmp_path / "out")[0] == 0
+    assert verify.verify(tmp_path / "out").good
+
+
+def test_only_a_run_is_published(run: Path, originals: Path, tmp_path: Path) -> None:
+    for source, why in (
+        (originals / "published", "is a checkpoint already: name a run directory"),
+        (run / RANK, "is what one rank has of a run: name the directory above it"),
+    ):
+        code, _, err = call("checkpoint", source, tmp_path / "out")
+        assert code == 2
+        assert err.startswith(f"tierstore: {source} {why}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_directory_of_another_rank_is_ignored(run: Path, tmp_path: Path) -> None:
+    """A job of more ranks leaves one."""
+    (run / "rank-00001").mkdir()
+    assert call("verify", run)[0] == 0
+    assert call("checkpoint", run, tmp_path / "out")[0] == 0
+    assert verify.verify(tmp_path / "out").good
+
+
+def test_a_run_in_use_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopped_run, "LOCK_TIMEOUT_S", 0.1)
+    toy = Toy(tmp_path / "run")
+    toy.step()
+    code, _, err = call("checkpoint", tmp_path / "run", tmp_path / "out")
+    assert code == 2
+    assert f"in use by process {os.getpid()}" in err
+    toy.store.close()
+
+
+def test_a_damaged_page_is_published_and_then_found_by_verify(run: Path, tmp_path: Path) -> None:
+    flip(run / committed_pages(run)[0], 600)
+    assert call("checkpoint", run, tmp_path / "out")[0] == 0
+    assert call("verify", tmp_path / "out")[0] == 1

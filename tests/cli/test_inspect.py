@@ -1,0 +1,121 @@
+"""``tierstore inspect``."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+from tests.support.commands import call
+from tests.support.originals import STEPS, flip, reseal
+from tests.support.toy import RANK, Spec, Toy
+
+
+def test_inspect_a_run(run: Path) -> None:
+    code, out, err = call("inspect", run)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"{run}: run, step 3"
+    assert re.fullmatch(r"run [0-9a-f]{32}, attempt [0-9a-f]{16}", lines[1])
+    assert lines[2] == "1 rank, 3 pages of about 256.0 MiB"
+    assert "group 2: lr=0.25" in lines
+    assert "first 5x7 bfloat16 master float32, momentum bfloat16 210 B" in " ".join(out.split())
+    assert "4 parameters: master 364 B, momentum 140 B, average 36 B" in lines
+
+
+def test_inspect_as_json(run: Path, originals: Path) -> None:
+    body = json.loads(call("inspect", run, "--json")[1])
+    manifest = json.loads((run / RANK / "commit-0000000003").read_bytes().partition(b"\n")[2])
+    for name in ("step", "run_id", "attempt", "world_size", "page_bytes", "hyperparameters"):
+        assert body[name] == manifest[name]
+    assert body["parameters"][0] == {
+        "group": 0,
+        "name": "first",
+        "shape": [5, 7],
+        "dtype": "bfloat16",
+        "states": {"master": "float32", "momentum": "bfloat16"},
+        "nbytes": 5 * 7 * 6,
+    }
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert body["files"] == len(files)
+    assert body["file_bytes"] == sum(path.stat().st_size for path in files)
+    assert body["shared_files"] == 0
+    published = json.loads(call("inspect", originals / "published", "--json")[1])
+    assert published["parameters"] == body["parameters"]
+    assert published["shared_files"] == published["pages"] == 3
+    keys = {tensor["key"]: tensor for tensor in published["tensors"]}
+    assert keys["model.buffer"] == {
+        "key": "model.buffer",
+        "shape": [5],
+        "dtype": "float32",
+        "chunks": 1,
+        "nbytes": 20,
+    }
+
+
+def test_inspect_says_that_files_are_shared(originals: Path) -> None:
+    for name in ("run", "published"):
+        assert (
+            "3 of these files (28.0 KiB) have another name" in call("inspect", originals / name)[1]
+        )
+
+
+def test_inspect_a_plain_checkpoint(originals: Path) -> None:
+    _, out, _ = call("inspect", originals / "plain")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == f"{originals}/plain: plain checkpoint"
+    assert "weight 4x3 float32 1 48 B" in lines
+    assert "count scalar int64 1 8 B" in lines
+    assert lines[-1] == ".metadata names 3 tensors (70 B) and 1 other value"
+
+
+def test_inspect_a_run_without_commit(tmp_path: Path) -> None:
+    Toy(tmp_path).store.close()
+    code, out, _ = call("inspect", tmp_path)
+    assert code == 0
+    assert f"{tmp_path}: run, no committed step" in out
+    assert "note: nothing was committed yet" in out
+
+
+def test_inspect_a_damaged_run_or_checkpoint(run: Path, originals: Path, tmp_path: Path) -> None:
+    newest = f"{RANK}/commit-{STEPS:010d}"
+    flip(run / newest, 200)
+    code, out, _ = call("inspect", run)
+    assert code == 0
+    assert "run, step 2" in out
+    assert f"note: {newest} is damaged: its checksum does not match its content" in out
+    flip(run / RANK / f"commit-{STEPS - 1:010d}", 200)
+    code, _, err = call("inspect", run)
+    assert code == 1
+    assert "is damaged: its checksum" in err
+    plain = Path(shutil.copytree(originals / "plain", tmp_path / "plain"))
+    (plain / ".metadata").write_bytes(b"cposix\nsystem\n(S'touch pwned'\ntR.")
+    code, _, err = call("inspect", plain)
+    assert code == 1
+    assert "names posix.system" in err
+
+
+def test_long_lists_are_shortened(tmp_path: Path) -> None:
+    model: list[list[Spec]] = [[(f"p{n}", (2,), torch.float32, {}, True) for n in range(45)]]
+    toy = Toy(tmp_path, model)
+    toy.step()
+    toy.store.close()
+    _, out, _ = call("inspect", tmp_path)
+    assert "p39" in out
+    assert "p40" not in out
+    assert "... 5 more; --json lists all" in out
+    assert len(json.loads(call("inspect", tmp_path, "--json")[1])["parameters"]) == 45
+
+
+def test_hyperparameters_of_every_kind(run: Path) -> None:
+    hyperparameters = [
+        {"betas": {"$tuple": [0.9, 0.95]}, "name": "x" * 100, "lr": {"$float": "nan"}},
+        *({}, {}),
+    ]
+    path = run / RANK / f"commit-{STEPS:010d}"
+    reseal(path, "commit", lambda body: body.update(hyperparameters=hyperparameters))
+    _, out, _ = call("inspect", run)
+    assert f"group 0: betas=(0.9, 0.95), name={'x' * 57}..., lr={{'$float': 'nan'}}" in out

@@ -1,0 +1,43 @@
+"""The command line: one module for each command, assembled into one typer app.
+
+A new command is a module with a function of the command's name, and a line below.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Annotated
+
+import typer
+
+from tierstore.cli import checkpoint, inspect, verify
+from tierstore.cli.output import write
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Optimizer state in pages: inspect, verify and publish runs and checkpoints.",
+)
+app.command()(inspect.inspect)
+app.command()(verify.verify)
+app.command()(checkpoint.checkpoint)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write(f"tierstore {importlib.metadata.version('tierstore')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""

@@ -1,0 +1,5 @@
+"""``python -m tierstore.cli``."""
+
+from tierstore.cli import app
+
+app()

@@ -1,0 +1,30 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.output import plain
+
+RunOrCheckpoint = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A run directory or a checkpoint.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+
+
+def note_interrupted_reshard(run: Path) -> None:
+    """Say on stderr where the step of a run is whose resharding did not end."""
+    from tierstore.inspection.reader import Reader
+    from tierstore.inspection.run_reader import newest_commit, read_ranks
+    from tierstore.run.file_names import RESHARDED_NAME
+
+    if (run / RESHARDED_NAME).exists() and newest_commit(read_ranks(Reader(run))) is None:
+        sys.stderr.write(
+            f"tierstore: {plain(str(run))} was being resharded to another number of ranks: its "
+            f"committed step is in the checkpoint {RESHARDED_NAME} in it. Open it with "
+            "resume=True and reshard=True to resume.\n"
+        )

@@ -1,0 +1,44 @@
+"""``tierstore checkpoint``: publish a stopped run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.cli.arguments import JsonOption, note_interrupted_reshard
+from tierstore.cli.exit_codes import exit_codes
+from tierstore.cli.output import plain, progress, write, write_json
+from tierstore.units import format_bytes
+
+
+def checkpoint(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a stopped run.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The checkpoint: an absent or empty directory.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Publish the committed step of a stopped run as a checkpoint.
+
+    torch.distributed.checkpoint loads it. On the filesystem of the run, pages are linked
+    and take no further space; on another one they are copied.
+    """
+    with exit_codes(as_json):
+        from tierstore.checkpoint.publish_stopped import publish_run
+
+        note_interrupted_reshard(run)
+        with progress("copied") as on_progress:
+            publication = publish_run(run, out, on_progress=on_progress)
+            publication.wait()
+        if as_json:
+            fields = ("path", "step", "bytes_total", "bytes_copied", "bytes_linked")
+            write_json({name: getattr(publication, name) for name in fields})
+            return
+        nbytes = format_bytes(publication.bytes_total)
+        how = "linked, they take no further space"
+        if publication.bytes_copied:
+            linked = publication.bytes_linked
+            how = f"copied, {format_bytes(linked)} linked" if linked else "copied"
+        write(plain(f"{out}: step {publication.step}, {nbytes} of pages {how}") + "\n")

@@ -1,0 +1,110 @@
+"""``tierstore inspect``: show what a run or a checkpoint contains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tierstore.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
+from tierstore.cli.exit_codes import exit_codes
+from tierstore.cli.output import cell, count, plain, print_parts, shape_text, table, write_json
+from tierstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tierstore.inspection.summary import Summary
+
+
+def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
+    """Show what a run or a checkpoint contains.
+
+    Reads manifests and .metadata, no pages; works while the run is in use.
+    """
+    with exit_codes(as_json):
+        from tierstore.inspection.summary import summarize
+
+        note_interrupted_reshard(path)
+        summary = summarize(path)
+        if as_json:
+            write_json(dataclasses.asdict(summary))
+        else:
+            print_parts(_summary_parts(summary))
+
+
+def _summary_parts(summary: Summary) -> Iterator[RenderableType]:
+    step = f"step {summary.step}" if summary.step is not None else "no committed step"
+    yield f"{plain(summary.path)}: {summary.kind}" + (
+        "" if summary.kind == "plain checkpoint" else f", {step}"
+    )
+    if summary.run_id is not None:
+        yield f"run {plain(summary.run_id)}, attempt {plain(str(summary.attempt))}"
+    if summary.page_bytes is not None:
+        ranks = count(summary.world_size or 1, "rank")
+        pages = count(summary.pages, "page")
+        yield f"{ranks}, {pages} of about {format_bytes(summary.page_bytes)}"
+    yield f"{count(summary.files, 'file')}, {format_bytes(summary.file_bytes)}"
+    if summary.shared_files:
+        yield (
+            f"{summary.shared_files} of these files ({format_bytes(summary.shared_bytes)}) have "
+            "another name, in the run or a checkpoint: removing this one frees the rest only"
+        )
+    for directory, share in summary.directories.items():
+        yield f"{plain(directory)}: dealt {share:.0%} of the pages"
+    if summary.in_use_by is not None:
+        yield f"in use by {plain(summary.in_use_by)}"
+    for note in summary.notes:
+        yield f"note: {plain(note)}"
+    for number, group in enumerate(summary.hyperparameters):
+        values = ", ".join(f"{key}={_hyperparameter(value)}" for key, value in group.items())
+        yield f"group {number}: {plain(values)}"
+    if summary.parameters:
+        yield _parameter_table(summary)
+        totals = ", ".join(
+            f"{state} {format_bytes(nbytes)}" for state, nbytes in summary.state_bytes.items()
+        )
+        yield f"{count(len(summary.parameters), 'parameter')}: {plain(totals)}"
+    if summary.tensors and not summary.parameters:
+        yield _tensor_table(summary)
+    if summary.tensors:
+        nbytes = format_bytes(sum(tensor.nbytes for tensor in summary.tensors))
+        tensors = count(len(summary.tensors), "tensor")
+        yield f".metadata names {tensors} ({nbytes}) and {count(summary.objects, 'other value')}"
+
+
+def _hyperparameter(value: object) -> str:
+    """Return a tagged value in at most 60 characters."""
+    if isinstance(value, dict) and value.keys() == {"$tuple"}:
+        value = tuple(value["$tuple"])
+    return cell(value)
+
+
+def _parameter_table(summary: Summary) -> RenderableType:
+    rows = [
+        (
+            str(parameter.group),
+            plain(parameter.name),
+            shape_text(parameter.shape),
+            parameter.dtype,
+            cell(", ".join(f"{name} {dtype}" for name, dtype in parameter.states.items())),
+            format_bytes(parameter.nbytes),
+        )
+        for parameter in summary.parameters
+    ]
+    headers = ("group", "parameter", "shape", "dtype", "states", "bytes")
+    return table(headers, rows, right=("group", "bytes"))
+
+
+def _tensor_table(summary: Summary) -> RenderableType:
+    rows = [
+        (
+            plain(tensor.key),
+            shape_text(tensor.shape),
+            tensor.dtype,
+            str(tensor.chunks),
+            format_bytes(tensor.nbytes),
+        )
+        for tensor in summary.tensors
+    ]
+    return table(("key", "shape", "dtype", "chunks", "bytes"), rows, right=("chunks", "bytes"))

@@ -1,0 +1,129 @@
+"""Output of commands: results on stdout, a progress bar on stderr.
+
+Modules that are slow to import are imported by the functions that need them, so that
+``--help`` is printed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_ROWS_MAX = 40
+_WIDTH_PIPED = 160
+_CELL_MAX = 60
+
+
+def write_json(body: Mapping[str, Any]) -> None:
+    """Write one JSON object as a line to stdout."""
+    write(json.dumps(body, default=str) + "\n")
+
+
+def write(text: str) -> None:
+    """Write to stdout. A closed stdout (as by ``head``) is not an error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # Else the interpreter would flush once more at its end, and fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_parts(parts: Iterator[RenderableType]) -> None:
+    """Write lines and tables to stdout."""
+    from rich.console import Console
+
+    # A pipe has no width, and rich's default one would fold most lines.
+    width = None if sys.stdout.isatty() else _WIDTH_PIPED
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))
+    write(captured.get())
+
+
+def plain(text: str) -> str:
+    """Return a text with unprintable characters escaped: a name may hold terminal codes."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+
+
+def cell(value: object) -> str:
+    """Return a value as text of at most 60 characters."""
+    text = plain(str(value))
+    return text if len(text) <= _CELL_MAX else f"{text[: _CELL_MAX - 3]}..."
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number and its noun, which is put into the plural."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as "5x7"."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> RenderableType:
+    """Return a table of the first 40 rows, and how many more there are.
+
+    Args:
+        headers: One text per column.
+        rows: The cells.
+        right: The headers of columns that are aligned to the right.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=False)
+    for header in headers:
+        shown.add_column(header, justify="right" if header in right else "left", overflow="fold")
+    for row in rows[:_ROWS_MAX]:
+        shown.add_row(*map(Text, row))
+    if len(rows) > _ROWS_MAX:
+        shown.caption = f"... {len(rows) - _ROWS_MAX} more; --json lists all"
+    return shown
+
+
+@contextmanager
+def progress(verb: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr for the length of a block, if stderr is a terminal.
+
+    Args:
+        verb: What happens to the bytes, for example "checked".
+
+    Yields:
+        A function to be called with the bytes done and the bytes in all.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    task = bar.add_task(verb, total=None)
+    with bar:
+        yield lambda done, total: bar.update(task, completed=done, total=total)
