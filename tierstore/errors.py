@@ -1,4 +1,4 @@
-"""Every error that tierstore raises on purpose, one class per way to be wrong."""
+"""Errors that tierstore raises, one class per kind of failure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import partial
 
 
 class TierstoreError(Exception):
-    """Base of all errors below, so that one ``except`` can tell ours from others."""
+    """Base class of all errors of tierstore."""
 
 
 class StorageError(TierstoreError):
-    """A transfer or a file operation did not happen in full.
+    """A transfer or file operation failed or was incomplete.
 
     Attributes:
         what: the operation.
         path: the file, as the operating system names it.
         offset: first byte of the transfer, or None where the operation has no range.
-        nbytes: bytes asked for, or None likewise.
-        errno: the operating system's number, for example ``errno.ENOSPC``.
+        nbytes: requested bytes, or None where the operation has no range.
+        errno: the error number of the operating system, for example ``errno.ENOSPC``.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StorageError(TierstoreError):
         super().__init__(f"{what} failed: {place}: {os.strerror(errno)} (errno {errno})")
 
     def __reduce__(self) -> tuple[Callable[[], StorageError], tuple[()]]:
-        # An exception is pickled as its class and message, which are not what makes this one.
+        # Exceptions are pickled as class and message; this class needs its own arguments.
         again = partial(
             type(self),
             self.what,
@@ -53,7 +53,7 @@ class StorageError(TierstoreError):
 
 
 class CorruptionError(TierstoreError):
-    """Bytes were read in full but are not the bytes that were committed."""
+    """Bytes were read in full but differ from the committed bytes."""
 
 
 class StoreFailedError(TierstoreError):
@@ -61,19 +61,19 @@ class StoreFailedError(TierstoreError):
 
 
 class SweepError(TierstoreError, RuntimeError):
-    """A call in the middle of a sweep, or a sweep that was left before its last page."""
+    """A call during a sweep, or a sweep that was left before its last page."""
 
 
 class StoreClosedError(TierstoreError):
-    """The store was closed, or belongs to the parent of this forked process."""
+    """The store was closed, or belongs to the parent process of a fork."""
 
 
 class BudgetError(TierstoreError, ValueError):
-    """A memory budget is below the smallest one that works; the message names that one."""
+    """A memory budget is too small; the message names the smallest one that works."""
 
 
 class RunDirectoryError(TierstoreError, ValueError):
-    """A directory cannot serve as this run's directory; the message says what to do."""
+    """A directory cannot be used as the run directory; the message says what to do."""
 
 
 class RunLockedError(RunDirectoryError):
@@ -85,15 +85,15 @@ class RunMismatchError(RunDirectoryError):
 
 
 class CheckpointError(TierstoreError, ValueError):
-    """A checkpoint cannot be published or read there; the message says what to do."""
+    """A checkpoint cannot be published or read; the message says what to do."""
 
 
-class PeerFailed(TierstoreError):  # noqa: N818 - it tells of another's error.
-    """Another rank of the job failed, and this one cannot go on without it.
+class PeerFailed(TierstoreError):  # noqa: N818 - the error happened on another rank.
+    """Another rank of the job failed, so this rank cannot continue.
 
     Attributes:
-        rank: which one.
-        reason: what it said.
+        rank: the rank that failed.
+        reason: the reason that it gave, or that other ranks found.
     """
 
     def __init__(self, rank: int, reason: str) -> None:

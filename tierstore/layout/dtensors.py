@@ -1,6 +1,6 @@
-"""What a DTensor says of itself: where it lies, and what this rank has of it.
+"""DTensors: their mesh, their placements and the local tensor of this rank.
 
-Plain tensors may be given as well: all ranks hold them whole.
+A plain tensor is held whole by all ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor."""
-    # Who has one has imported its module; the others shall not have to wait for that.
+    # A process that has a DTensor has imported its module; other processes skip the import.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor, as a plain tensor of the same memory."""
+    """Return the local tensor of this rank: a plain tensor over the same memory."""
     if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -34,11 +34,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies on the ranks as a parameter does.
+    """Return a tensor with the mesh and placements of a parameter.
 
     Args:
         parameter: plain, or a DTensor.
-        local: what this rank has of the tensor, of any dtype and on any device.
+        local: the local tensor of this rank, of any dtype and on any device.
 
     Returns:
         A DTensor of the parameter's mesh, placements and shape, or ``local`` itself.
@@ -51,18 +51,18 @@ def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     assert spec.tensor_meta is not None
     whole = torch.empty(parameter.shape, dtype=local.dtype, device="meta")
     meta = spec.tensor_meta._replace(stride=whole.stride(), dtype=whole.dtype)
-    # Not by from_local(), which copies to the device of the mesh.
+    # from_local() would copy to the device of the mesh.
     make = cast("Callable[..., DTensor]", DTensor)
     return make(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors lie on the ranks in the same way."""
+    """Return whether two tensors have the same mesh and placements."""
     return _placement(tensor) == _placement(other)
 
 
 def describe_placement(tensor: torch.Tensor) -> str:
-    """Return how a tensor lies on the ranks, in words for messages."""
+    """Return the placements of a tensor as text for messages."""
     placement = _placement(tensor)
     return "a plain tensor" if placement is None else f"{placement[0]} on {placement[1]}"
 
@@ -75,16 +75,16 @@ def _placement(tensor: torch.Tensor) -> tuple[Sequence[Placement], object] | Non
 
 
 def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
-    """Return which ranks hold a tensor, and how.
+    """Return the ranks that hold a tensor, and its sharding over them.
 
     Args:
         tensor: plain, or a DTensor.
-        global_ranks: the ranks of the job, by the numbers that a mesh has for them; those of
-            the answer count them from 0.
+        global_ranks: rank of the job -> its global rank, which a mesh names. The returned
+            ranks are ranks of the job.
 
     Raises:
-        ValueError: its placements are none that elements can be held in, or its mesh has
-            ranks that are not of the job.
+        ValueError: a placement is neither Shard nor Replicate, or the mesh has a rank outside
+            the job.
     """
     if not is_dtensor(tensor):
         return whole_on(range(len(global_ranks)))
@@ -98,7 +98,7 @@ def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
         ranks=tuple(numbers[number] for number in mesh.mesh.flatten().tolist()),
         sharding=Sharding(
             mesh_shape=tuple(mesh.shape),
-            placements=tuple(_placement_of(each) for each in dtensor.placements),
+            placements=tuple(_placement_of(placement) for placement in dtensor.placements),
         ),
     )
 
@@ -110,7 +110,7 @@ def _placement_of(placement: Placement) -> Replicated | Sharded:
     match placement:
         case Replicate():
             return Replicated()
-        case _StridedShard():  # A Shard too, in earlier releases of torch.
+        case _StridedShard():  # Earlier releases of torch derive it from Shard.
             return Sharded(dim=placement.dim, split_factor=int(placement.split_factor))
         case Shard():
             return Sharded(dim=placement.dim)

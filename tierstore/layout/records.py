@@ -1,18 +1,18 @@
-"""The bytes around the raw data of a record, which make it a file that ``torch.load`` reads.
+"""Record framing: the bytes around raw tensor data that make it a file for ``torch.load``.
 
 ::
 
     record = prefix | data | trailer | padding
 
 Prefix and trailer turn the data into the stored (uncompressed) zip archive that
-``torch.save`` would write: ``data.pkl`` says that the tensor is contiguous with these sizes
-and this dtype, ``data/0`` is its raw little-endian elements. Both depend on sizes and dtype
-alone, so they are written once and stay true however often the data is rewritten in place.
-That includes the CRC-32 of ``data/0``, which cannot be known and is given as 0: ``torch.load``
-does not look at it. Python's ``zipfile`` lists all entries and reads the others; reading
-``data/0`` to its end raises ``BadZipFile`` (unless the data's CRC-32 happens to be 0).
+``torch.save`` would write: ``data.pkl`` describes a contiguous tensor of these sizes and this
+dtype, ``data/0`` holds its raw little-endian elements. Prefix and trailer depend on sizes and
+dtype alone, so they are written once and stay valid when the data is rewritten in place. The
+CRC-32 of ``data/0`` changes with the data and is stored as 0: ``torch.load`` does not check it.
+Python's ``zipfile`` lists all entries and reads the other ones; reading ``data/0`` to its end
+raises ``BadZipFile`` (unless the CRC-32 of the data happens to be 0).
 
-The formats: the zip file format specification (APPNOTE.TXT 6.3), sections 4.3.7, 4.3.12 and
+Formats: the zip file format specification (APPNOTE.TXT 6.3), sections 4.3.7, 4.3.12 and
 4.3.16, and Python's pickle protocol 2.
 """
 
@@ -30,20 +30,20 @@ import torch
 from tierstore.units import align_up
 
 RECORD_PREFIX_BYTES = 512
-"""Length of every prefix: where the data begins, counted from the start of its record."""
+"""Length of every prefix: the offset of the data in its record."""
 
 DATA_ALIGNMENT_BYTES = 64
-"""Records are padded to a multiple of this, so that all data is aligned to it."""
+"""Records are padded to a multiple of this, which aligns all data."""
 
 RECORD_DATA_BYTES_MAX = 2**31 - 8192
-"""The most data in one record. Linux moves at most 2**31 - 4096 bytes in one call; a whole
-record with its framing stays under that, and every number in it fits 31 bits."""
+"""Most bytes of data in one record. Linux moves at most 2**31 - 4096 bytes in one call; a
+record with its framing stays below that, and every number in it fits 31 bits."""
 
 RECORD_DIMENSIONS_MAX = 16
 """The most dimensions for which the pickled sizes and strides fit into the prefix."""
 
-# The storage class by which torch.save pickles each dtype. The 8-bit floats have none of
-# their own: their storage is untyped, its length in bytes, and the dtype follows it.
+# The storage class that torch.save pickles for each dtype. The 8-bit floats have no class: their
+# storage is untyped, with its length in bytes, and the dtype follows the storage.
 _STORAGES = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
@@ -60,21 +60,21 @@ _STORAGES = {
 }
 
 RECORD_DTYPES = frozenset(_STORAGES)
-"""What the elements of a record may be."""
+"""Dtypes that a record can hold."""
 
-# torch.load takes what stands before the first slash for the archive's name.
+# torch.load takes the text before the first slash as the name of the archive.
 _PICKLE_NAME = b"a/data.pkl"
 _DATA_NAME = b"a/data/0"
 _CONSTANT_ENTRIES = ((b"a/byteorder", b"little"), (b"a/version", b"3\n"))
 
-# A header in front of each entry, one per entry in the central directory, and the end record.
+# The header before each entry, its header in the central directory, and the end record.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _DIRECTORY_HEADER = struct.Struct("<4s6H3I5H2I")
 _END_RECORD = struct.Struct("<4s4H2IH")
 _ZIP_VERSION = 20
 _ZIP_TIME, _ZIP_DATE = 0, 0x21  # Midnight of 1980-01-01, the first day that zip knows.
 
-# torch.save pads its entries with an extra field of this id, too.
+# torch.save also pads its entries with an extra field of this id.
 _PADDING_FIELD = struct.Struct("<2sH")
 _PADDING_ID = b"FB"
 
@@ -83,7 +83,7 @@ _TRAILER_BYTES = sum(_DIRECTORY_HEADER.size + len(name) for name in _ENTRY_NAMES
 
 
 class _Entry(NamedTuple):
-    """One file of the archive, and where its local header begins."""
+    """One file of the archive, and the offset of its local header."""
 
     name: bytes
     crc: int
@@ -92,10 +92,10 @@ class _Entry(NamedTuple):
 
 
 def record_prefix(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
-    """Return the RECORD_PREFIX_BYTES that stand before the data of a record.
+    """Return the RECORD_PREFIX_BYTES bytes before the data of a record.
 
     Args:
-        sizes: shape of the tensor that ``torch.load`` shall return; () is 0-d.
+        sizes: shape of the tensor that ``torch.load`` returns; () is 0-d.
         dtype: its dtype: float64, float32, bfloat16, float16, float8_e4m3fn, float8_e5m2,
             int64, int32, int16, int8, uint8 or bool.
 
@@ -107,9 +107,9 @@ def record_prefix(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
 
 
 def record_trailer(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
-    """Return the bytes that stand right after the data; arguments as in record_prefix().
+    """Return the bytes after the data; arguments as in record_prefix().
 
-    Its length is the same for all sizes and dtypes.
+    The length is the same for all sizes and dtypes.
     """
     prefix, entries = _frame(sizes, dtype)
     directory = b"".join(map(_directory_header, entries))
@@ -125,7 +125,7 @@ def record_trailer(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
 
 
 def record_length(sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of prefix, data and trailer: what ``torch.load`` must be given.
+    """Return the number of bytes of prefix, data and trailer, which ``torch.load`` reads.
 
     Arguments and errors as in record_prefix().
     """
@@ -133,7 +133,7 @@ def record_length(sizes: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def record_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Return record_length() rounded up to DATA_ALIGNMENT_BYTES: where the next one starts.
+    """Return record_length() rounded up to DATA_ALIGNMENT_BYTES: the offset of the next record.
 
     Arguments and errors as in record_prefix().
     """
@@ -141,7 +141,7 @@ def record_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _data_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of data, after checking that there can be such a record."""
+    """Return the number of bytes of data, after checking that a record can hold them."""
     if dtype not in _STORAGES:
         names = ", ".join(str(known).removeprefix("torch.") for known in _STORAGES)
         raise ValueError(f"a record's dtype must be one of {names}, got {dtype}")
@@ -151,7 +151,7 @@ def _data_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
         )
     if min(sizes, default=0) < 0:
         raise ValueError(f"sizes must not be negative, got {list(sizes)}")
-    # Strides take a size of 0 for 1, so that product is the largest number in the pickle.
+    # Strides count a size of 0 as 1, so this product is the largest number in the pickle.
     if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > RECORD_DATA_BYTES_MAX:
         raise ValueError(
             f"a record holds at most {RECORD_DATA_BYTES_MAX} bytes of data, got sizes "
@@ -202,7 +202,7 @@ def _directory_header(entry: _Entry) -> bytes:
 def _tensor_pickle(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
     """Return the pickle of a contiguous CPU tensor over the whole of storage "0".
 
-    It is the call _rebuild_tensor_v2(storage, storage_offset, sizes, strides, requires_grad,
+    The pickle calls _rebuild_tensor_v2(storage, storage_offset, sizes, strides, requires_grad,
     backward_hooks), or, for an untyped storage, _rebuild_tensor_v3 with the dtype at the end.
     Numbers take five bytes each, so that the length depends on the dimensions alone.
     """
