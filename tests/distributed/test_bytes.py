@@ -1,4 +1,4 @@
-"""What ranks send to each other, counted: the formulas of docs/guide/ranks.md."""
+"""What ranks send to each other, counted: the formulas of docs/internals/exchange.md."""
 
 from __future__ import annotations
 
