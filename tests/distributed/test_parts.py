@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from tests.rank_programs.checkpoints import EXTRA, Job, paged
 from tests.support.published import assert_equal, names_in, tensors_in
 from tests.support.rank_pool import RankPool
+from tierstore.errors import StorageError
 from tierstore.inspection.verify import verify
 
 WORK = "tests.rank_programs.checkpoints:work"
 PARTS = "tests.rank_programs.checkpoints:work_in_parts"
+FAIL = "tests.rank_programs.checkpoints:fail_to_publish_in_parts"
+FULL = StorageError("write", path="/disk/file", errno=errno.ENOSPC)
 DISKS = [(0, 1, 0), (0, 1, 1), (0, 1, 2)]
 
 
@@ -85,32 +89,46 @@ def test_the_oldest_are_removed_from_every_disk(pool: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("failing", "operation", "call"),
+    ("failing", "operation", "call", "error"),
     [
-        (1, "make", 1),
-        (2, "link", 2),
-        (1, "put", 2),  # Of the marker.
-        (1, "rename", 1),
-        (0, "rename", 1),
-        (0, "put", 3),  # Of .metadata, when the other parts have their name.
-        (1, "sync_children", 1),
-        (0, "sync_children", 1),
+        (1, "make", 1, FULL),
+        (2, "link", 2, FULL),
+        (1, "put", 2, FULL),  # Of the marker.
+        (1, "rename", 1, FULL),
+        (0, "rename", 1, FULL),
+        (0, "put", 3, FULL),  # Of .metadata, when the other parts have their name.
+        (1, "sync_children", 1, FULL),
+        (0, "sync_children", 1, FULL),
+        (0, "sync_children", 1, MemoryError("No space left in memory")),
     ],
 )
 def test_where_one_part_fails_there_is_none(
-    failing: int, operation: str, call: int, pool: RankPool, tmp_path: Path
+    failing: int, operation: str, call: int, error: Exception, pool: RankPool, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path)
-    work = "tests.rank_programs.checkpoints:fail_to_publish_in_parts"
-    found = pool.run(3, work, job, (0, 1, 1), failing, operation, call)
+    found = pool.run(3, FAIL, job, (0, 1, 1), failing, operation, call, error)
     kinds = [kind for kind, _ in found]
-    assert kinds.pop(failing) == "StorageError"
+    assert kinds.pop(failing) == type(error).__name__
     assert kinds == ["PeerFailed"] * 2
     assert all("No space left" in text for _, text in found)
     # What is published next goes well, and removes what a failure may have left.
     for disk in ("disk-0", "disk-1"):
         assert names_in(tmp_path / disk) == ["later"]
     assert verify(merged([tmp_path / d / "later" for d in ("disk-0", "disk-1")], tmp_path / "m"))
+
+
+def test_where_rank_0_may_have_published_its_part_all_parts_stay(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Rank 0 is interrupted when its part has its name, and cannot tell the other ranks."""
+    job = job_of(tmp_path, 1)
+    # The fourth time is after it has the name, to find older checkpoints.
+    found = pool.run(3, FAIL, job, (0, 1, 1), 0, "children", 4, KeyboardInterrupt())
+    assert [kind for kind, _ in found] == ["KeyboardInterrupt", "PeerFailed", "PeerFailed"]
+    for disk in ("disk-0", "disk-1"):
+        assert names_in(tmp_path / disk) == ["checkpoint"]
+    parts = [tmp_path / disk / "checkpoint" for disk in ("disk-0", "disk-1")]
+    assert verify(merged(parts, tmp_path / "merged")).faults == ()
 
 
 def test_one_name_is_for_all_ranks(pool: RankPool, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from tests.simulation.log import Weakening
 from tests.simulation.session import Memory, Protocol, Settings
 from tests.simulation.simulator import Simulation
 from tests.simulation.storage import RecordedStorage
-from tierstore.checkpoint import publish, retention
+from tierstore.checkpoint import directory, publish, retention
+from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.paging.page import Transit
 from tierstore.paging.pager import Pager
@@ -77,7 +78,7 @@ REPLACING = Settings(
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""
 
-SPECIAL = {"run.erase_commits": BEGINNING, "retention.remove_leftovers": PUBLISHING}
+SPECIAL = {"recovery.erase_commits": BEGINNING, "retention.remove_leftovers": PUBLISHING}
 
 MOVING = Settings(
     world_size=1,
@@ -236,15 +237,11 @@ def _each_rank_for_itself() -> Iterator[None]:
         yield
 
 
-def _name_before_metadata(self: Any) -> None:
-    if self._peers.rank:
-        return
-    self._folder.rename(self._child, self._name)
-    self._folder.put(self._name, file_names.METADATA_NAME, self._metadata)
-    self._folder.sync(self._name)
-    self._folder.sync_children()
-    if self._keep_last is not None:
-        publish.retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
+def _name_before_metadata(self: CheckpointDirectory, metadata: bytes) -> None:
+    self.folder.rename(self.child, self.name)
+    self.folder.put(self.name, file_names.METADATA_NAME, metadata)
+    self.folder.sync(self.name)
+    self.folder.sync_children()
 
 
 def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> None:
@@ -259,11 +256,12 @@ def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> 
     folder.sync_children()
 
 
-def _undone_at_once(self: Any) -> None:
+def _undone_at_once(self: CheckpointDirectory) -> None:
     with contextlib.suppress(StorageError):
-        if self._named:
-            self._folder.rename(self._name, self._child)
-        retention.remove(self._folder, self._child)
+        if self._state is directory.State.NAMED:
+            self.folder.rename(self.name, self.child)
+        if self._state in (directory.State.TEMPORARY, directory.State.NAMED):
+            retention.remove(self.folder, self.child)
 
 
 def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
@@ -295,8 +293,8 @@ _take_name = publish._Publishing._take_name
 
 def _retained_first(self: Any) -> None:
     """Remove what is too much before the new one is there to take its place."""
-    if self._peers.rank == 0 and self._keep_last is not None:
-        retention.retain(self._folder, self._manifest.run_id, "", self._keep_last)
+    if self._call.keep_last is not None:
+        retention.retain(self._call.folder, self._manifest.run_id, "", self._call.keep_last)
     _take_name(self)
 
 
@@ -347,11 +345,11 @@ WRITTEN = [
     Mutant(name="recovery takes the newest commit of each rank", patched=_each_rank_for_itself),
     Mutant(
         name="a checkpoint has its name before .metadata is in it",
-        patched=_patch(publish._Publishing, "_take_name", _name_before_metadata),
+        patched=_patch(CheckpointDirectory, "take_name", _name_before_metadata),
     ),
     Mutant(
         name="an old checkpoint is removed under its final name",
-        patched=_patch(publish, "retain", _removed_in_place),
+        patched=_patch(directory, "retain", _removed_in_place),
     ),
     Mutant(
         name="old checkpoints are removed before the new one is there",
@@ -359,7 +357,7 @@ WRITTEN = [
     ),
     Mutant(
         name="leftovers of publishing are removed while their name may come back",
-        patched=_patch(publish, "remove_leftovers", _leftovers_removed_at_once),
+        patched=_patch(directory, "remove_leftovers", _leftovers_removed_at_once),
         settings=PUBLISHING,
     ),
 ]
@@ -443,7 +441,7 @@ UNDER_FAULTS = [
 UNDER_FAULTS.append(
     Mutant(
         name="a failed checkpoint is removed while its final name may come back",
-        patched=_patch(publish._Publishing, "undo", _undone_at_once),
+        patched=_patch(CheckpointDirectory, "remove", _undone_at_once),
         under_faults=True,
         settings=PUBLISHING,
     )

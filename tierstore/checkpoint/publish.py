@@ -1,49 +1,30 @@
-"""Publishing a committed step: links to its page files, and one metadata file.
+"""Publishing of a committed step: links to its page files, and files that describe it.
 
-The page files are the checkpoint already. A directory is built under a temporary name:
-links to the page files, each rank's manifest with its checksums, a file of all that is in
-no page, ``tierstore.json`` and last ``.metadata``; then it takes its name. Pages that cannot
-be linked, because the path is on another filesystem, are copied in the background. Where
-ranks do not see the same directory, as on disks of their own, there is a part of the
-checkpoint on each: the files of those ranks, and what says which files all of it has.
-
-Until the name is durable, whatever fails or interrupts leaves nothing behind; from then on
-nothing takes the checkpoint away again.
+A directory is built under a temporary name and then renamed; pages on another filesystem are
+copied in the background. Until the name is durable, a failure or an interrupt leaves nothing
+behind; from then on nothing removes the checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import re
 import secrets
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
 from tierstore.checkpoint.dcp_writer import checkpoint_metadata
+from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.checkpoint.model_contents import ModelContents, Names
 from tierstore.checkpoint.page_links import PageFiles, RankCommit
+from tierstore.checkpoint.parts import Parts
 from tierstore.checkpoint.publication import Publication
-from tierstore.checkpoint.retention import (
-    is_taken,
-    remove,
-    remove_leftovers,
-    retain,
-    temporary_prefix,
-)
-from tierstore.errors import (
-    CheckpointError,
-    RunDirectoryError,
-    StorageError,
-    TierstoreError,
-)
+from tierstore.errors import CheckpointError, RunDirectoryError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.ranks.peers import Peers, agree, on_rank_0, together
 from tierstore.run.file_names import (
@@ -113,14 +94,18 @@ def publish(
         StorageError: the disk is full, say. Nothing is left of the checkpoint.
         CorruptionError: a page that was copied is not what was committed. Likewise.
     """
-    publishing = _Publishing(committed, path, keep_last, on_progress)
+    peers = committed.peers
+    call = together(
+        peers, "check the call of checkpoint()", lambda: _Call.checked(committed, path, keep_last)
+    )
+    publishing = _Publishing(committed, call, peers.gather(call.sent), on_progress)
     try:
-        publishing.begin()
-        copying = any(agree(committed.peers, "link pages", publishing.link_pages))
-        held = copying and all(agree(committed.peers, "hold pages", publishing.hold_pages))
+        publishing.make_directory()
+        copying = any(agree(peers, "link pages", publishing.link_pages))
+        held = copying and all(agree(peers, "hold pages", publishing.hold_pages))
         publishing.describe()
-        if held and committed.peers.world_size == 1:
-            publishing.start(on_copying)
+        if held and peers.world_size == 1:
+            publishing.finish_in_background(on_copying)
             return publishing.publication
         publishing.finish(copying=copying)
     except BaseException:
@@ -130,115 +115,133 @@ def publish(
     return publishing.publication
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What one rank wants to publish, and where: refused here if it cannot be."""
+
+    path: str
+    name: str
+    """The last part of the path."""
+    folder: Folder
+    """The directory above it."""
+    contents: ModelContents
+    keep_last: int | None
+    token: str
+    """Distinguishes this attempt from others; all ranks use that of rank 0."""
+
+    @classmethod
+    def checked(cls, committed: Committed, path: str, keep_last: int | None) -> Self:
+        """Check the arguments of publish() on this rank; raises what publish() does."""
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+            raise ValueError(f"keep_last must be at least 1, or None for all; got {keep_last!r}")
+        absolute = Path(path).absolute()  # Not abspath(): the system follows links before "..".
+        name = absolute.name
+        is_reserved = name == RESHARDED_NAME and not committed.for_reshard
+        if not name or name.startswith((".", "rank-")) or is_reserved:
+            raise CheckpointError(
+                f"{path!r} cannot name a checkpoint: give a directory whose name is not "
+                f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
+            )
+        if not committed.commits:
+            raise CheckpointError("there is no step to publish yet: do one first")
+        contents = committed.contents()
+        try:
+            folder = committed.commits[0].storage.folder(str(absolute.parent))
+        except RunDirectoryError as error:  # Here it is not a run directory.
+            raise CheckpointError(str(error)) from error
+        return cls(
+            path=path,
+            name=name,
+            folder=folder,
+            contents=contents,
+            keep_last=keep_last,
+            token=secrets.token_hex(4),
+        )
+
+    @property
+    def sent(self) -> tuple[str, str, str]:
+        """What the other ranks need to know: token, name, and digest of the cut values."""
+        cut = xxhash.xxh3_128_hexdigest(repr(self.contents.cut).encode())
+        return self.token, self.name, cut
+
+
 class _Publishing:
+    """One attempt to publish, on one rank.
+
+    Args:
+        committed: what to publish.
+        call: where, checked.
+        calls: what every rank said of its call.
+        on_progress: as in publish().
+
+    Raises:
+        CheckpointError: the ranks want to publish different things.
+    """
+
     def __init__(
         self,
         committed: Committed,
-        path: str,
-        keep_last: int | None,
+        call: _Call,
+        calls: Sequence[tuple[str, str, str]],
         on_progress: Callable[[int, int], None],
     ) -> None:
-        self._committed = committed
-        self._path = path
-        self._peers = committed.peers
-        self._keep_last = keep_last
-        self._on_progress = on_progress
-        prepared = agree(self._peers, "prepare a checkpoint", self._prepare)
-        if any(name != prepared[0][2] for *_, name in prepared):
+        token, name, cut = calls[0]
+        if any(other != name for _, other, _ in calls):
             raise CheckpointError(
                 "all ranks must give the checkpoint one name, but they give "
-                f"{[name for *_, name in prepared]}: pass the same path on each"
+                f"{[other for _, other, _ in calls]}: pass the same path on each"
             )
-        if any(cut != prepared[0][1] for _, cut, _ in prepared):
+        if any(other != cut for *_, other in calls):
             raise CheckpointError(
                 "the ranks have different buffers or frozen parameters, or have them in another "
                 "order: give all ranks the same model"
             )
-        token: str = prepared[0][0]
-        self._child = f"{temporary_prefix(self._name, self._manifest.run_id)}{token}"
+        self._committed = committed
+        self._peers = committed.peers
+        self._call = call
+        self._on_progress = on_progress
+        self._manifest = committed.commits[0].manifest
+        self._directory = CheckpointDirectory(call.folder, name, self._manifest.run_id, token)
         self._page_files = [PageFiles(commit, token) for commit in committed.commits]
-        self._maker = 0  # Which rank makes the next.
-        self._is_first = False  # Of the ranks that see the directory that it lies in.
-        self._places = 0  # Number of such directories.
+        self._parts: Parts | None = None
         self._metadata = self._marker = b""
-        self._named = False
-        self._published = False  # Whether it has its name for good.
-        self._mutex = threading.Lock()  # Of these two, only one ever becomes true.
         self._copying = threading.Event()
-        self._given_up = False
-        self.publication = Publication(path, self._manifest.step)
+        """Set when the background thread owns this attempt and the caller knows it."""
+        self.publication = Publication(call.path, self._manifest.step)
 
-    def _prepare(self) -> tuple[str, str, str]:
-        """Refuse a wrong call on all ranks.
-
-        Returns:
-            What tells this attempt from others, what the ranks put together, and the name.
-        """
-        if self._keep_last is not None and (
-            not isinstance(self._keep_last, int) or self._keep_last < 1
-        ):
-            raise ValueError(
-                f"keep_last must be at least 1, or None for all; got {self._keep_last!r}"
-            )
-        path = Path(self._path).absolute()  # Not abspath(): the system follows links before "..".
-        folder, self._name = str(path.parent), path.name
-        is_reserved = self._name == RESHARDED_NAME and not self._committed.for_reshard
-        if not self._name or self._name.startswith((".", "rank-")) or is_reserved:
-            raise CheckpointError(
-                f"{self._path!r} cannot name a checkpoint: give a directory whose name is not "
-                f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
-            )
-        if not self._committed.commits:
-            raise CheckpointError("there is no step to publish yet: do one first")
-        self._manifest = self._committed.commits[0].manifest
-        self._contents = self._committed.contents()
-        try:
-            self._folder: Folder = self._committed.commits[0].storage.folder(folder)
-        except RunDirectoryError as error:  # No directory of a run, here.
-            raise CheckpointError(str(error)) from error
-        cut = xxhash.xxh3_128_hexdigest(repr(self._contents.cut).encode())
-        return secrets.token_hex(4), cut, self._name
-
-    def begin(self) -> None:
-        """Make the temporary directory wherever ranks see another place under the path."""
+    def make_directory(self) -> None:
+        """Make the temporary directory; if some ranks do not see it, make one for them as well."""
+        makers = 0
         maker: int | None = 0
         while maker is not None:
-            self._maker = maker
-            together(self._peers, "make the checkpoint directory", self._make)
-            self._places += 1
+            self._make_on(maker)
+            makers += 1
             sees = [True]
             if self._peers.world_size > 1:
-                sees = agree(
-                    self._peers,
-                    "list the checkpoint directory",
-                    lambda: self._child in self._folder.children(),
-                )
+                is_visible = self._directory.is_visible
+                sees = agree(self._peers, "list the checkpoint directory", is_visible)
             maker = None if all(sees) else sees.index(False)
-        if self._places > 1 and self._peers.rank == 0:
-            logger.warning(
-                "the checkpoint %s is in %d parts, as ranks see that many directories under its "
-                "path: copy all of them into one directory to load it",
-                self.publication.path,
-                self._places,
-            )
+        if makers > 1:
+            self._parts = Parts(self._peers, self._directory)
+            if self._peers.rank == 0:
+                logger.warning(
+                    "the checkpoint %s is in %d parts, as ranks see that many directories under "
+                    "its path: copy all of them into one directory to load it",
+                    self.publication.path,
+                    makers,
+                )
 
-    def _make(self) -> None:
-        """Make the temporary directory on one rank, after looking whether its name will be free."""
-        if self._peers.rank != self._maker:
-            return
-        if is_taken(self._folder, self._name):
-            raise CheckpointError(
-                f"{self._folder.location}/{self._name} is there already: name another "
-                "directory, or remove that one first"
-            )
-        remove_leftovers(self._folder, self._manifest.run_id)
-        self._folder.make(self._child)
-        self._is_first = True
+    def _make_on(self, maker: int) -> None:
+        def make() -> None:
+            if self._peers.rank == maker:
+                self._directory.make()
+
+        together(self._peers, "make the checkpoint directory", make)
 
     def link_pages(self) -> bool:
         """Link pages into the directory; return whether any must be copied instead."""
         for files in self._page_files:
-            files.link(self._folder, self._child)
+            files.link(self._directory.folder, self._directory.child)
         total = sum(files.nbytes for files in self._page_files)
         bytes_to_copy = sum(files.bytes_to_copy for files in self._page_files)
         self.publication.bytes_total = bytes_to_copy or total
@@ -250,111 +253,73 @@ class _Publishing:
         return all(files.hold() for files in self._page_files)
 
     def describe(self) -> None:
-        """Write all that is not a page, and say what is where; the model may change then."""
+        """Write all files but the pages; afterwards the model may change."""
         own = [commit.manifest for commit in self._committed.commits]
         data = [manifest.to_bytes() for manifest in own]
-        gathered = self._peers.gather((own, list(map(_digest, data)), self._contents.names))
-        manifests = [manifest for theirs, _, _ in gathered for manifest in theirs]
-        digests = [digest for _, theirs, _ in gathered for digest in theirs]
-        names = {name: found for _, _, theirs in gathered for name, found in theirs.items()}
+        digests = list(map(_digest, data))
+        gathered = self._peers.gather((own, digests, self._call.contents.names))
+        manifests = [manifest for some, _, _ in gathered for manifest in some]
+        digests = [digest for _, some, _ in gathered for digest in some]
+        names = {name: found for _, _, some in gathered for name, found in some.items()}
 
         def put() -> None:
-            values = self._contents.values()
+            values = self._call.contents.values()
             try:
                 for manifest, content in zip(own, data, strict=True):
-                    self._folder.put(self._child, published_manifest(manifest.rank), content)
+                    self._directory.put(published_manifest(manifest.rank), content)
                 if self._peers.rank == 0:
                     self._describe(manifests, digests, names, values)
             finally:
-                for _ in values:  # What the ranks put together they do to the end.
+                for _ in values:  # All ranks gather the values together, to the last one.
                     pass
 
         together(self._peers, "describe the checkpoint", put)
-        if self._places > 1:
-            described = self._peers.gather((self._metadata, self._marker))
-            self._metadata, self._marker = described[0]
-            together(
-                self._peers,
-                "mark the checkpoint",
-                lambda: self._put_marker() if self._peers.rank else None,
-            )
-
-    def _put_marker(self) -> None:
-        if self._is_first:
-            self._folder.put(self._child, MARKER_NAME, self._marker)
+        if self._parts is not None:
+            self._metadata = self._parts.share(self._metadata, self._marker)
 
     def finish(self, *, copying: bool) -> None:
         """Copy what could not be linked, and give the directory its name."""
         if copying:
             together(self._peers, "copy pages", self._copy_pages)
-        if self._places > 1:
-            together(
-                self._peers,
-                "name the parts of the checkpoint",
-                lambda: self._take_name() if self._peers.rank else None,
-            )
-            # Rank 0 may publish now, and be gone before it says so.
-            self._published = self._peers.rank > 0
-        try:
+        if self._parts is None:
             on_rank_0(self._peers, "name the checkpoint", self._take_name)
-        except TierstoreError:
-            if self._places > 1:
-                self._peers.gather(None)  # Raises, unless it was rank 0 that said so.
-                self._published = False
-            raise
-        if self._peers.rank and self._is_first:
-            self._retain()
+        else:
+            self._parts.name(self._metadata, self._take_name, self._call.keep_last)
 
-    def start(self, on_copying: Callable[[Publication], None]) -> None:
-        """Copy and finish in the background, and return when that has begun."""
+    def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
+        """Copy and finish in a thread, and return when that has begun."""
         threading.Thread(
             target=self._finish_alone, args=(on_copying,), name="tierstore-publish"
         ).start()
         self._copying.wait()
 
     def _finish_alone(self, on_copying: Callable[[Publication], None]) -> None:
-        with self._mutex:
-            if self._given_up:
-                return
-            on_copying(self.publication)
-            self._copying.set()
+        outcome = self.publication.outcome
+        if not outcome.set_running_or_notify_cancel():
+            return  # give_up() came first.
+        on_copying(self.publication)
+        self._copying.set()
         try:
             self.finish(copying=True)
         except BaseException as error:
-            self.undo()
-            # Nobody may be told of it for long.
+            self._undo()
+            # The caller may never ask for the outcome.
             logger.error("the checkpoint %s was not published: %s", self.publication.path, error)
-            self.publication.outcome.set_exception(error)
+            outcome.set_exception(error)
         else:
-            self.publication.outcome.set_result(None)
+            outcome.set_result(None)
 
     def give_up(self) -> None:
         """Leave nothing behind, unless it is published or goes on in the background."""
-        with self._mutex:
-            self._given_up = not self._copying.is_set()
-        if self._given_up:
-            self.undo()
+        if self.publication.outcome.cancel():
+            self._undo()
+        else:
+            self._copying.wait()
 
-    def undo(self) -> None:
-        """Remove what there is; the first error is the one to mend."""
+    def _undo(self) -> None:
         for files in self._page_files:
             files.drop()
-        if self._is_first and not self._published:
-            with contextlib.suppress(TierstoreError):
-                if self._named:
-                    self._folder.rename(self._name, self._child)
-                    self._folder.sync_children()  # Or a part of it might keep the name.
-                self._remove_child()
-
-    def _remove_child(self) -> None:
-        """Remove the temporary directory, though after an interrupt others still link into it."""
-        end = time.monotonic() + 1.0
-        while True:
-            try:
-                return remove(self._folder, self._child)
-            except StorageError as error:
-                if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
-                    raise
+        self._directory.remove()
 
     def _copy_pages(self) -> None:
         def count(nbytes: int) -> None:
@@ -362,7 +327,7 @@ class _Publishing:
             self._on_progress(self.publication.bytes_copied, self.publication.bytes_total)
 
         for files in self._page_files:
-            files.copy(self._folder, self._child, count)
+            files.copy(self._directory.folder, self._directory.child, count)
 
     def _describe(
         self,
@@ -371,11 +336,12 @@ class _Publishing:
         names: Names,
         values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
+        """Write what is in no page, and the marker; set the content of ``.metadata``."""
         known = {commit.manifest.rank: commit.layouts for commit in self._committed.commits}
         commits: list[tuple[Manifest, Sequence[PageLayout]]] = [
             (manifest, known.get(manifest.rank) or layouts_of(manifest)) for manifest in manifests
         ]
-        unpaged = _UnpagedFile(self._folder, self._child)
+        unpaged = _UnpagedFile(self._directory.folder, self._directory.child)
         self._metadata = checkpoint_metadata(
             commits, names, values, self._committed.model_prefix, unpaged.append
         )
@@ -393,33 +359,17 @@ class _Publishing:
             "run_id": self._manifest.run_id,
             "step": self._manifest.step,
             "world_size": self._manifest.world_size,
-            "name": self._name,
+            "name": self._directory.name,
             "files": files,
         }
         self._marker = seal("checkpoint", marker)
-        self._put_marker()
+        self._directory.put(MARKER_NAME, self._marker)
 
     def _take_name(self) -> None:
-        """Make the names in the directory durable, those of all ranks there, then its own."""
-        if not self._is_first:
-            return
-        folder, child = self._folder, self._child
-        folder.put(child, METADATA_NAME, self._metadata)
-        folder.sync(child)
-        folder.rename(child, self._name)
-        self._named = True
-        folder.sync_children()
-        if self._peers.rank == 0:
-            self._published = True
-            self._retain()
-
-    def _retain(self) -> None:
-        if self._keep_last is None:
-            return
-        try:
-            retain(self._folder, self._manifest.run_id, self._name, self._keep_last)
-        except Exception as error:  # No reason to call the new one a failure.
-            logger.warning("older checkpoints beside %s stay: %r", self._name, error)
+        """Publish the directory of rank 0, and remove the oldest ones beside it."""
+        self._directory.take_name(self._metadata)
+        self._directory.keep()
+        self._directory.retain(self._call.keep_last)
 
 
 class _UnpagedFile:

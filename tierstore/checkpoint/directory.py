@@ -1,0 +1,141 @@
+"""The directory of one checkpoint, from its temporary name to its final one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import time
+from enum import Enum
+
+from tierstore.checkpoint.retention import (
+    is_taken,
+    remove,
+    remove_leftovers,
+    retain,
+    temporary_prefix,
+)
+from tierstore.errors import CheckpointError, StorageError, TierstoreError
+from tierstore.run.file_names import METADATA_NAME
+from tierstore.storage.base import Folder
+
+logger = logging.getLogger("tierstore")
+
+_REMOVE_TIMEOUT_S = 1.0
+
+
+class State(Enum):
+    """What a rank has to remove if publishing fails."""
+
+    ABSENT = "this rank did not make the directory"
+    TEMPORARY = "it has its temporary name"
+    NAMED = "it has its final name, which may not be durable yet"
+    KEPT = "the checkpoint is published, or may be"
+
+
+class CheckpointDirectory:
+    """The directory of a checkpoint, as one rank sees it.
+
+    One rank makes it; other ranks that see it put files into it. The rank that made it goes
+    through the states::
+
+        make()       ABSENT    -> TEMPORARY
+        take_name()  TEMPORARY -> NAMED
+        keep()       NAMED     -> KEPT        remove() does nothing from here on
+        withdraw()   KEPT      -> NAMED       another rank has not published its part
+        remove()     TEMPORARY: removes it
+                     NAMED: gives it the temporary name again, durably, then removes it
+
+    Args:
+        folder: where it is made.
+        name: its final name.
+        run_id: the run that is published.
+        token: 8 hexadecimal digits that distinguish this attempt, the same on all ranks.
+    """
+
+    def __init__(self, folder: Folder, name: str, run_id: str, token: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.child = f"{temporary_prefix(name, run_id)}{token}"
+        """The temporary name."""
+        self._run_id = run_id
+        self._state = State.ABSENT
+
+    @property
+    def made_here(self) -> bool:
+        """Whether this rank made the directory."""
+        return self._state is not State.ABSENT
+
+    def make(self) -> None:
+        """Make it under its temporary name, after removing what earlier attempts left.
+
+        Raises:
+            CheckpointError: the final name is taken.
+            StorageError: the disk refuses.
+        """
+        if is_taken(self.folder, self.name):
+            raise CheckpointError(
+                f"{self.folder.location}/{self.name} is there already: name another "
+                "directory, or remove that one first"
+            )
+        remove_leftovers(self.folder, self._run_id)
+        self.folder.make(self.child)
+        self._state = State.TEMPORARY
+
+    def is_visible(self) -> bool:
+        """Return whether this rank sees the directory, whoever made it."""
+        return self.child in self.folder.children()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, durably but for its name."""
+        self.folder.put(self.child, name, data)
+
+    def take_name(self, metadata: bytes) -> None:
+        """Write ``.metadata``, make all names in the directory durable, then the final name."""
+        self.put(METADATA_NAME, metadata)
+        self.folder.sync(self.child)
+        self.folder.rename(self.child, self.name)
+        self._state = State.NAMED
+        self.folder.sync_children()
+
+    def keep(self) -> None:
+        """Have nothing remove the directory any more."""
+        self._state = State.KEPT
+
+    def withdraw(self) -> None:
+        """Let remove() remove a directory that was kept."""
+        if self._state is State.KEPT:
+            self._state = State.NAMED
+
+    def retain(self, keep_last: int | None) -> None:
+        """Remove the oldest checkpoints of the run beside this one; log what fails."""
+        if keep_last is None:
+            return
+        try:
+            retain(self.folder, self._run_id, self.name, keep_last)
+        except Exception as error:  # The new checkpoint is published all the same.
+            logger.warning("older checkpoints beside %s stay: %r", self.name, error)
+
+    def remove(self) -> None:
+        """Remove the directory if this rank made it and it is not kept.
+
+        An error is not raised: the error that ended publishing is the one to mend, and the
+        next checkpoint of the run removes what stays.
+        """
+        with contextlib.suppress(TierstoreError):
+            if self._state is State.NAMED:
+                self.folder.rename(self.name, self.child)
+                self.folder.sync_children()  # Else a partly removed directory may keep the name.
+                self._state = State.TEMPORARY
+            if self._state is State.TEMPORARY:
+                self._remove_child()
+
+    def _remove_child(self) -> None:
+        """Remove the files until the directory is empty: other ranks may still link into it."""
+        deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+        while True:
+            try:
+                return remove(self.folder, self.child)
+            except StorageError as error:
+                if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline:
+                    raise

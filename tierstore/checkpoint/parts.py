@@ -1,0 +1,95 @@
+"""Checkpoints in parts: several directories, because ranks see several disks under the path.
+
+Each part has the files of the ranks that see it, and the files that describe the whole
+checkpoint. A user copies all parts into one directory to load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tierstore.checkpoint.directory import CheckpointDirectory
+from tierstore.errors import PeerFailed
+from tierstore.ranks.peers import Peers, on_rank_0, together
+from tierstore.run.file_names import MARKER_NAME
+
+
+class Parts:
+    """The parts of one checkpoint, of which rank 0 and further ranks made one each.
+
+    All methods are collective.
+
+    Args:
+        peers: all ranks.
+        directory: the part that this rank made or sees.
+    """
+
+    def __init__(self, peers: Peers, directory: CheckpointDirectory) -> None:
+        self._peers = peers
+        self._directory = directory
+        self._made_further_part = directory.made_here and peers.rank > 0
+
+    def share(self, metadata: bytes, marker: bytes) -> bytes:
+        """Put the marker that rank 0 wrote into every part; return the metadata of rank 0."""
+        metadata, marker = self._peers.gather((metadata, marker))[0]
+
+        def mark() -> None:
+            if self._made_further_part:
+                self._directory.put(MARKER_NAME, marker)
+
+        together(self._peers, "mark the parts of the checkpoint", mark)
+        return metadata
+
+    def name(self, metadata: bytes, publish: Callable[[], None], keep_last: int | None) -> None:
+        """Give all parts their final name, that of rank 0 last.
+
+        Args:
+            metadata: the content of ``.metadata``.
+            publish: called on rank 0: gives its part the final name.
+            keep_last: as in publish().
+
+        Raises:
+            PeerFailed: another rank failed, or rank 0 does not answer.
+        """
+
+        # The checkpoint is published when the part of rank 0 has its name. Rank 0 made part A,
+        # rank 2 made part B:
+        #
+        #   phase                  on success            on failure
+        #   1 name further parts   A TEMPORARY, B KEPT   of any rank: all ranks remove their parts
+        #   2 name the checkpoint  A KEPT, B KEPT        rank 0 reports it: all ranks remove their
+        #                                                parts; rank 0 does not answer: B stays,
+        #                                                because A may have its name
+        #   3 retain               old parts removed     logged
+        def take_name() -> None:
+            if self._made_further_part:
+                self._directory.take_name(metadata)
+
+        together(self._peers, "name the further parts of the checkpoint", take_name)
+        if self._made_further_part:
+            self._directory.keep()
+        failure = self._attempt_on_rank_0("name the checkpoint", publish)
+        if failure is not None:
+            self._directory.withdraw()
+            raise failure
+        if self._made_further_part:
+            self._directory.retain(keep_last)
+
+    def _attempt_on_rank_0(self, call: str, act: Callable[[], None]) -> Exception | None:
+        """Do something on rank 0; return why it failed there, or None.
+
+        Raises:
+            PeerFailed: rank 0 does not answer, so nobody knows whether it succeeded.
+        """
+        failure: Exception | None = None
+        if self._peers.rank == 0:
+            try:
+                act()
+            except Exception as error:  # The other ranks wait for an answer, whatever it is.
+                failure = error
+        reason = None if failure is None else str(failure) or type(failure).__name__
+        try:
+            reason = on_rank_0(self._peers, call, lambda: reason)
+        except PeerFailed as peer_failed:
+            raise peer_failed from failure
+        return failure if failure or reason is None else PeerFailed(0, reason)
