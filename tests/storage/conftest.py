@@ -5,4 +5,4 @@ for module in (
     "folder_tests",
 ):
     pytest.register_assert_rewrite(f"tierstore.testing.{module}")
-pytest.register_assert_rewrite("tests.support.direct_suite")
+pytest.register_assert_rewrite("tests.support.engine_suite")

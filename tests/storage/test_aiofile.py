@@ -1,55 +1,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tierstore.errors import RunDirectoryError
-from tierstore.storage.aiofile import AiofilesStorage
+from tests.support.engine_suite import EngineStorageTests
+from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.storage import aiofile
+from tierstore.storage.aiofile import AiofilesEngine, AiofilesStorage, AiofilesTicket
 from tierstore.storage.base import Storage
-from tierstore.testing.storage_tests import FileStorageTests
-from tierstore.testing.transfers import aligned_buffer, random_bytes
-from tierstore.units import SECTOR_BYTES, Extent
+from tierstore.testing.transfers import write_bytes
+from tierstore.units import SECTOR_BYTES
+
+_NO_FD = 1 << 20
 
 
-class TestAiofilesStorage(FileStorageTests):
+class TestAiofilesStorage(EngineStorageTests):
     def open_storage(self, directory: Path) -> Storage:
         return AiofilesStorage(directory)
 
-
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_interrupt_around_a_start_hides_nothing_from_drain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduled: bool
-) -> None:
-    interrupts = [KeyboardInterrupt]
-
-    class InterruptedLoop(asyncio.SelectorEventLoop):
-        def call_soon_threadsafe(self, *arguments: Any, **named: Any) -> asyncio.Handle:
-            strikes = threading.current_thread() is threading.main_thread() and interrupts
-            if strikes and not scheduled:
-                raise interrupts.pop()
-            handle = super().call_soon_threadsafe(*arguments, **named)
-            if strikes:
-                raise interrupts.pop()
-            return handle
-
-    monkeypatch.setattr(asyncio, "SelectorEventLoop", InterruptedLoop)
-    content = random_bytes(2048 * SECTOR_BYTES)
-    with closing(AiofilesStorage(tmp_path)) as storage:
-        storage.create("page", len(content))
-        with pytest.raises(KeyboardInterrupt):
-            storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-        storage.drain()
-        found = (tmp_path / "page").read_bytes()
-        # Once the loop was told of it, it is done or not begun; what drain saw stays.
-        assert found in ([bytes(len(content))] + [content] * scheduled)
-        storage.close()
-        assert (tmp_path / "page").read_bytes() == found
+    def engine_type(self) -> tuple[Any, str]:
+        return aiofile, "AiofilesEngine"
 
 
 def test_unusable_directory_leaves_no_thread(tmp_path: Path) -> None:
@@ -59,3 +37,107 @@ def test_unusable_directory_leaves_no_thread(tmp_path: Path) -> None:
         AiofilesStorage(tmp_path / "file")
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_error_other_than_of_the_system_ends_its_transfer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out_of_memory(_: int) -> None:
+        raise MemoryError
+
+    with closing(AiofilesStorage(tmp_path)) as storage:
+        storage.create("page", SECTOR_BYTES)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", run_out_of_memory)
+            for move in (
+                lambda: write_bytes(storage, "page", 0, bytes(SECTOR_BYTES)),
+                lambda: storage.flush(["page"]),
+            ):
+                with pytest.raises(StorageError) as caught:
+                    move()
+                assert caught.value.errno == errno.EIO
+        storage.flush(["page"])
+
+
+class TestEngine:
+    @pytest.fixture
+    def engine(self) -> Iterator[AiofilesEngine]:
+        with closing(AiofilesEngine()) as engine:
+            yield engine
+
+    def test_sync_reports_the_first_descriptor_that_failed(
+        self, engine: AiofilesEngine, tmp_path: Path
+    ) -> None:
+        with (tmp_path / "file").open("wb") as file:
+            fds = [file.fileno()] * 20
+            good, bad, empty = AiofilesTicket(), AiofilesTicket(), AiofilesTicket()
+            engine.submit_sync(good, fds)
+            engine.submit_sync(bad, [*fds[:13], _NO_FD, *fds, _NO_FD])
+            engine.submit_sync(empty, [])
+            assert engine.wait(good) == (0, 0)
+            assert engine.wait(bad) == (errno.EBADF, 13)
+            assert engine.wait(empty) == (0, 0)
+
+    def test_no_thread_can_be_started(
+        self, engine: AiofilesEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        synced: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", synced.append)
+            patch.setattr(threading.Thread, "start", refuse)
+            ticket = AiofilesTicket()
+            engine.submit_sync(ticket, [_NO_FD])
+            assert engine.wait(ticket) == (errno.EAGAIN, 0)
+            patch.undo()
+            # The refused call is not made by a thread that another transfer starts.
+            for _ in range(2):
+                ticket = AiofilesTicket()
+                engine.submit_sync(ticket, [_NO_FD])
+                assert engine.wait(ticket) == (errno.EAGAIN, 0)
+            engine.close()
+        assert synced == []
+
+    def test_ticket_that_was_never_submitted(self, engine: AiofilesEngine) -> None:
+        with pytest.raises(ValueError, match="never submitted"):
+            engine.wait(AiofilesTicket())
+
+    @pytest.mark.parametrize("told", [False, True])
+    @pytest.mark.parametrize("finish", ["wait", "close"])
+    def test_submission_interrupted_around_its_wake_up_still_ends(
+        self,
+        engine: AiofilesEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        finish: str,
+        told: bool,
+    ) -> None:
+        real = asyncio.SelectorEventLoop.call_soon_threadsafe
+
+        def interrupt(loop: Any, callback: Callable[..., object], *rest: Any) -> None:
+            if told:
+                real(loop, callback, *rest)
+            raise KeyboardInterrupt
+
+        ticket = AiofilesTicket()
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.SelectorEventLoop, "call_soon_threadsafe", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.submit_sync(ticket, [_NO_FD])
+        if finish == "close":
+            engine.close()
+            assert ticket.ended
+        assert engine.wait(ticket) == (errno.EBADF, 0)
+
+    def test_closed_engine_takes_nothing_more(self) -> None:
+        threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        engine = AiofilesEngine()
+        engine.close()
+        engine.close()
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) == opened
+        ticket = AiofilesTicket()
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.submit_sync(ticket, [])
+        assert engine.wait(ticket) == (errno.ECANCELED, 0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.direct_suite import DirectStorageTests
+from tests.support.engine_suite import DirectStorageTests
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import (
@@ -25,16 +25,15 @@ from tierstore.testing.transfers import (
 from tierstore.units import SECTOR_BYTES, Extent
 
 try:
-    from tierstore.storage import libaio, libaio_engine
+    from tierstore.storage import libaio
 except (ImportError, OSError) as missing:
     pytest.skip(f"libaio cannot be loaded: {missing}", allow_module_level=True)
 try:
-    libaio_engine.LibaioEngine(1, SECTOR_BYTES).close()
+    libaio.LibaioEngine(1, SECTOR_BYTES).close()
 except OSError as refused:
     pytest.skip(f"the kernel refuses libaio: {refused}", allow_module_level=True)
 
-from tierstore.storage.libaio import LibaioStorage
-from tierstore.storage.libaio_engine import LibaioEngine, LibaioTicket
+from tierstore.storage.libaio import LibaioEngine, LibaioStorage, LibaioTicket
 from tierstore.storage.request import RETRIES_MAX
 
 Submit = Callable[[list[Any]], int]
@@ -62,9 +61,9 @@ def replace_submit(
     monkeypatch: pytest.MonkeyPatch, replacement: Callable[[Submit], Submit]
 ) -> None:
     """Stand between the engine and the kernel; ``replacement`` makes a submit of the real one."""
-    real = libaio_engine._Context.submit
+    real = libaio._Context.submit
     monkeypatch.setattr(
-        libaio_engine._Context,
+        libaio._Context,
         "submit",
         lambda self, blocks: replacement(lambda some: real(self, some))(blocks),
     )

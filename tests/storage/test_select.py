@@ -50,7 +50,7 @@ def native() -> Any:
 def libaio() -> None:
     """Skip where libaio is absent or forbidden, and not where the engine fails."""
     try:
-        from tierstore.storage.libaio_engine import LibaioEngine
+        from tierstore.storage.libaio import LibaioEngine
 
         LibaioEngine(1, SECTOR_BYTES).close()
     except (ImportError, OSError) as error:
@@ -121,8 +121,7 @@ def test_system_library_missing_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     def load(name: str, *_: Any, **__: Any) -> NoReturn:
         raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
-    for module in ("tierstore.storage.libaio", "tierstore.storage.libaio_engine"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delitem(sys.modules, "tierstore.storage.libaio", raising=False)
     for module in [name for name in sys.modules if name.split(".")[0] == "libaio"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(ctypes, "CDLL", load)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.direct_suite import DirectStorageTests
+from tests.support.engine_suite import DirectStorageTests
 from tests.support.held_transfer import HeldBackWrite
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
@@ -36,7 +36,7 @@ from tierstore.storage.uring import UringStorage  # noqa: E402
 # once, so that the ring's thread holds the last reference to each of them.
 TRANSFER_WITHOUT_THE_GIL = """
 import ctypes, mmap, os, sys
-from tierstore import _native
+from tierstore.storage import _native
 
 sys.setswitchinterval(1000)
 read_holding_the_gil = ctypes.PyDLL(None).read

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -36,13 +35,6 @@ from tierstore.storage.paths import (
     sync_path,
 )
 from tierstore.units import Extent
-
-THREAD_NAME = "tierstore-io"
-"""What the names of all threads that an engine runs in Python begin with."""
-
-OPEN_FILES_MAX = 64
-"""Bounds the descriptors of transfers in flight: a start waits where there are more. The
-engines have far fewer requests in flight, so nothing gets slower by that."""
 
 _LOCK_POLL_S = 0.1
 # Bounds the descriptors of one flush, well below the usual limit of 1024 per process.
@@ -263,18 +255,6 @@ class FileStorage(ABC):
                 self._close_engine()
                 self._release_lock()
                 self._released = True
-
-    def _close_dropped(self) -> None:
-        """Close a storage that was dropped unclosed, whose engine has threads of Python."""
-        # When the interpreter ends, its threads stand still already, and the system takes
-        # everything back.
-        if sys.is_finalizing():
-            return
-        if threading.current_thread().name.startswith(THREAD_NAME):
-            # The collector ran in a thread that close() would wait for.
-            threading.Thread(target=self.close).start()
-        else:
-            self.close()
 
     def _release_lock(self) -> None:
         with self._lock_mutex:

@@ -12,11 +12,12 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Storage
-from tierstore.storage.direct import DirectStorage
+from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.paths import storage_errors
 from tierstore.units import SECTOR_BYTES, Extent
 
@@ -26,6 +27,7 @@ _log = logging.getLogger("tierstore")
 _DIRECTORY_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO}
 )
+_Opener = Callable[[Path], EngineStorage[Any]]
 _PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}\.tmp")
 
 
@@ -50,7 +52,7 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
             work there; the message gives the reason.
         ValueError: no such engine.
     """
-    openers: dict[str, Callable[[Path], Storage]] = {
+    openers: dict[str, _Opener] = {
         "io_uring": _open_uring,
         "libaio": _open_libaio,
         "aiofiles": AiofilesStorage,
@@ -71,7 +73,7 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
     return storage
 
 
-def _open_first(directory: Path, openers: dict[str, Callable[[Path], Storage]]) -> Storage:
+def _open_first(directory: Path, openers: dict[str, _Opener]) -> Storage:
     reasons: list[str] = []
     for name, opener in openers.items():
         try:
@@ -87,7 +89,7 @@ def _open_first(directory: Path, openers: dict[str, Callable[[Path], Storage]]) 
     raise RunDirectoryError(f"no engine works in {directory}: {'; '.join(reasons)}")
 
 
-def _open_probed(directory: Path, opener: Callable[[Path], Storage]) -> Storage:
+def _open_probed(directory: Path, opener: _Opener) -> Storage:
     storage = opener(directory)
     try:
         with _probing(directory):
@@ -99,10 +101,7 @@ def _open_probed(directory: Path, opener: Callable[[Path], Storage]) -> Storage:
                 f"{directory} cannot be used: {error}; free or grant what is missing there, "
                 "or name another directory"
             ) from error
-        refused_direct = isinstance(storage, DirectStorage) and error.errno in (
-            errno.EINVAL,
-            errno.EOPNOTSUPP,
-        )
+        refused_direct = storage.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
         reason = "O_DIRECT is refused by the filesystem" if refused_direct else "the probe failed"
         raise _EngineError(f"{reason}: {error}") from error
     except BaseException:
@@ -111,7 +110,7 @@ def _open_probed(directory: Path, opener: Callable[[Path], Storage]) -> Storage:
     return storage
 
 
-def _open_uring(directory: Path) -> Storage:
+def _open_uring(directory: Path) -> EngineStorage[Any]:
     try:
         from tierstore.storage.uring import UringStorage
     except ImportError as error:
@@ -127,7 +126,7 @@ def _open_uring(directory: Path) -> Storage:
         ) from error
 
 
-def _open_libaio(directory: Path) -> Storage:
+def _open_libaio(directory: Path) -> EngineStorage[Any]:
     try:
         from tierstore.storage.libaio import LibaioStorage
     except (ImportError, OSError) as error:  # The package, or the library that it loads.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierstore.storage._native import Ticket, UringEngine
-from tierstore.storage.direct import QUEUE_DEPTH, REQUEST_BYTES, DirectStorage, Held
+from tierstore.storage.engine_storage import QUEUE_DEPTH, REQUEST_BYTES, EngineStorage, InUse
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tierstore")
 
 
-class UringStorage(DirectStorage[Ticket]):
+class UringStorage(EngineStorage[Ticket]):
     """Files of one directory, opened with O_DIRECT, moved by one ring.
 
     Args:
@@ -39,16 +39,12 @@ class UringStorage(DirectStorage[Ticket]):
         self._registered: list[npt.NDArray[np.uint8]] = []
         self._register_mutex = threading.Lock()
         self._told_why_not = False
-        super().__init__(directory, self._ring, Ticket)
+        super().__init__(directory, "io_uring", self._ring, Ticket, direct=True)
 
     def __del__(self) -> None:
-        # Transfers of a storage that was dropped unclosed end before their buffers go.
+        # Transfers of a storage that was dropped unclosed end before their buffers go. The
+        # ring's thread runs no Python, so this is safe anywhere.
         self.close()
-
-    @property
-    def engine(self) -> str:
-        """Always "io_uring"."""
-        return "io_uring"
 
     def register(self, memory: memoryview) -> None:
         """See Storage.register. Where the system forbids it, all goes on; that is logged once."""
@@ -59,7 +55,7 @@ class UringStorage(DirectStorage[Ticket]):
             ticket = Ticket()
             self._submit(
                 ticket,
-                Held([], array),
+                InUse([], array),
                 lambda: self._ring.submit_register(ticket, array.ctypes.data, array.nbytes),
             )
             error, _ = self.wait_for(ticket)

@@ -1,4 +1,4 @@
-"""What storages with direct I/O must do beyond the conformance suite."""
+"""Tests of storages that an engine moves, beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -14,40 +14,18 @@ import pytest
 
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
-from tierstore.storage.direct import REQUEST_BYTES
+from tierstore.storage.engine_storage import REQUEST_BYTES
 from tierstore.testing.storage_tests import FileStorageTests
 from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent
 
 
-class DirectStorageTests(FileStorageTests):
+class EngineStorageTests(FileStorageTests):
+    """Tests of the storage around any engine."""
+
     @abstractmethod
     def engine_type(self) -> tuple[Any, str]:
-        """Return the module and the name in it of what the storage makes its engine with."""
-
-    @pytest.mark.parametrize("extra", [-SECTOR_BYTES, 0, SECTOR_BYTES])
-    def test_round_trip_of_more_requests_than_may_be_in_flight(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: int
-    ) -> None:
-        module, _ = self.engine_type()
-        monkeypatch.setattr(module, "QUEUE_DEPTH", 3)
-        monkeypatch.setattr(module, "REQUEST_BYTES", 16 * SECTOR_BYTES)
-        content = random_bytes(64 * 16 * SECTOR_BYTES + extra)
-        with closing(self.open_storage(tmp_path)) as storage:
-            create_with(storage, "page", content)
-            assert self.raw_bytes(storage, "page") == content
-            assert read_bytes(storage, "page", 0, len(content)) == content
-
-    def test_data_is_on_the_medium_past_the_page_cache(self, storage: Storage) -> None:
-        content = random_bytes(33 * SECTOR_BYTES)
-        create_with(storage, "page", content)
-        memory = mmap.mmap(-1, len(content))
-        fd = os.open(Path(storage.location) / "page", os.O_RDONLY | os.O_DIRECT)
-        try:
-            assert os.preadv(fd, [memory], 0) == len(content)
-        finally:
-            os.close(fd)
-        assert memory[:] == content
+        """Return a module and the name in it by which the storage finds its engine's class."""
 
     def test_error_names_where_a_read_stopped(self, storage: Storage) -> None:
         nbytes = 3 * REQUEST_BYTES
@@ -83,3 +61,31 @@ class DirectStorageTests(FileStorageTests):
             found = (tmp_path / "page").read_bytes()
             assert found == (content if submitted else bytes(len(content)))
             assert len(os.listdir("/proc/self/fd")) == opened
+
+
+class DirectStorageTests(EngineStorageTests):
+    """Tests of engines with direct I/O."""
+
+    @pytest.mark.parametrize("extra", [-SECTOR_BYTES, 0, SECTOR_BYTES])
+    def test_round_trip_of_more_requests_than_may_be_in_flight(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: int
+    ) -> None:
+        module, _ = self.engine_type()
+        monkeypatch.setattr(module, "QUEUE_DEPTH", 3)
+        monkeypatch.setattr(module, "REQUEST_BYTES", 16 * SECTOR_BYTES)
+        content = random_bytes(64 * 16 * SECTOR_BYTES + extra)
+        with closing(self.open_storage(tmp_path)) as storage:
+            create_with(storage, "page", content)
+            assert self.raw_bytes(storage, "page") == content
+            assert read_bytes(storage, "page", 0, len(content)) == content
+
+    def test_data_is_on_the_medium_past_the_page_cache(self, storage: Storage) -> None:
+        content = random_bytes(33 * SECTOR_BYTES)
+        create_with(storage, "page", content)
+        memory = mmap.mmap(-1, len(content))
+        fd = os.open(Path(storage.location) / "page", os.O_RDONLY | os.O_DIRECT)
+        try:
+            assert os.preadv(fd, [memory], 0) == len(content)
+        finally:
+            os.close(fd)
+        assert memory[:] == content
