@@ -343,7 +343,7 @@ WITHIN: dict[str, tuple[bytes, str]] = {
         pickle.EMPTY_DICT + pickle.MARK + 4 * pickle.NONE + pickle.SETITEMS,
         "twice",
     ),
-    "no items of a list": (pickle.EMPTY_LIST + pickle.MARK + pickle.SETITEMS, "no dict"),
+    "no items of a list": (pickle.EMPTY_LIST + pickle.MARK + pickle.SETITEMS, "not a dict"),
     "deep tuples in a set": (
         pickle.EMPTY_SET + pickle.MARK + DEEP + pickle.ADDITEMS,
         "a strange kind",

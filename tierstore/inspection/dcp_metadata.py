@@ -1,10 +1,10 @@
-"""Reads the ``.metadata`` of a checkpoint without running anything that is in it.
+"""Restricted reader of the ``.metadata`` of a checkpoint; it runs nothing that is in the file.
 
-``.metadata`` is a pickle, and a pickle is a program: stock readers call whatever it names.
-Here Python's own unpickler runs it, with only the instructions that plain values are made of
-and only the names that ``torch.distributed.checkpoint`` itself puts there; an object gets its
-fields once, after a look at their types. It is the unpickler that is written in Python: its
-memory is in proportion to the bytes, where the one in C believes any index that they hold.
+``.metadata`` is a pickle, and a pickle is a program: stock readers call whatever it names. Here
+Python's own unpickler runs it, with only the instructions that plain values are made of and only
+the names that ``torch.distributed.checkpoint`` itself writes; then one pass checks the fields of
+every object. (Of the two unpicklers of Python it is the one written in Python: its memory is in
+proportion to the file, while the one in C believes any index in it.)
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import io
 import pickle
 from collections import OrderedDict
 from pathlib import PurePosixPath, PureWindowsPath
-from types import FunctionType, NoneType
-from typing import Any, get_args
+from types import FunctionType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Size
@@ -25,44 +25,29 @@ from torch.serialization import _get_layout
 from tierstore.errors import CorruptionError
 
 _DIMENSIONS_MAX = 64
-_PLAIN = (str, int, float, bool, bytes, NoneType)
+_HASHABLE = (str, int, float, bool, bytes, NoneType, Size)
 
-# Class -> its fields and their types, exactly: a bool is no int. Any is for anything; what may
-# be None may be left out, too.
+# Class -> its fields and their exact types (a bool is not an int), as torch declares them, or
+# narrower. A field that may be None may also be absent.
 _FIELDS: dict[type, dict[str, Any]] = {
-    dcp.Metadata: {
-        "state_dict_metadata": dict,
-        "planner_data": Any,
-        "storage_data": dict,
-        "storage_meta": dcp.StorageMeta | None,
-        "version": str | None,
-    },
-    dcp.MetadataIndex: {"fqn": str, "offset": Size | None, "index": int | None},
-    dcp.TensorStorageMetadata: {"properties": dcp.TensorProperties, "size": Size, "chunks": list},
-    dcp.TensorProperties: {},  # Come as a tuple: see load_build().
-    dcp.ChunkStorageMetadata: {"offsets": Size, "sizes": Size},
-    dcp.BytesStorageMetadata: {},
-    dcp.StorageMeta: {
-        "checkpoint_id": str | PurePosixPath | PureWindowsPath | None,
-        "save_id": str | None,
-        "load_id": str | None,
-        "modules": list | None,
-    },
-    _StorageInfo: {
-        "relative_path": str,
-        "offset": int,
-        "length": int,
-        "transform_descriptors": list | tuple | None,
-    },
+    kind: get_type_hints(kind)
+    for kind in (
+        *(dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta, _StorageInfo),
+        *(dcp.TensorStorageMetadata, dcp.TensorProperties, dcp.ChunkStorageMetadata),
+        dcp.BytesStorageMetadata,
+    )
 }
-_PROPERTIES = (torch.dtype, torch.layout, bool, dcp._MEM_FORMAT_ENCODING, bool)
+_FIELDS[dcp.Metadata]["storage_data"] = dict[dcp.MetadataIndex, _StorageInfo]
+_FIELDS[dcp.StorageMeta]["checkpoint_id"] = str | PurePosixPath | PureWindowsPath | None
+_FIELDS[dcp.StorageMeta]["modules"] = list[str] | None  # Older versions of torch have none.
+_FIELDS[_StorageInfo]["transform_descriptors"] = list[str] | tuple[str, ...] | None
 
 
 def read_metadata(data: bytes, where: str) -> dcp.Metadata:
     """Return the ``Metadata`` that a checkpoint's ``.metadata`` holds.
 
     Each tensor has a dtype, a size and chunks of as many dimensions, each storage entry a
-    path and a range of bytes. Whether these fit each other and the files is not looked at.
+    path and a range of bytes. Whether these fit each other and the files is not checked.
 
     Args:
         data: the content of the file.
@@ -72,15 +57,21 @@ def read_metadata(data: bytes, where: str) -> dcp.Metadata:
         CorruptionError: it is damaged, or holds what no stock checkpoint does.
     """
     try:
-        return _check(_Unpickler(io.BytesIO(data), encoding="utf-8").load())
+        unpickler = _Unpickler(io.BytesIO(data), encoding="utf-8")
+        value = unpickler.load()
+        if type(value) is not dcp.Metadata:
+            raise _RefusedError("does not hold the metadata of a checkpoint")
+        for made in unpickler.made:
+            _check_object(made)
+        return value
     except _RefusedError as error:
         raise CorruptionError(f"{where} {error}; nothing of it was used") from None
-    except Exception as error:  # Which ones damage leads to, pickle does not say.
-        raise CorruptionError(f"{where} is damaged: it is no whole pickle") from error
+    except Exception as error:  # pickle does not document which errors damage leads to.
+        raise CorruptionError(f"{where} is damaged: it is not a whole pickle") from error
 
 
 class _RefusedError(Exception):
-    """What the bytes ask for is not in a stock checkpoint; the message goes on from a name."""
+    """The bytes ask for something that no stock checkpoint does; the message follows a name."""
 
 
 def _expect(condition: bool, otherwise: str) -> None:
@@ -88,36 +79,40 @@ def _expect(condition: bool, otherwise: str) -> None:
         raise _RefusedError(otherwise)
 
 
-def _check(value: Any) -> dcp.Metadata:
-    """Look at what the lists and dicts of a checkpoint's metadata hold."""
-    if type(value) is not dcp.Metadata:
-        raise _RefusedError("does not hold the metadata of a checkpoint")
-    for key, item in value.state_dict_metadata.items():
-        _expect(type(key) is str, "has a key that is not text")
-        if type(item) is not dcp.BytesStorageMetadata and (
-            type(item) is not dcp.TensorStorageMetadata
-            or not all(type(chunk) is dcp.ChunkStorageMetadata for chunk in item.chunks)
-            or not all(len(c.offsets) == len(c.sizes) == len(item.size) for c in item.chunks)
-        ):
-            raise _RefusedError(f"says of {key!r} neither what tensor nor what object it is")
-    for index, info in value.storage_data.items():
-        fits = type(index) is dcp.MetadataIndex and type(info) is _StorageInfo
-        fits = fits and all(type(name) is str for name in info.transform_descriptors or ())
-        _expect(fits, "has an entry that does not say where something is stored")
-    return value
+def _check_object(made: Any) -> None:
+    """Check the fields of an object of one of the classes in _FIELDS."""
+    name, fields, found = type(made).__name__, _FIELDS[type(made)], vars(made)
+    _expect(bool(found) or not fields, f"leaves a {name} without its fields")
+    for field in fields.keys() | found.keys():
+        fits = field in fields and _fits(found.get(field), fields[field])
+        _expect(fits, f"holds a {name} with a strange field {field!r:.80}")
+    if type(made) is dcp.TensorStorageMetadata:
+        fits = all(len(c.offsets) == len(c.sizes) == len(made.size) for c in made.chunks)
+        _expect(fits, "holds a tensor with chunks of other dimensions")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value, and each of its items, is exactly of a type of _FIELDS."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, choice) for choice in get_args(kind))
+    if kind is Any or type(value) is not (get_origin(kind) or kind):
+        return kind is Any
+    columns = (value, value.values()) if type(value) is dict else (value,)
+    kinds = zip(get_args(kind), columns, strict=False)
+    return all(_fits(item, item_kind) for item_kind, items in kinds for item in items)
 
 
 def _check_keys(keys: list[Any]) -> None:
-    """Refuse what cannot be hashed at once: tuples in tuples could go on without end."""
+    """Refuse keys whose hash may recurse without end, as that of tuples in tuples does."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
-        plain = all(type(part) in _PLAIN for part in parts)
-        made = type(key) is dcp.MetadataIndex and bool(vars(key))
-        _expect(plain or made, "has a key of a strange kind")
+        if type(key) is dcp.MetadataIndex:
+            parts = tuple(vars(key).values())
+        _expect(all(type(part) in _HASHABLE for part in parts), "has a key of a strange kind")
 
 
 def _taking(kind: type, function: Any) -> Any:
-    """Return the function for arguments of exactly this type: a path of paths could double."""
+    """Return the function, for arguments of exactly this type: a path of paths could double."""
 
     def checked(*arguments: Any) -> Any:
         _expect(all(type(argument) is kind for argument in arguments), "calls with a strange value")
@@ -129,7 +124,7 @@ def _taking(kind: type, function: Any) -> Any:
 def _size(numbers: Any) -> Size:
     fits = type(numbers) is tuple and len(numbers) <= _DIMENSIONS_MAX
     fits = fits and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    _expect(fits, f"holds a size that is no tuple of up to {_DIMENSIONS_MAX} sizes")
+    _expect(fits, f"holds a size that is not a tuple of up to {_DIMENSIONS_MAX} sizes")
     return Size(numbers)
 
 
@@ -174,18 +169,16 @@ _Stock: Any = pickle._Unpickler
 
 
 class _Unpickler(_Stock):  # type: ignore[misc]
-    """Python's unpickler, with a look at what an instruction is to work on."""
+    """Python's unpickler, which checks what an instruction is about to work on."""
 
-    # As Python 2's text, which is decoded strictly: today's may hold halves of characters,
-    # which could be neither printed nor part of a path.
+    # Decoded strictly, as Python 2's text is: today's text may hold halves of characters, which
+    # could be neither printed nor part of a path.
     load_short_binunicode = _Stock.load_short_binstring
     load_binunicode = _Stock.load_binstring
 
     def load(self) -> Any:
         self.made: list[Any] = []
         value = super().load()
-        whole = all(vars(it) or type(it) is dcp.BytesStorageMetadata for it in self.made)
-        _expect(whole, "leaves an object without its fields")
         _expect(not self.stack and not self.metastack, "makes more than one value")
         return value
 
@@ -208,16 +201,11 @@ class _Unpickler(_Stock):  # type: ignore[misc]
 
     def load_build(self) -> None:
         target, state = self.stack[-2:]
-        fields = _FIELDS.get(type(target))
-        if fields is None or vars(target):
-            raise _RefusedError("changes something that was made already")
-        if type(target) is dcp.TensorProperties:
-            fits = type(state) is tuple and tuple(map(type, state)) == _PROPERTIES
-        elif fits := type(state) is dict and state.keys() <= fields.keys():
-            for name, kind in fields.items():
-                kinds = get_args(kind) or (kind,)
-                fits = fits and (kind is Any or type(state.get(name)) in kinds)
-        _expect(fits, f"holds a {type(target).__name__} with a strange field")
+        fresh = type(target) in _FIELDS and not vars(target)
+        _expect(fresh, "changes something that was made already")
+        # Never a pair of dicts, of which the second would be set with setattr().
+        fits = type(state) is (tuple if type(target) is dcp.TensorProperties else dict)
+        _expect(fits, f"makes a {type(target).__name__} of something strange")
         super().load_build()
 
     def load_setitem(self) -> None:
@@ -228,7 +216,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
 
     def load_setitems(self) -> None:
         target = self.metastack[-1][-1]
-        _expect(type(target) in (dict, OrderedDict), "gives items to something that is no dict")
+        _expect(type(target) in (dict, OrderedDict), "gives items to a value that is not a dict")
         _check_keys(self.stack[::2])
         count = len(target) + len(self.stack) // 2
         super().load_setitems()
