@@ -1,4 +1,4 @@
-// Python's view of the engine. Calls that can block release the GIL; the ring's thread
+// Python bindings of the engine. Calls that can block release the GIL; the ring's thread
 // never takes it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
@@ -23,8 +23,8 @@ using tierstore::Verdict;
 
 namespace {
 
-// What Python holds of a transfer. A std::shared_ptr converted from a Python object would
-// take the GIL when its last copy goes, on the ring's thread: this one counts in C++ alone.
+// A transfer as seen by Python. A std::shared_ptr converted from a Python object takes the GIL
+// when its last copy is destroyed, which may happen on the ring's thread; this one does not.
 struct Ticket {
   std::shared_ptr<Transfer> transfer = std::make_shared<Transfer>();
 };
@@ -43,8 +43,7 @@ void submit_register(UringEngine& engine, const Ticket& ticket, uint64_t address
   engine.submit_register(ticket.transfer, address, nbytes);
 }
 
-// A signal sent to the process is seen between two slices: Ctrl-C ends the wait, not the
-// transfer.
+// Signals are handled between two slices of a wait: Ctrl-C ends the wait, not the transfer.
 constexpr std::chrono::milliseconds kSlice{100};
 
 void check_signals() {
@@ -76,7 +75,7 @@ void close_engine(UringEngine& engine) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // A program may end with a storage still open; that needs no report.
+  // A program may end with a storage still open: that is not a leak to report.
   nb::set_leak_warnings(false);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {

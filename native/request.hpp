@@ -1,4 +1,4 @@
-// What to do with the result of one I/O request. Pure: no ring, no clock, no globals.
+// Decision after the completion of one I/O request. Pure: no ring, no clock, no globals.
 #pragma once
 
 #include <cerrno>
@@ -7,12 +7,12 @@
 namespace tierstore {
 
 inline constexpr uint64_t kSectorBytes = 4096;
-// A request that the kernel asks for again this often is given up.
+// How often one request may end in EINTR or EAGAIN before it fails.
 inline constexpr int kRetriesMax = 16;
 
 enum class Verdict { kDone, kResubmit, kFailed };
 
-// One contiguous range of a file that is still to be moved. A request of zero bytes (an
+// One contiguous range of a file that has not been moved yet. A request of zero bytes (an
 // fdatasync) is done by the result 0.
 class Request {
  public:
@@ -46,7 +46,7 @@ class Request {
       ++retries_;
       return Verdict::kResubmit;
     }
-    // -result of a value that is no errno must not wrap around to success.
+    // A value that is not an errno must not wrap around to success when negated.
     return fail(result >= -4095 ? static_cast<int>(-result) : EIO);
   }
 

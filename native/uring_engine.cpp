@@ -27,9 +27,9 @@ namespace {
 
 constexpr uint64_t kRequestBytesMax = uint64_t{1} << 30;
 constexpr unsigned kQueueDepthMax = 1024;
-// The most that one registered buffer may hold.
+// Most bytes of one registered buffer.
 constexpr uint64_t kPieceBytes = uint64_t{1} << 30;
-// How often, and at what interval, a kernel without memory for requests is asked again.
+// How often, and at what interval, a submission is retried when the kernel has no memory for it.
 constexpr int kRefusalsMax = 1000;
 constexpr std::chrono::milliseconds kRefusedPause{10};
 constexpr uint64_t kWakeTag = UINT64_MAX;
@@ -40,7 +40,7 @@ std::system_error os_error(int error, const char* what) {
 
 }  // namespace
 
-// The ring, its thread, and what they share with callers.
+// The ring, its thread, and the state they share with callers.
 class UringEngine::Core {
  public:
   Core(unsigned queue_depth, uint64_t request_bytes);
@@ -67,7 +67,7 @@ class UringEngine::Core {
   void arm_wake();
   void fill_slots();
   bool register_memory(Transfer& transfer);
-  std::optional<int> piece_of(uint64_t address, uint64_t nbytes) const;
+  std::optional<int> registered_piece(uint64_t address, uint64_t nbytes) const;
   void prepare(unsigned slot_index);
   void submit_and_wait();
   void reap();
@@ -82,7 +82,7 @@ class UringEngine::Core {
   bool thread_ended_ = false;
   bool released_ = false;
 
-  // The thread's own.
+  // Used by the thread only.
   const unsigned queue_depth_;
   const uint64_t request_bytes_;
   io_uring ring_{};
@@ -93,7 +93,7 @@ class UringEngine::Core {
   uint64_t registered_bytes_ = 0;
   std::vector<Slot> slots_;
   std::vector<unsigned> free_slots_;
-  std::deque<std::shared_ptr<Transfer>> active_;  // Some part has no request yet.
+  std::deque<std::shared_ptr<Transfer>> active_;  // Transfers whose requests are not all made.
   std::vector<std::shared_ptr<Transfer>> ended_;
   std::thread thread_;
 };
@@ -124,7 +124,7 @@ UringEngine::Core::~Core() {
 }
 
 void UringEngine::Core::make_ring() {
-  // One entry more than the requests, for the wake-up: a free entry is always there.
+  // One entry more than the requests, for the wake-up: a free entry always exists.
   int result = io_uring_queue_init(queue_depth_ + 1, &ring_, 0);
   if (result < 0) throw os_error(-result, "io_uring_queue_init");
   result = io_uring_ring_dontfork(&ring_);
@@ -135,7 +135,7 @@ void UringEngine::Core::make_ring() {
 }
 
 void UringEngine::Core::start_thread() {
-  // Signals are for the interpreter's threads: the new thread inherits a full mask.
+  // The interpreter's threads handle signals: the new thread inherits a mask that blocks all.
   sigset_t all, previous;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &previous);
@@ -151,7 +151,7 @@ void UringEngine::Core::start_thread() {
 void UringEngine::Core::enqueue(const std::shared_ptr<Transfer>& transfer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stopping_) {
-    // Whoever waits for it all the same must not wait for ever.
+    // A later wait() for this transfer must return.
     transfer->outcome = Outcome{ECANCELED, transfer->offset};
     transfer->ended = true;
     throw std::runtime_error("the engine is closed");
@@ -176,7 +176,7 @@ bool UringEngine::Core::stop(std::chrono::milliseconds limit) {
   }
   if (!some_ended_.wait_for(lock, limit, [&] { return thread_ended_; })) return false;
   if (released_) return true;  // Another caller was first.
-  thread_.join();  // It takes the mutex no more.
+  thread_.join();  // Does not block: the thread no longer takes the mutex.
   io_uring_queue_exit(&ring_);
   ::close(wake_fd_);
   released_ = true;
@@ -184,16 +184,16 @@ bool UringEngine::Core::stop(std::chrono::milliseconds limit) {
 }
 
 void UringEngine::Core::close_descriptors() {
-  // No io_uring_queue_exit(): the ring's memory is not mapped in a forked child, and
-  // something else may lie at its addresses.
+  // No io_uring_queue_exit(): the ring's memory is not mapped in a forked child, and its
+  // addresses may be in use for other memory.
   ::close(ring_.ring_fd);
   ::close(wake_fd_);
 }
 
-// Called with the mutex held, so that no other thread can have closed the descriptor.
+// Called under the mutex, so that no other thread can close the descriptor meanwhile.
 void UringEngine::Core::wake() {
   const uint64_t one = 1;
-  // Fails only when the counter is full, and then a wake-up is pending already.
+  // Fails only if the counter is full; a wake-up is then pending already.
   [[maybe_unused]] const ssize_t written = ::write(wake_fd_, &one, sizeof one);
 }
 
@@ -207,7 +207,7 @@ void UringEngine::Core::run() {
     submit_and_wait();
     reap();
   }
-  // Before the memory can go; the ring itself is taken down some time after it was left.
+  // Before callers may free the memory: the kernel destroys a closed ring with a delay.
   if (registered_bytes_ > 0) io_uring_unregister_buffers(&ring_);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -216,7 +216,7 @@ void UringEngine::Core::run() {
   some_ended_.notify_all();
 }
 
-// Returns whether the engine is stopping; what was submitted before that is still done.
+// Returns whether the engine is stopping; transfers submitted before that still run.
 bool UringEngine::Core::take_new_work() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& transfer : submitted_) active_.push_back(std::move(transfer));
@@ -258,8 +258,8 @@ void UringEngine::Core::fill_slots() {
   }
 }
 
-// Returns false where it must wait: before Linux 5.13 the kernel would itself wait until
-// nothing is in flight, for ever if that is our wake-up.
+// Returns false if it must wait until nothing is in flight: before Linux 5.13 the kernel waits
+// for that itself, and would wait for ever for the armed wake-up.
 bool UringEngine::Core::register_memory(Transfer& transfer) {
   if (free_slots_.size() != slots_.size()) return false;
   if (wake_armed_) {
@@ -286,8 +286,8 @@ bool UringEngine::Core::register_memory(Transfer& transfer) {
   return true;
 }
 
-// The registered buffer that holds this memory, if one does.
-std::optional<int> UringEngine::Core::piece_of(uint64_t address, uint64_t nbytes) const {
+// Returns the index of the registered buffer that contains this memory, if any.
+std::optional<int> UringEngine::Core::registered_piece(uint64_t address, uint64_t nbytes) const {
   if (address < registered_address_) return {};
   const uint64_t first = address - registered_address_;
   if (first >= registered_bytes_ || nbytes > registered_bytes_ - first) return {};
@@ -303,7 +303,7 @@ void UringEngine::Core::prepare(unsigned slot_index) {
   const uint64_t offset = slot.request.offset();
   const auto nbytes = static_cast<unsigned>(slot.request.bytes_remaining());
   const uint64_t address = transfer.address + (offset - transfer.offset);
-  const std::optional<int> piece = piece_of(address, nbytes);
+  const std::optional<int> piece = registered_piece(address, nbytes);
   auto* memory = reinterpret_cast<void*>(address);
   switch (transfer.kind) {
     case Kind::kRead:
@@ -335,12 +335,12 @@ void UringEngine::Core::submit_and_wait() {
   if (result >= 0) refusals_ = 0;
   if (result >= 0 || result == -EINTR) return;
   if ((result == -EAGAIN || result == -EBUSY) && ++refusals_ < kRefusalsMax) {
-    // The kernel is short of memory for requests. Entries stay prepared for the next call.
+    // The kernel has no memory for requests. Entries stay prepared for the next call.
     std::this_thread::sleep_for(kRefusedPause);
     return;
   }
-  // The kernel may still use the callers' memory, so that no error could be given back
-  // safely; and going on would lose requests.
+  // An error cannot be returned safely, because the kernel may still use the callers' memory;
+  // to continue would lose requests.
   std::fprintf(stderr, "tierstore: io_uring_enter failed with errno %d\n", -result);
   std::abort();
 }

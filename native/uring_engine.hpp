@@ -1,4 +1,4 @@
-// Moves bytes between memory and files through one io_uring that one thread owns.
+// io_uring engine: moves bytes between memory and files through one ring, owned by one thread.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +12,7 @@
 
 namespace tierstore {
 
-// How a transfer ended: error is 0 or an errno. failed_at is the file offset at which it
+// Result of a transfer: error is 0 or an errno; failed_at is the file offset at which it
 // stopped, or for a sync the index of the file that failed.
 struct Outcome {
   int error = 0;
@@ -32,7 +32,7 @@ struct Transfer {
   uint64_t nbytes = 0;
 
   // Owned by the ring's thread from submission until `ended`.
-  uint64_t position = 0;  // Bytes (for a sync: files) that requests have been made for.
+  uint64_t position = 0;  // Bytes (for a sync: files) covered by requests so far.
   unsigned requests_in_flight = 0;
   bool queued = true;  // Some part may still need a request.
   Outcome outcome;
@@ -53,22 +53,21 @@ class UringEngine {
   // The memory and the descriptor must stay valid until the transfer has ended.
   void submit(const std::shared_ptr<Transfer>& transfer, bool is_write, int fd,
               uint64_t address, uint64_t nbytes, uint64_t offset);
-  // Covers what was written before the call and has ended.
+  // Covers all writes that ended before the call.
   void submit_sync(const std::shared_ptr<Transfer>& transfer, std::vector<int> fds);
-  // Has the kernel keep this memory ready, in place of what was registered before; nothing
-  // for zero bytes. Where it fails nothing is registered. The memory must stay valid until
-  // a later registration has ended or the engine is closed. Transfers may be in flight.
+  // Registers this memory with the kernel, in place of the memory registered before; zero bytes
+  // or an error leave nothing registered. The memory must stay valid until a later registration
+  // has ended or the engine is closed. Transfers may be in flight.
   void submit_register(const std::shared_ptr<Transfer>& transfer, uint64_t address,
                        uint64_t nbytes);
-  // Blocks until the transfer has ended (the kernel no longer uses its memory); gives
-  // nothing if that takes longer than the limit. A caller with signals to look after
-  // calls it again.
+  // Blocks until the transfer has ended (the kernel no longer uses its memory); returns
+  // nothing if that takes longer than the limit, so that the caller can handle signals.
   std::optional<Outcome> wait(const std::shared_ptr<Transfer>& transfer,
                               std::chrono::milliseconds limit);
   // Takes no more transfers, waits for all of them, then ends the thread and releases the
   // ring. Returns false if that takes longer than the limit: call it again.
   bool close(std::chrono::milliseconds limit);
-  // For a forked child: closes the child's descriptors of the ring, and nothing else.
+  // Closes a forked child's descriptors of the ring, and nothing else.
   void abandon();
 
  private:
@@ -77,8 +76,8 @@ class UringEngine {
   void enqueue(const std::shared_ptr<Transfer>& transfer);
   void check_new(const std::shared_ptr<Transfer>& transfer) const;
 
-  // A plain pointer: after a fork it is dropped undestroyed, because its mutex, condition
-  // and thread belong to the parent.
+  // A plain pointer: a forked child must not destroy it, because its mutex, condition and
+  // thread belong to the parent.
   Core* core_;
   pid_t owner_;
 };
