@@ -1,4 +1,4 @@
-"""What `.metadata` may hold, compared with the stock unpickler; and what is never run."""
+"""Tests of the restricted reader of `.metadata`, compared with the stock unpickler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tierstore.inspection.dcp_metadata import read_metadata
 
 
 def small_metadata(**fields: Any) -> Metadata:
-    """A tensor of two chunks and an object, made by hand."""
+    """Return metadata of a tensor of two chunks and an object."""
     chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 3])) for row in (0, 2)]
     tensor = TensorStorageMetadata(
         TensorProperties(dtype=torch.bfloat16), torch.Size([4, 3]), chunks
@@ -60,10 +60,10 @@ def read(data: bytes) -> Metadata:
     return read_metadata(data, "the metadata")
 
 
-# -------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------- valid metadata
 
 
-def test_what_dcp_saved(tmp_path: Path) -> None:
+def test_checkpoint_that_dcp_saved(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3)).sum().backward()
@@ -110,7 +110,7 @@ def test_properties_of_tensors(dtype: torch.dtype) -> None:
             assert found.properties == properties
 
 
-def test_properties_as_torch_2_2_saved_them() -> None:
+def test_properties_saved_by_torch_2_2() -> None:
     old = old_metadata.TensorProperties(dtype=torch.float16, requires_grad=True)
     metadata = small_metadata()
     metadata.state_dict_metadata["weight"].properties = old  # type: ignore[union-attr,assignment]
@@ -120,7 +120,7 @@ def test_properties_as_torch_2_2_saved_them() -> None:
     assert (found.properties.dtype, found.properties.requires_grad) == (torch.float16, True)
 
 
-def test_an_enum_as_early_python_3_11_pickled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enum_pickled_by_early_python_3_11(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _MEM_FORMAT_ENCODING,
         "__reduce_ex__",
@@ -147,14 +147,14 @@ def test_planner_data_of_any_plain_values() -> None:
     assert found["shared"] is found["ordered"]
 
 
-def test_what_holds_itself() -> None:
+def test_value_that_contains_itself() -> None:
     values: list[Any] = []
     values.append((values,))
     found = read(pickle.dumps(small_metadata(planner_data=values))).planner_data
     assert found[0][0] is found
 
 
-# ----------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------- refused metadata
 
 
 class Calls:
@@ -236,7 +236,7 @@ def test_hostile_values_are_refused_and_not_run(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_message_names_what_was_asked_for() -> None:
+def test_message_gives_the_refused_name() -> None:
     data = pickle.dumps(small_metadata(planner_data=Calls(os.system, "true")))
     with pytest.raises(tierstore.CorruptionError, match=r"names posix\.system, which is not in"):
         read(data)
@@ -307,8 +307,8 @@ PROGRAMS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_programs_that_are_no_metadata(program: bytes) -> None:
-    """Neither a crash nor memory out of proportion: each may take a few times its length."""
+def test_programs_that_are_not_metadata(program: bytes) -> None:
+    """A program neither crashes nor takes more memory than a multiple of its length."""
     tracemalloc.start()
     with pytest.raises(tierstore.CorruptionError):
         read(pickle.PROTO + b"\4" + program)
@@ -318,14 +318,14 @@ def test_programs_that_are_no_metadata(program: bytes) -> None:
 
 
 def with_planner_data(program: bytes) -> bytes:
-    """Metadata that is whole but for its planner data, which this program makes."""
+    """Return valid metadata, except that this program makes its planner data."""
     data = pickle.dumps(small_metadata(planner_data="planner"), protocol=2)
     planner = pickle.BINUNICODE + struct.pack("<I", 7) + b"planner"
     assert planner in data
     return data.replace(planner, program)
 
 
-HALF = b"\xed\xa0\x80"  # Of a character, that is: half of a pair.
+HALF = b"\xed\xa0\x80"  # Half of a surrogate pair.
 MEMORY_FORMAT = globally(METADATA, "_MEM_FORMAT_ENCODING")
 FQN = pickle.EMPTY_DICT + short("fqn") + short("a") + pickle.SETITEM
 DEEP = pickle.NONE + 3 * 10**5 * pickle.TUPLE1
@@ -396,14 +396,14 @@ WITHIN: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("program", "message"), WITHIN.values(), ids=WITHIN)
-def test_what_is_refused_though_the_rest_is_whole(program: bytes, message: str) -> None:
+def test_refused_programs_within_valid_metadata(program: bytes, message: str) -> None:
     assert read(with_planner_data(pickle.NONE)) == small_metadata(planner_data=None)
     with pytest.raises(tierstore.CorruptionError, match=f"^the metadata .*{message}"):
         read(with_planner_data(program))
 
 
 @pytest.mark.parametrize("before", [pickle.NONE, pickle.MARK])
-def test_nothing_is_left_over(before: bytes) -> None:
+def test_values_left_on_the_stack_are_refused(before: bytes) -> None:
     data = pickle.dumps(small_metadata(), protocol=2)
     assert read(data) == small_metadata()
     with pytest.raises(tierstore.CorruptionError, match="more than one value"):
@@ -411,7 +411,7 @@ def test_nothing_is_left_over(before: bytes) -> None:
 
 
 def test_a_registered_extension_is_refused() -> None:
-    """Stock readers find what it stands for by its number: no name is in the bytes."""
+    """Stock readers resolve the number of an extension: no name is in the bytes."""
     copyreg.add_extension("builtins", "eval", 77)
     try:
         with pytest.raises(tierstore.CorruptionError, match="damaged"):
@@ -420,8 +420,8 @@ def test_a_registered_extension_is_refused() -> None:
         copyreg.remove_extension("builtins", "eval", 77)
 
 
-def test_values_that_double_with_each_byte() -> None:
-    """A tuple of twice the tuple before, a thousand times: small, and never walked through."""
+def test_values_that_double_are_not_walked() -> None:
+    """A thousand nested pairs of one tuple: few bytes, but 2**1000 leaves."""
     memo = struct.pack("<I", 9999)
     doubled = pickle.EMPTY_TUPLE + 1000 * (
         pickle.LONG_BINPUT + memo + pickle.LONG_BINGET + memo + pickle.TUPLE2
@@ -471,8 +471,8 @@ def test_chunks_of_other_dimensions(chunk: Any) -> None:
         read(pickle.dumps(metadata))
 
 
-def test_damage_is_an_error_of_ours_or_makes_other_values() -> None:
-    """Every byte flipped, removed or made another: never any other exception."""
+def test_damage_is_a_corruption_error_or_other_values() -> None:
+    """Flips a bit of every byte, replaces it, removes it, or cuts the file there."""
     whole = pickle.dumps(small_metadata())
     generator = random.Random(0)
     for position in range(len(whole)):

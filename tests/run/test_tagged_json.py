@@ -33,12 +33,12 @@ def through_json(value: object) -> Any:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements as they lie in memory, by way of an untyped storage."""
+    """Return the bytes of the elements, through an untyped storage."""
     return bytes(tensor.detach().clone(memory_format=torch.contiguous_format).untyped_storage())
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values have the same types and the same bits all the way down."""
+    """Return whether two values, and all values inside them, have the same types and bits."""
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
@@ -73,14 +73,14 @@ def test_same_sees_differences() -> None:
     assert not any(same(left, right) or same([left], [right]) for left, right in pairs)
 
 
-def array_of(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
+def repeated_array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
     array: np.ndarray[Any, Any] = np.zeros(shape, dtype)
     nbytes = array.nbytes
     repeated = (data * nbytes)[:nbytes] if data else bytes(nbytes)
     return np.frombuffer(repeated, array.dtype).reshape(shape)
 
 
-# Every 64-bit pattern is a float, so that odd NaNs and subnormal numbers come up too.
+# Floats of any 64-bit pattern, so that odd NaNs and subnormal numbers are drawn, too.
 floats = st.one_of(
     st.floats(),
     st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", bits.to_bytes(8))[0]),
@@ -104,7 +104,10 @@ leaves = st.one_of(
 keys = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 shapes = st.lists(st.integers(0, 3), max_size=3)
 arrays = st.builds(
-    array_of, st.sampled_from(["<f4", ">f8", "|b1", "<i8", "<c16"]), shapes, st.binary(max_size=9)
+    repeated_array,
+    st.sampled_from(["<f4", ">f8", "|b1", "<i8", "<c16"]),
+    shapes,
+    st.binary(max_size=9),
 )
 tensors = st.builds(lambda shape, seed: torch.full(shape, seed), shapes, st.floats(width=32))
 
@@ -225,7 +228,7 @@ def test_plain_values_stay_plain() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_written_form(value: Any, encoded: Any) -> None:
-    """What commits on disk are made of: a change here needs a new format version."""
+    """The format of commits on disk: a change needs a new format version."""
     assert tagged_json.encode(value) == encoded
     assert same(tagged_json.decode(encoded), value)
 
@@ -325,7 +328,7 @@ def test_limit_counts_tensors_arrays_and_bytes() -> None:
 
 def test_limit_is_64_mib() -> None:
     tagged_json.encode([torch.zeros(2**16)])
-    # Expanded: the limit is on what would be written, not on the memory that it takes here.
+    # Expanded: the limit counts the bytes to be written, not the memory in use.
     with pytest.raises(ValueError, match=r"extra\[1\] with 64\.0 MiB"):
         tagged_json.encode([b"1", torch.zeros(1).expand(2**24), b"2"])
 
@@ -412,12 +415,12 @@ def test_decode_of_anything_is_a_value_or_a_value_error(encoded: Any) -> None:
     assert same(through_json(value), value)
 
 
-def test_random_states_come_back() -> None:
+def test_random_states_are_restored() -> None:
     python = random.Random(1)
     legacy = np.random.RandomState(2)
     generators = [np.random.Generator(kind(3)) for kind in (np.random.PCG64, np.random.MT19937)]
     torch_generator = torch.Generator().manual_seed(4)
-    python.gauss(0, 1)  # Leaves a float in the state beside the ints.
+    python.gauss(0, 1)  # Adds a float to the ints of the state.
     states = through_json(
         {
             "python": python.getstate(),
@@ -467,7 +470,7 @@ def make_optimizer() -> torch.optim.SGD:
 
 
 def rates(optimizer: Optimizer, scheduler: Any, steps: int) -> list[tuple[float, float]]:
-    """Learning rate and momentum (OneCycleLR changes both) after each of some steps."""
+    """Return learning rate and momentum (OneCycleLR changes both) after every step."""
     found = []
     for _ in range(steps):
         optimizer.step()
@@ -478,7 +481,7 @@ def rates(optimizer: Optimizer, scheduler: Any, steps: int) -> list[tuple[float,
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
-def test_scheduler_goes_on_from_its_state(name: str) -> None:
+def test_scheduler_resumes_from_its_state(name: str) -> None:
     optimizer = make_optimizer()
     scheduler = SCHEDULERS[name](optimizer)
     rates(optimizer, scheduler, 5)

@@ -39,7 +39,7 @@ def test_unusable_directory_leaves_no_thread(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_error_other_than_of_the_system_ends_its_transfer(
+def test_unexpected_error_ends_the_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out_of_memory(_: int) -> None:
@@ -78,7 +78,7 @@ class TestEngine:
             assert engine.wait(bad) == (errno.EBADF, 13)
             assert engine.wait(empty) == (0, 0)
 
-    def test_no_thread_can_be_started(
+    def test_transfers_fail_if_no_thread_starts(
         self, engine: AiofilesEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(_: threading.Thread) -> None:
@@ -92,7 +92,7 @@ class TestEngine:
             engine.submit_sync(ticket, [_NO_FD])
             assert engine.wait(ticket) == (errno.EAGAIN, 0)
             patch.undo()
-            # The refused call is not made by a thread that another transfer starts.
+            # A thread started later must not run the call that was refused.
             for _ in range(2):
                 ticket = AiofilesTicket()
                 engine.submit_sync(ticket, [_NO_FD])

@@ -91,7 +91,7 @@ def test_error_strikes_and_nothing_happens(storage: FaultyStorage, operation: An
         OPERATIONS[operation](storage)
     assert caught.value.errno == errno.ENOSPC
     assert files_of(storage) == {"page": OLD, "other": b""}
-    OPERATIONS[operation](storage)  # Only the first call was to fail.
+    OPERATIONS[operation](storage)  # Only the first call fails.
 
 
 FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
@@ -134,7 +134,7 @@ def test_error_strikes_a_folder_and_nothing_happens(storage: FaultyStorage, oper
     FOLDER_OPERATIONS[operation](storage, folder)
 
 
-def test_faults_of_folders_go_by_the_name_of_the_file(storage: FaultyStorage) -> None:
+def test_folder_faults_match_the_name_of_the_file(storage: FaultyStorage) -> None:
     storage.arm(Fault("error", "folder_put", name=".metadata", call=1))
     folder = storage.folder("published")
     folder.make("child")
@@ -216,7 +216,7 @@ def test_short_read_moves_a_prefix_and_fails(storage: FaultyStorage) -> None:
     assert max(lengths) < len(OLD)
 
 
-def test_flipped_bit_is_one_bit_of_what_was_read(storage: FaultyStorage) -> None:
+def test_flipped_bit_changes_one_bit_of_a_read(storage: FaultyStorage) -> None:
     storage.arm(Fault("flipped_bit", "read", call=1))
     buffer = aligned_buffer(len(OLD))
     transfer = storage.read("page", Extent(0, len(OLD)), buffer)
@@ -268,7 +268,7 @@ def test_delayed_transfer_ends_after_later_ones(storage: FaultyStorage) -> None:
     assert files_of(storage)["page"][:SECTOR_BYTES] == b"1" * SECTOR_BYTES
 
 
-def test_released_transfer_gets_done_without_wait(storage: FaultyStorage) -> None:
+def test_released_transfer_ends_without_wait(storage: FaultyStorage) -> None:
     release = threading.Event()
     storage.arm(Fault("delayed", "write", call=1, release=release))
     transfer = storage.write("page", Extent(0, len(NEW)), aligned_buffer(NEW))
@@ -366,6 +366,6 @@ def test_callback_may_raise_at_an_exact_operation(when: str) -> None:
         {"kind": "error", "operation": "read", "call": 1, "release": threading.Event()},
     ],
 )
-def test_senseless_faults_are_refused(arguments: dict[str, Any]) -> None:
+def test_invalid_faults_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Fault(**arguments)

@@ -10,18 +10,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.held_transfer import HeldBackWrite
+from tests.support.blocked_write import BlockedWrite
 from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
 from tierstore.storage import Extent, Storage, open_storage
 from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
+    exit_code_of_child,
     random_bytes,
     read_bytes,
     write_bytes,
@@ -115,12 +116,12 @@ def test_file_size_limit_is_an_error(tmp_path: Path, engine: str, limit: int) ->
     assert (tmp_path / "run" / "page").stat().st_size <= limit
 
 
-def test_no_limit_is_no_error(tmp_path: Path, engine: str) -> None:
+def test_write_below_the_limit_succeeds(tmp_path: Path, engine: str) -> None:
     assert run_script(WRITE_UNDER_A_LIMIT, tmp_path / "run", engine, 1 << 30) is None
     assert (tmp_path / "run" / "page").read_bytes() == b"n" * (4 << 20)
 
 
-def test_killed_process_gives_its_lock_back(tmp_path: Path, engine: str) -> None:
+def test_lock_of_a_killed_process_is_free(tmp_path: Path, engine: str) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path / "run"), engine],
         stdin=subprocess.PIPE,
@@ -150,29 +151,22 @@ def test_list_names_files_only(tmp_path: Path, engine: str) -> None:
         assert storage.list() == ["file"]
 
 
-def _use_in_child(storage: Storage) -> int:
-    """Return 0 if a forked child is refused before and after it abandons the storage."""
-    try:
-        for _ in range(2):
-            try:
-                storage.list()
-            except StoreClosedError:
-                storage.abandon()
-            else:
-                return 1
-        storage.close()
-    except BaseException:
-        return 2
-    return 0
+def _count_of_allowed(storage: Storage) -> int:
+    """Return how often list() is allowed, before and after abandon(), in a forked child."""
+    allowed = 0
+    for _ in range(2):
+        with suppress(StoreClosedError):
+            storage.list()
+            allowed += 1
+        storage.abandon()
+    storage.close()
+    return allowed
 
 
 def test_forked_child_may_not_use_the_storage(storage: Storage) -> None:
     create_with(storage, "page", b"x" * SECTOR_BYTES)
     storage.lock(0)
-    child = os.fork()
-    if child == 0:
-        os._exit(_use_in_child(storage))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_code_of_child(lambda: _count_of_allowed(storage)) == 0
     assert read_bytes(storage, "page", 0, SECTOR_BYTES) == b"x" * SECTOR_BYTES
     with (
         closing(open_storage(Path(storage.location), storage.engine)) as other,
@@ -201,7 +195,7 @@ def test_links_are_not_followed(storage: Storage, tmp_path: Path) -> None:
     assert storage.list() == ["link"]
 
 
-def test_descriptors_are_given_back(storage: Storage) -> None:
+def test_transfers_close_their_descriptors(storage: Storage) -> None:
     create_with(storage, "page", bytes(SECTOR_BYTES))
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
@@ -217,55 +211,58 @@ def test_forked_child_abandons_transfers_in_flight(storage: Storage) -> None:
     storage.create("page", len(content))
     transfer = storage.write("page", Extent(0, len(content)), aligned_buffer(content))
     storage.lock(0)
-    child = os.fork()
-    if child == 0:
+
+    def open_files_after_abandon() -> int:
         storage.abandon()
         opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
-        os._exit(any(path.startswith(storage.location) for path in opened))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return sum(path.startswith(storage.location) for path in opened)
+
+    open_files = exit_code_of_child(open_files_after_abandon)
     transfer.wait()
-    assert status == 0
+    assert open_files == 0
     assert (Path(storage.location) / "page").read_bytes() == content
 
 
 @pytest.fixture
-def held_back(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldBackWrite]:
-    write = HeldBackWrite(storage, monkeypatch)
+def blocked(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedWrite]:
+    write = BlockedWrite(storage, monkeypatch)
     yield write
     write.release()
 
 
-def test_interrupt_ends_a_wait_but_no_transfer(storage: Storage, held_back: HeldBackWrite) -> None:
-    with held_back.interrupted():
-        held_back.transfer.wait()
-    with held_back.interrupted():
+def test_interrupt_ends_a_wait_but_not_the_transfer(
+    storage: Storage, blocked: BlockedWrite
+) -> None:
+    with blocked.interrupted():
+        blocked.transfer.wait()
+    with blocked.interrupted():
         storage.drain()
-    assert not held_back.transfer.done()
-    held_back.release()
+    assert not blocked.transfer.done()
+    blocked.release()
     storage.drain()
-    assert held_back.transfer.done()
+    assert blocked.transfer.done()
 
 
 def test_interrupted_close_keeps_the_lock_until_transfers_have_ended(
-    storage: Storage, held_back: HeldBackWrite
+    storage: Storage, blocked: BlockedWrite
 ) -> None:
     storage.lock(0)
     with closing(type(storage)(Path(storage.location))) as other:
-        for _ in range(2):  # The second close() goes on waiting.
-            with held_back.interrupted():
+        for _ in range(2):  # The second close() continues to wait.
+            with blocked.interrupted():
                 storage.close()
             with pytest.raises(RunLockedError):
                 other.lock(0)
         with pytest.raises(StoreClosedError):
             storage.list()
-        assert not held_back.transfer.done()
-        held_back.release()
+        assert not blocked.transfer.done()
+        blocked.release()
         storage.close()
-        assert held_back.transfer.done()
+        assert blocked.transfer.done()
         other.lock(0)
 
 
-def test_storage_dropped_unclosed_gives_everything_back(tmp_path: Path, engine: str) -> None:
+def test_storage_dropped_unclosed_releases_everything(tmp_path: Path, engine: str) -> None:
     content = random_bytes(4096 * SECTOR_BYTES)
     threads, opened = threading.active_count(), len(os.listdir("/proc/self/fd"))
     storage = open_storage(tmp_path, engine)

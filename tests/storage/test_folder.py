@@ -31,7 +31,7 @@ class TestLocalFolder(FolderTests):
             for child in Path(folder_path(storage)).iterdir()
         }
 
-    def test_is_closed_to_other_users(self, storage: Storage) -> None:
+    def test_is_private_to_the_user(self, storage: Storage) -> None:
         umask = os.umask(0)
         try:
             folder = storage.folder(f"{folder_path(storage)}/below")
@@ -130,7 +130,7 @@ class TestLocalFolder(FolderTests):
 
 @pytest.fixture
 def other_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """A directory that is on another filesystem than ``tmp_path``, if there is one."""
+    """A directory on another filesystem than ``tmp_path``; skips the test if there is none."""
     shared_memory = Path("/dev/shm")
     if not os.access(shared_memory, os.W_OK) or (
         shared_memory.stat().st_dev == tmp_path.stat().st_dev
@@ -149,7 +149,7 @@ class TestMemoryFolder(FolderTests):
     def raw_children(self, storage: Storage) -> dict[str, dict[str, bytes]]:
         return raw_memory(storage)
 
-    def test_link_from_elsewhere_is_as_from_another_filesystem(
+    def test_link_from_another_kind_of_storage_is_an_error(
         self, storage: Storage, folder: Folder, tmp_path: Path
     ) -> None:
         folder.make("child")

@@ -50,7 +50,7 @@ class TestLibaioStorage(DirectStorageTests):
 
 @pytest.fixture
 def small_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
-    """Give a storage that moves a sector per request, four at a time."""
+    """A storage that moves one sector per request, with four requests in flight."""
     monkeypatch.setattr(libaio, "REQUEST_BYTES", SECTOR_BYTES)
     monkeypatch.setattr(libaio, "QUEUE_DEPTH", 4)
     with closing(LibaioStorage(tmp_path)) as storage:
@@ -60,7 +60,7 @@ def small_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def replace_submit(
     monkeypatch: pytest.MonkeyPatch, replacement: Callable[[Submit], Submit]
 ) -> None:
-    """Stand between the engine and the kernel; ``replacement`` makes a submit of the real one."""
+    """Replace the kernel's submit by what ``replacement`` makes of it."""
     real = libaio._Context.submit
     monkeypatch.setattr(
         libaio._Context,
@@ -81,7 +81,7 @@ def test_partial_submissions_are_continued(
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR])
-def test_refused_submissions_are_tried_again(
+def test_refused_submissions_are_retried(
     small_requests: Storage, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     calls = 0
@@ -123,7 +123,7 @@ def test_endless_refusals_are_an_error(
             write_bytes(small_requests, "page", 0, b"n" * (9 * SECTOR_BYTES))
         assert caught.value.errno == errno.EAGAIN
         assert RETRIES_MAX < calls < 2 * RETRIES_MAX
-    write_bytes(small_requests, "page", 0, b"n" * SECTOR_BYTES)  # It recovers.
+    write_bytes(small_requests, "page", 0, b"n" * SECTOR_BYTES)  # The engine recovers.
     assert read_bytes(small_requests, "page", 0, SECTOR_BYTES) == b"n" * SECTOR_BYTES
 
 
@@ -131,7 +131,7 @@ def test_endless_refusals_are_an_error(
 def test_refused_request_fails_its_transfer_only(
     small_requests: Storage, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
-    """A descriptor that cannot be written to, among others, is refused by io_submit itself."""
+    """io_submit itself refuses some requests, such as writes to a read-only descriptor."""
     content = random_bytes(9 * SECTOR_BYTES)
     for name in ("good", "bad"):
         small_requests.create(name, len(content))
@@ -160,7 +160,7 @@ def test_refused_request_fails_its_transfer_only(
 
 
 def test_misaligned_memory_is_an_error(tmp_path: Path) -> None:
-    """Only the result of the completion shows it: submission succeeds."""
+    """Submission succeeds; only the completion reports the error."""
     path = tmp_path / "page"
     path.write_bytes(b"o" * SECTOR_BYTES)
     memory = aligned_buffer(2 * SECTOR_BYTES)
@@ -266,7 +266,7 @@ class TestEngine:
         assert threading.active_count() == threads
         assert len(os.listdir("/proc/self/fd")) == opened
 
-    def test_forked_child_drops_the_engine_in_silence(
+    def test_forked_child_drops_the_engine_without_output(
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
         engine = LibaioEngine(2, SECTOR_BYTES)

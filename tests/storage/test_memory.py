@@ -10,7 +10,7 @@ from tierstore.storage.memory import MemoryStorage
 from tierstore.testing.storage_tests import StorageTests
 
 
-def files_of(storage: Storage) -> dict[str, bytearray]:
+def memory_contents(storage: Storage) -> dict[str, bytearray]:
     assert isinstance(storage, MemoryStorage)
     return storage.files.contents
 
@@ -22,13 +22,13 @@ class TestMemoryStorage(StorageTests):
             yield storage
 
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
-        return bytes(files_of(storage)[name])
+        return bytes(memory_contents(storage)[name])
 
     def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        files_of(storage)[new_name] = files_of(storage)[name]
+        memory_contents(storage)[new_name] = memory_contents(storage)[name]
 
     def allocated_bytes(self, storage: Storage, name: str) -> int:
-        return len(files_of(storage)[name])
+        return len(memory_contents(storage)[name])
 
     def open_again(self, storage: Storage) -> Storage:
         assert isinstance(storage, MemoryStorage)

@@ -1,4 +1,4 @@
-"""Drives the decision about one request with sequences of results that no disk gives."""
+"""Tests of the decision after a completion, with sequences of results that disks rarely give."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.units import SECTOR_BYTES
 
 @pytest.fixture(scope="module", params=["tierstore.storage._native", "tierstore.storage.request"])
 def decision(request: pytest.FixtureRequest) -> ModuleType:
-    """Give a module that has Request: the engine in C++, which may be absent, or in Python."""
+    """A module with the class Request: the extension in C++, if present, or the one in Python."""
     if request.param == "tierstore.storage._native":
         return pytest.importorskip(request.param, reason="installed without liburing")
     return importlib.import_module(request.param)
@@ -38,7 +38,7 @@ def test_any_sequence_of_results(
     nbytes = sectors * SECTOR_BYTES
     start = first * SECTOR_BYTES
     request = decision.Request(start, nbytes)
-    moved = bytearray(nbytes)  # 1 where a byte has moved: what a buffer would show.
+    moved = bytearray(nbytes)  # 1 for every byte that has moved.
     retries = 0
     for move in moves:
         where, asked = request.offset - start, request.bytes_remaining

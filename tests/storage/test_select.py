@@ -35,7 +35,7 @@ storage.close()
 
 @pytest.fixture
 def native() -> Any:
-    """Give the extension; skip where io_uring does not work, so that nothing can fall back."""
+    """The native extension; skips the test if io_uring does not work."""
     extension = pytest.importorskip(
         "tierstore.storage._native", reason="installed without liburing"
     )
@@ -48,7 +48,7 @@ def native() -> Any:
 
 @pytest.fixture
 def libaio() -> None:
-    """Skip where libaio is absent or forbidden, and not where the engine fails."""
+    """Skip the test if libaio is absent or forbidden, but not if the engine fails."""
     try:
         from tierstore.storage.libaio import LibaioEngine
 
@@ -117,7 +117,7 @@ def test_engine_by_name_without_its_module_is_an_error(
     assert reason in done.stderr
 
 
-def test_system_library_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_system_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, *_: Any, **__: Any) -> NoReturn:
         raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
@@ -169,7 +169,7 @@ def test_auto_falls_back_where_the_kernel_forbids_both(
         assert storage.engine == "aiofiles"
     assert threading.active_count() == threads
     assert f"the kernel refuses libaio: {os.strerror(error)}" in caplog.text
-    # All contexts that the system allows are in use: something can be done about that.
+    # EAGAIN: all contexts that the system allows are in use. The limit can be raised.
     assert ("aio-max-nr" in caplog.text) == (error == errno.EAGAIN)
 
 
@@ -190,7 +190,7 @@ def test_auto_falls_back_where_direct_io_is_refused(
     monkeypatch.setattr(os, "open", open_without_direct)
     with closing(open_storage(tmp_path)) as storage:
         assert storage.engine == "aiofiles"
-        assert storage.list() == []  # The probe that failed left nothing.
+        assert storage.list() == []  # The failed probe left no file.
     assert "O_DIRECT is refused" in caplog.text
     for engine in ("io_uring", "libaio"):
         with pytest.raises(RunDirectoryError, match="O_DIRECT is refused"):
@@ -199,7 +199,7 @@ def test_auto_falls_back_where_direct_io_is_refused(
 
 @pytest.mark.parametrize("engine", ["auto", "aiofiles"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EROFS])
-def test_fault_of_the_directory_is_no_reason_to_fall_back(
+def test_error_of_the_directory_does_not_fall_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -228,21 +228,19 @@ def test_probes_of_killed_processes_are_removed(tmp_path: Path) -> None:
         assert storage.list() == sorted(others)
 
 
-def test_probe_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+def test_probe_of_a_running_process_is_not_removed(tmp_path: Path) -> None:
     probe = tmp_path / "probe-0123456789abcdef.tmp"
     probe.touch()
     directory = os.open(tmp_path, os.O_RDONLY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_SH)  # As every probe does.
+        fcntl.flock(directory, fcntl.LOCK_SH)  # As a probe does.
         with closing(open_storage(tmp_path, "aiofiles")):
             assert probe.exists()
     finally:
         os.close(directory)
 
 
-def test_probe_that_is_under_way_survives_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_probe_survives_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_fallocate = os.posix_fallocate
 
     def open_another_first(*arguments: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.blocked_write import BlockedWrite
 from tests.support.engine_suite import DirectStorageTests
-from tests.support.held_transfer import HeldBackWrite
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent
@@ -32,8 +32,8 @@ except OSError as refused:
 from tierstore.storage import uring  # noqa: E402
 from tierstore.storage.uring import UringStorage  # noqa: E402
 
-# Holds the GIL in C while it waits for a transfer to reach a pipe. Tickets are dropped at
-# once, so that the ring's thread holds the last reference to each of them.
+# Keeps the GIL in C while it waits for a transfer to reach a pipe. Tickets are dropped at
+# once, so that the ring's thread has the last reference to them.
 TRANSFER_WITHOUT_THE_GIL = """
 import ctypes, mmap, os, sys
 from tierstore.storage import _native
@@ -65,10 +65,10 @@ from pathlib import Path
 from tierstore.storage import Extent, open_storage, uring
 
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (8192, 8192))
-if os.geteuid() == 0:  # To whom the limit does not apply.
+if os.geteuid() == 0:  # The limit does not apply to root.
     os.setresuid(65534, 65534, 65534)
 logging.basicConfig(format="%(levelname)s %(message)s")
-# Its parents need not be open to this user.
+# This user may lack access to the parents of the directory.
 storage = open_storage(Path("/proc/self/cwd"), "io_uring")
 memory = memoryview(mmap.mmap(-1, 16 << 20))
 for _ in range(2):
@@ -88,7 +88,7 @@ print(os.geteuid())
 
 
 def locked_bytes() -> int:
-    """Return what the kernel keeps in place for this process."""
+    """Return how much memory of this process the kernel has locked."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPin"))
 
@@ -100,7 +100,7 @@ def storage(tmp_path: Path) -> Iterator[Storage]:
 
 
 class TestRegister:
-    def test_kernel_keeps_the_memory_until_it_is_replaced(self, storage: Storage) -> None:
+    def test_memory_stays_locked_until_it_is_replaced(self, storage: Storage) -> None:
         before = locked_bytes()
         for sectors in (64, 16, 0, 32):
             storage.register(aligned_buffer(sectors * SECTOR_BYTES) if sectors else memoryview(b""))
@@ -108,7 +108,7 @@ class TestRegister:
         storage.close()
         assert locked_bytes() == before
 
-    def test_memory_is_held_until_it_is_replaced(self, storage: Storage) -> None:
+    def test_memory_is_kept_alive_until_it_is_replaced(self, storage: Storage) -> None:
         memory = mmap.mmap(-1, SECTOR_BYTES)
         storage.register(memoryview(memory))
         with pytest.raises(BufferError):
@@ -116,21 +116,21 @@ class TestRegister:
         storage.register(memoryview(b""))
         memory.close()
 
-    def test_memory_is_held_until_close(self, storage: Storage) -> None:
+    def test_memory_is_kept_alive_until_close(self, storage: Storage) -> None:
         memory = mmap.mmap(-1, SECTOR_BYTES)
         storage.register(memoryview(memory))
         storage.close()
         memory.close()
 
     @pytest.mark.parametrize("memory", ["gone", "read-only"])
-    def test_what_the_kernel_refuses_is_logged_once(
+    def test_refused_registration_is_logged_once(
         self, storage: Storage, caplog: pytest.LogCaptureFixture, memory: str
     ) -> None:
         mapping = mmap.mmap(-1, 4 * SECTOR_BYTES, prot=mmap.PROT_READ)
         mapped = memoryview(mapping)
         array = np.frombuffer(mapped, np.uint8)
         if memory == "gone":
-            # Nothing is there, as after munmap(): the memory of another process, say.
+            # Inaccessible, as after munmap().
             libc = ctypes.CDLL(None)
             libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             assert libc.mprotect(array.ctypes.data, mapped.nbytes, 0) == 0
@@ -164,14 +164,14 @@ class TestRegister:
     def test_registration_waits_for_requests_in_flight_and_may_be_interrupted(
         self, storage: Storage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        held_back = HeldBackWrite(storage, monkeypatch)
+        blocked = BlockedWrite(storage, monkeypatch)
         before = locked_bytes()
         memory = mmap.mmap(-1, 8 * SECTOR_BYTES)
-        with held_back.interrupted():
+        with blocked.interrupted():
             storage.register(memoryview(memory))
         with pytest.raises(BufferError):
-            memory.close()  # The kernel may still be given it.
-        held_back.release()
+            memory.close()  # It may still be registered.
+        blocked.release()
         storage.drain()
         assert locked_bytes() - before == 8 * SECTOR_BYTES
         storage.register(memoryview(b""))
@@ -203,7 +203,7 @@ class TestRegister:
         storage.register(memory)
         assert locked_bytes() - before == len(memory)
         content = random_bytes(1 << 20) * 48
-        # In the first, across both, and in the second.
+        # In the first piece, across both, and in the second.
         for start in (0, piece_bytes - 20 * (1 << 20) - SECTOR_BYTES, piece_bytes + SECTOR_BYTES):
             part = memory[start : start + len(content)]
             part[:] = content

@@ -1,4 +1,4 @@
-"""A transfer that ends when a test says so, for what happens meanwhile."""
+"""A transfer that ends only when a test lets it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.testing.transfers import aligned_buffer
 from tierstore.units import SECTOR_BYTES
 
 
-class HeldBackWrite:
+class BlockedWrite:
     """A write of one sector to "page" that cannot end before release()."""
 
     def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ class HeldBackWrite:
         self._pipe = os.pipe()
         with monkeypatch.context() as patch:
             if storage.engine != "aiofiles":
-                # Its file is a pipe with room for one sector, which is taken.
+                # The "file" is a pipe with room for one sector, which is full.
                 writer = self._pipe[1]
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SECTOR_BYTES)
                 os.write(writer, bytes(SECTOR_BYTES))
@@ -36,7 +36,7 @@ class HeldBackWrite:
             self.transfer = storage.write("page", Extent(0, SECTOR_BYTES), buffer)
 
     def release(self) -> None:
-        """Let the write end, and give the pipe back."""
+        """Let the write end, and close the pipe."""
         if not self._go_on.is_set():
             self._go_on.set()
             for end in self._pipe:  # Without its reader the write to the pipe fails.
@@ -44,12 +44,12 @@ class HeldBackWrite:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Expect that the block, which would wait for the write, ends by a Ctrl-C."""
+        """Interrupt the block, which waits for the write, and expect a KeyboardInterrupt."""
         thread = threading.main_thread().ident
         assert thread is not None
         timers = [
             threading.Timer(0.2, signal.pthread_kill, (thread, signal.SIGINT)),
-            threading.Timer(30, self.release),  # Else a failure would never end.
+            threading.Timer(30, self.release),  # Otherwise a failing test would hang.
         ]
         for timer in timers:
             timer.start()

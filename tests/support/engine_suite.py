@@ -1,4 +1,4 @@
-"""Tests of storages that an engine moves, beyond the conformance suite."""
+"""Tests of storages with an engine, in addition to the conformance suite."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineStorageTests(FileStorageTests):
         assert caught.value.errno == errno.EIO
 
     @pytest.mark.parametrize("submitted", [False, True])
-    def test_interrupt_around_a_submission_hides_nothing_from_drain(
+    def test_interrupted_submission_is_seen_by_drain(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: bool
     ) -> None:
         module, name = self.engine_type()

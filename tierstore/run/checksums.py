@@ -1,7 +1,7 @@
-"""Checksums of blocks, bound to the place and the step that they belong to.
+"""Checksums of blocks, bound to run, page, offset and step.
 
-A block that was lost, misdirected or left from an older step may hold the very bytes that
-belong elsewhere; binding run, page, offset and step into the checksum shows those too.
+They also detect a lost or misdirected write, which leaves a valid block of another offset or
+step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ CHECKSUM_BYTES = 8
 
 
 def block_checksum(data: memoryview, *, run_id: str, page: int, offset: int, step: int) -> int:
-    """Return the 64-bit XXH3 of a block, seeded with where and when it was written."""
-    place = run_id.encode() + struct.pack("<QQQ", page, offset, step)
-    return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(place))
+    """Return the 64-bit XXH3 of a block, seeded with run, page, offset and step."""
+    identity = run_id.encode() + struct.pack("<QQQ", page, offset, step)
+    return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(identity))
 
 
 def block_checksums(
     memory: memoryview, blocks: Iterable[Extent], *, run_id: str, page: int, step: int
 ) -> list[int]:
-    """Return the checksums of some blocks of a page that is in memory."""
+    """Return the checksums of some blocks of a page in memory."""
     return [
         block_checksum(
             memory[block.offset : block.offset + block.nbytes],

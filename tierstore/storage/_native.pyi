@@ -1,9 +1,9 @@
-"""The io_uring engine (C++, native/). Absent where liburing was absent at installation."""
+"""io_uring engine (C++, native/). Absent if liburing was absent at installation."""
 
 from enum import Enum
 
 RETRIES_MAX: int
-"""How often one request may end in EINTR or EAGAIN before it is given up."""
+"""How often one request may end in EINTR or EAGAIN before it fails."""
 
 class Verdict(Enum):
     """What to do with a request after a completion."""
@@ -13,7 +13,7 @@ class Verdict(Enum):
     FAILED = ...
 
 class Request:
-    """What is left of one I/O request, and the decision after each completion."""
+    """One contiguous range of a file that has not been moved yet."""
 
     def __init__(self, offset: int, nbytes: int) -> None: ...
     def complete(self, result: int) -> Verdict:
@@ -27,7 +27,7 @@ class Request:
         """The errno of a failed request, otherwise 0."""
 
 class Ticket:
-    """One transfer, made before it is submitted so that its owner can register it first."""
+    """One transfer or sync; see tierstore.storage.engine_storage.Ticket."""
 
     def __init__(self) -> None: ...
     @property
@@ -35,12 +35,12 @@ class Ticket:
         """Whether the kernel has stopped using the memory and the descriptors."""
 
 class UringEngine:
-    """One io_uring and the thread that owns it.
+    """One io_uring and the thread that owns it; see tierstore.storage.engine_storage.Engine.
 
     Raises:
         OSError: the kernel refused the ring (EPERM, ENOSYS, ENOMEM, ...).
-        ValueError: queue_depth is not in 1..1024, or request_bytes is no multiple of 4096
-            up to 1 GiB.
+        ValueError: queue_depth is not in 1..1024, or request_bytes is not a multiple of
+            4096 up to 1 GiB.
     """
 
     def __init__(self, queue_depth: int, request_bytes: int) -> None: ...
@@ -56,23 +56,23 @@ class UringEngine:
     def submit_sync(self, ticket: Ticket, fds: list[int]) -> None:
         """Start an fdatasync of every descriptor, all in one submission."""
     def submit_register(self, ticket: Ticket, address: int, nbytes: int) -> None:
-        """Have the kernel keep this memory ready for transfers, in place of what it kept.
+        """Start to register this memory with the kernel, in place of the memory before.
 
         It must stay valid until a later registration has ended or the engine is closed.
-        Nothing is kept for zero bytes, and where it ends in an errno (ENOMEM: over the
-        limit of locked memory).
+        Zero bytes, or an errno (ENOMEM: over the limit of locked memory), leave nothing
+        registered.
         """
     def wait(self, ticket: Ticket) -> tuple[int, int]:
-        """Block until it has ended; return (errno or 0, where it failed).
+        """Block until the ticket has ended; return (errno or 0, where it failed).
 
-        Where: the file offset, or for a sync the index of the descriptor. Whatever a signal
-        handler raises (KeyboardInterrupt) passes to the caller, and the transfer goes on.
+        Exceptions of signal handlers (KeyboardInterrupt) pass to the caller, and the transfer
+        continues.
         """
     def close(self) -> None:
         """Wait for all transfers, then end the thread and release the ring.
 
-        Interrupted by a signal handler that raises, it takes no more transfers, and is to
-        be called again.
+        After an exception of a signal handler the engine takes no more transfers: call
+        close() again.
         """
     def abandon(self) -> None:
         """Close this forked child's descriptors of the ring, and nothing else."""

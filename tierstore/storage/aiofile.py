@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 
 import aiofiles
+from typing_extensions import override
 
-from tierstore.storage.engine_storage import THREAD_NAME, EngineStorage
+from tierstore.storage.engine_storage import THREAD_NAME, Engine, EngineStorage
 
 _THREADS = 8
 
@@ -42,8 +43,8 @@ class AiofilesTicket:
         return self.end.is_set()
 
 
-class AiofilesEngine:
-    """An asyncio loop and the thread that runs it; see Engine."""
+class AiofilesEngine(Engine[AiofilesTicket]):
+    """An asyncio loop and the thread that runs it."""
 
     def __init__(self) -> None:
         # Created here, so that a forked child can close its copy of the descriptor.
@@ -59,6 +60,7 @@ class AiofilesEngine:
         self._thread = threading.Thread(target=self._run_loop, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
+    @override
     def submit(
         self,
         ticket: AiofilesTicket,
@@ -68,16 +70,15 @@ class AiofilesEngine:
         nbytes: int,
         offset: int,
     ) -> None:
-        """See Engine.submit."""
         memory = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
         self._enqueue(ticket, partial(_move, is_write, fd, memory, offset))
 
+    @override
     def submit_sync(self, ticket: AiofilesTicket, fds: list[int]) -> None:
-        """See Engine.submit_sync."""
         self._enqueue(ticket, partial(_sync, fds))
 
+    @override
     def wait(self, ticket: AiofilesTicket) -> tuple[int, int]:
-        """See Engine.wait."""
         # In this order: a ticket is removed after it has ended.
         if ticket not in self._unfinished and not ticket.ended:
             raise ValueError("the ticket was never submitted")
@@ -87,8 +88,8 @@ class AiofilesEngine:
         ticket.end.wait()
         return ticket.outcome
 
+    @override
     def close(self) -> None:
-        """See Engine.close."""
         with self._mutex:
             self._stopping = True
         for ticket in list(self._unfinished):
@@ -99,8 +100,8 @@ class AiofilesEngine:
         self._thread.join()
         self._executor.shutdown()
 
+    @override
     def abandon(self) -> None:
-        """See Engine.abandon."""
         # The loop counts as running here, so it cannot be closed; its pair of wake-up
         # sockets, which reach no file, goes with the process.
         self._selector.close()
@@ -116,7 +117,7 @@ class AiofilesEngine:
         self._tell_loop(partial(self._begin, ticket))
 
     def _tell_loop(self, callback: Callable[[], object]) -> None:
-        with self._mutex:  # So that the loop is not closed meanwhile.
+        with self._mutex:  # The loop must not be closed meanwhile.
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(callback)
 

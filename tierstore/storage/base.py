@@ -1,12 +1,12 @@
-"""What a storage is: named files of one directory, with asynchronous page transfers.
+"""Storage protocol: named files of one directory, with asynchronous reads and writes.
 
-A storage knows nothing of tensors, pages or commits. Each operation that a crash could
-separate from another is a method of its own, so that a simulator can drop or reorder
-whatever was not yet made durable.
+A storage does not know what the bytes mean. Operations that a crash could separate are separate
+methods, so that a simulator can drop or reorder everything that is not yet durable.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,67 +16,83 @@ from tierstore.units import Extent
 class Transfer(Protocol):
     """One read or write in flight. Keeps its buffer alive until it has ended."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Block until the transfer has ended. May be called again, and by several threads.
 
         Raises:
-            StorageError: some byte did not move; the same error at every call.
+            StorageError: not all bytes moved; every call raises the same error.
         """
 
+    @abstractmethod
     def done(self) -> bool:
         """Return whether wait() would return (or raise) at once. Never blocks."""
 
 
 class Folder(Protocol):
-    """A directory of checkpoints: of children, each a directory of plain files.
+    """A directory whose children are directories of plain files, for publishing.
 
     Used by one thread. Names and errors are as in Storage.
     """
 
     @property
+    @abstractmethod
     def location(self) -> str:
-        """Where the children are, for messages."""
+        """Path of the directory, for messages."""
 
+    @abstractmethod
     def children(self) -> list[str]:
         """Return the names of all children, sorted."""
 
+    @abstractmethod
     def files(self, child: str) -> list[str]:
-        """Return the names of everything in a child, sorted; ENOTDIR where it is none."""
+        """Return the names of everything in a child, sorted; ENOTDIR if it is not a directory."""
 
+    @abstractmethod
     def make(self, child: str) -> None:
-        """Make an empty child; EEXIST where there is something of that name."""
+        """Make an empty child; EEXIST if the name is taken."""
 
+    @abstractmethod
     def put(self, child: str, name: str, data: bytes) -> None:
-        """Make a file that holds ``data``, durable itself; its name is after sync()."""
+        """Make a file with content ``data``. The data is durable; the name is after sync()."""
 
+    @abstractmethod
     def get(self, child: str, name: str) -> bytes:
         """Return the whole content of a small file."""
 
+    @abstractmethod
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         """Give a file of a storage a second name in a child. Durable after sync().
 
-        EXDEV where the two are not on one filesystem, EPERM, EMLINK or EOPNOTSUPP where
-        the filesystem does not allow it.
+        EXDEV if storage and folder are on different filesystems; EPERM, EMLINK or EOPNOTSUPP
+        if the filesystem does not allow the link.
         """
 
+    @abstractmethod
     def append(self, child: str, name: str, data: memoryview) -> None:
         """Add to the end of a file, made if absent. Durable after flush() and sync()."""
 
+    @abstractmethod
     def flush(self, child: str, name: str) -> None:
         """Make the data of a file durable."""
 
+    @abstractmethod
     def unlink(self, child: str, name: str) -> None:
         """Remove a file. Not yet durable."""
 
+    @abstractmethod
     def remove(self, child: str) -> None:
         """Remove an empty child. Not yet durable."""
 
+    @abstractmethod
     def rename(self, child: str, new_child: str) -> None:
-        """Give a child a new name, which is free or that of an empty child."""
+        """Rename a child; the new name must be free or name an empty child."""
 
+    @abstractmethod
     def sync(self, child: str) -> None:
         """Make the names of a child's files durable."""
 
+    @abstractmethod
     def sync_children(self) -> None:
         """Make the names of all children durable."""
 
@@ -89,43 +105,52 @@ class Storage(Protocol):
     """
 
     @property
+    @abstractmethod
     def engine(self) -> str:
-        """How bytes move: "io_uring", "libaio", "aiofiles" or "memory"."""
+        """What moves the bytes: "io_uring", "libaio", "aiofiles" or "memory"."""
 
     @property
+    @abstractmethod
     def location(self) -> str:
-        """Where the files are, for messages."""
+        """Path of the directory, for messages."""
 
+    @abstractmethod
     def home(self, name: str) -> Storage:
-        """Return the storage of the one directory that a file of this name lies in."""
+        """Return the storage of the single directory that holds a file of this name."""
 
+    @abstractmethod
     def lock(self, timeout_s: float) -> None:
         """Become the directory's only user until close().
 
         Raises:
-            RunLockedError: another process still holds it after ``timeout_s`` seconds.
+            RunLockedError: another process still holds the lock after ``timeout_s`` seconds.
         """
 
+    @abstractmethod
     def register(self, memory: memoryview) -> None:
-        """Say that most transfers will use this memory, until the next call; empty: none.
+        """Announce the memory that most transfers will use until the next call; empty: none.
 
-        It only makes them cheaper, where the engine can. ``memory`` is writable and
-        contiguous, and is kept alive until it is replaced or the storage is closed.
+        Transfers become cheaper if the engine supports it; nothing else changes. ``memory`` is
+        writable and contiguous, and is kept alive until it is replaced or the storage is closed.
         """
 
+    @abstractmethod
     def list(self) -> list[str]:
         """Return the names of all files, sorted."""
 
+    @abstractmethod
     def size(self, name: str) -> int:
         """Return a file's length in bytes."""
 
+    @abstractmethod
     def create(self, name: str, nbytes: int) -> None:
-        """Make a file of ``nbytes`` zero bytes whose disk space is allocated already.
+        """Make a file of ``nbytes`` zero bytes with its disk space allocated.
 
         An existing file of that name is replaced by a fresh one (a new inode). The name
         is durable only after sync_directory().
         """
 
+    @abstractmethod
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         """Start reading ``extent`` of a file into ``buffer``.
 
@@ -133,69 +158,84 @@ class Storage(Protocol):
         multiple of SECTOR_BYTES in memory; ValueError otherwise.
         """
 
+    @abstractmethod
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         """Start writing ``buffer`` over ``extent`` of an existing file; ``buffer`` as in read().
 
         The data is durable only after flush().
         """
 
+    @abstractmethod
     def flush(self, names: Sequence[str]) -> None:
-        """Make the data of these files durable, all of them together."""
+        """Make the data of all these files durable."""
 
+    @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Make a small file that holds ``data``, durable itself; its name is not yet.
+        """Make a small file with content ``data``. The data is durable; the name is not yet.
 
         An existing file of that name is truncated first: write under a temporary name
         and rename() where the old content must survive a crash.
         """
 
+    @abstractmethod
     def get(self, name: str) -> bytes:
         """Return the whole content of a small file."""
 
+    @abstractmethod
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file a new name, replacing a file of that name. Not yet durable."""
+        """Rename a file, replacing any file called ``new_name``. Not yet durable."""
 
+    @abstractmethod
     def link(self, name: str, new_name: str) -> None:
-        """Give a file a second name; EEXIST where that is taken. Not yet durable."""
+        """Give a file a second name; EEXIST if the name is taken. Not yet durable."""
 
+    @abstractmethod
     def is_shared(self, name: str) -> bool:
-        """Return whether a file has another name anywhere, or is mapped by somebody here.
+        """Return whether a file has another name anywhere, or is mapped in this process.
 
-        Writing into it would then change a published checkpoint, or what map() gave.
+        A write to a shared file changes what its other users see.
         """
 
+    @abstractmethod
     def map(self, name: str) -> memoryview:
         """Return the content of a file that is not empty as private memory.
 
-        It is read when it is first touched. It is writable, but nothing reaches the file,
-        and it stays what it is when another file takes the name; a write into this very
-        file may show in it, see is_shared().
+        The file is read when the memory is first touched. The memory is writable, but writes do
+        not reach the file. It keeps its content when another file takes the name; a write to
+        this very file may show in it, see is_shared().
         """
 
+    @abstractmethod
     def scratch(self, nbytes: int) -> memoryview:
         """Return zeroed memory whose content the system may keep in the directory.
 
         It has one byte or more. The disk space is allocated now, under no name, and is
-        given back with the memory.
+        freed with the memory.
         """
 
+    @abstractmethod
     def folder(self, path: str) -> Folder:
-        """Return a directory on whatever holds this one, made if absent, to publish in."""
+        """Return a directory on the same medium, made if absent, to publish in."""
 
+    @abstractmethod
     def unlink(self, name: str) -> None:
         """Remove a file. Not yet durable."""
 
+    @abstractmethod
     def sync_directory(self) -> None:
-        """Make all names durable: what was created, renamed or removed until now."""
+        """Make all names durable: every creation, renaming and removal until now."""
 
+    @abstractmethod
     def drain(self) -> None:
-        """Block until every transfer begun so far has ended, whether or not it succeeded.
+        """Block until every transfer started so far has ended, successfully or not.
 
         For a caller that was interrupted between the start of a transfer and keeping it.
         """
 
+    @abstractmethod
     def abandon(self) -> None:
         """Drop every descriptor at once, in a forked child, touching no file and no lock."""
 
+    @abstractmethod
     def close(self) -> None:
         """Wait for all transfers, then release everything. May be called again."""

@@ -1,4 +1,4 @@
-"""What every storage refuses before it touches a file: bad names and bad buffers."""
+"""Checks of arguments and state that all storages share, and the text of the lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_name(name: str) -> str:
     """Return ``name``.
 
     Raises:
-        ValueError: it is not a plain file name, or is the name of the lock.
+        ValueError: it is not a plain file name, or it is the name of the lock.
     """
     if name in ("", ".", "..", LOCK_NAME) or "/" in name or "\0" in name:
         raise ValueError(f"a name must be a plain file name other than {LOCK_NAME!r}, got {name!r}")
@@ -34,13 +34,13 @@ def check_nbytes(nbytes: int) -> None:
 def checked_bytes(buffer: memoryview, extent: Extent, *, written_to: bool) -> npt.NDArray[np.uint8]:
     """Return the memory of ``buffer`` as uint8 of shape (extent.nbytes,).
 
-    The array holds the buffer's export: while it lives, the memory can be neither
+    The array keeps the buffer's export: while it lives, the memory can be neither
     released nor resized.
 
     Args:
-        buffer: what the caller of read() or write() gave.
-        extent: the range it must fit.
-        written_to: whether a read will write to this memory.
+        buffer: the argument of read() or write().
+        extent: range of the file, as long as the buffer must be.
+        written_to: whether the transfer writes to this memory, as a read does.
 
     Raises:
         ValueError: the buffer is read-only though written to, not contiguous, of another
@@ -62,7 +62,7 @@ def checked_bytes(buffer: memoryview, extent: Extent, *, written_to: bool) -> np
 
 
 def check_usable(location: str, *, closed: bool, owner_pid: int) -> None:
-    """Refuse a closed storage, and one inherited through a fork, with StoreClosedError."""
+    """Raise StoreClosedError for a closed storage, and for one inherited through a fork."""
     if closed:
         raise StoreClosedError(f"the storage of {location} was closed")
     if os.getpid() != owner_pid:
@@ -72,12 +72,12 @@ def check_usable(location: str, *, closed: bool, owner_pid: int) -> None:
 
 
 def lock_text() -> str:
-    """Return what the holder of a lock leaves for others to read."""
+    """Return the content of the lock file: which process holds the lock."""
     return f"process {os.getpid()} on host {socket.gethostname()}"
 
 
 def locked_error(location: str, holder: str, timeout_s: float) -> RunLockedError:
-    """Return the error of a lock that ``holder`` kept for ``timeout_s`` seconds."""
+    """Return the error for a lock that ``holder`` still holds after ``timeout_s`` seconds."""
     return RunLockedError(
         f"{location} is in use by {holder or 'an unknown process'}; waited {timeout_s:g} s. "
         "Stop that process, or give this run another directory"

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from typing_extensions import override
 
 from tierstore.errors import StoreClosedError
 from tierstore.storage.base import Transfer
@@ -56,6 +59,7 @@ _SubmittedT = TypeVar("_SubmittedT", bound=Ticket, contravariant=True)
 class Engine(Protocol[_SubmittedT]):
     """Moves the bytes of one EngineStorage. A ticket serves once."""
 
+    @abstractmethod
     def submit(
         self, ticket: _SubmittedT, is_write: bool, fd: int, address: int, nbytes: int, offset: int
     ) -> None:
@@ -65,9 +69,11 @@ class Engine(Protocol[_SubmittedT]):
             RuntimeError: the engine is closed.
         """
 
+    @abstractmethod
     def submit_sync(self, ticket: _SubmittedT, fds: list[int]) -> None:
         """Start an fdatasync of every descriptor; errors as submit()."""
 
+    @abstractmethod
     def wait(self, ticket: _SubmittedT) -> tuple[int, int]:
         """Block until the ticket has ended.
 
@@ -81,9 +87,11 @@ class Engine(Protocol[_SubmittedT]):
             ValueError: the ticket was never submitted.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Wait for all transfers, then release everything. Called again after an interrupt."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """Close the engine's descriptors in a forked child, and nothing else."""
 
@@ -96,7 +104,7 @@ class InUse:
     memory: npt.NDArray[np.uint8] | None = None
 
 
-class _EngineTransfer(Generic[TicketT]):
+class _EngineTransfer(Transfer, Generic[TicketT]):
     """One read or write in flight."""
 
     def __init__(
@@ -113,15 +121,15 @@ class _EngineTransfer(Generic[TicketT]):
         self._extent = extent
         self._ticket = ticket
 
+    @override
     def wait(self) -> None:
-        """See Transfer.wait."""
         error, stopped_at = self._storage.wait_for(self._ticket)
         if error:
             what = f"{self._what} (stopped at byte {stopped_at})"
             raise storage_error(what, self._path, error, self._extent)
 
+    @override
     def done(self) -> bool:
-        """See Transfer.done."""
         return self._ticket.ended
 
 
@@ -176,20 +184,20 @@ class EngineStorage(FileStorage, Generic[TicketT]):
             self.close()
 
     @property
+    @override
     def engine(self) -> str:
-        """See Storage.engine."""
         return self._name
 
+    @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.read."""
         return self._start("read", name, extent, buffer)
 
+    @override
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.write."""
         return self._start("write", name, extent, buffer)
 
+    @override
     def drain(self) -> None:
-        """See Storage.drain."""
         self._check_owner()
         with self._submit_mutex:
             tickets = list(self._in_use)

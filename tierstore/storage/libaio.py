@@ -18,29 +18,31 @@ from pathlib import Path
 from typing import Literal
 
 from libaio import AIOBLOCK_MODE_READ, AIOBLOCK_MODE_WRITE, AIOBlock, AIOContext
+from typing_extensions import override
 
 from tierstore.storage.engine_storage import (
     QUEUE_DEPTH,
     REQUEST_BYTES,
     THREAD_NAME,
+    Engine,
     EngineStorage,
 )
 from tierstore.storage.request import RETRIES_MAX, Request, Verdict
 
 _REFUSED_PAUSE_S = 0.01
-# Data of several files reaches the device together, as with one submission of syncs.
+# Several files are synced at a time, so that their data reaches the device together.
 _SYNC_THREADS = 8
 
 
 class _Context(AIOContext):  # type: ignore[misc]
-    """A context that a forked child, which does not inherit it, leaves alone."""
+    """A context that a forked child, which does not inherit it, does not destroy."""
 
     def __init__(self, requests: int) -> None:
         self._owner_pid = os.getpid()
         super().__init__(requests)
 
     def close(self) -> None:
-        """Destroy the context; waits for what is in flight. Called when it is dropped, too."""
+        """Wait for requests in flight and destroy the context. Called by its destructor, too."""
         if os.getpid() == self._owner_pid:
             super().close()
 
@@ -54,9 +56,9 @@ class LibaioTicket:
         self.address = 0
         self.offset = 0
         self.nbytes = 0
-        self.position = 0  # Bytes that requests have been made for.
+        self.position = 0  # Bytes covered by requests so far.
         self.parts_in_flight = 0
-        self.started = False  # The engine's thread has taken it.
+        self.started = False  # The engine's thread has seen it.
         self.queued = False  # Some part may still need a request.
         self.workers: list[threading.Thread] = []
         self.outcome = (0, 0)
@@ -76,7 +78,7 @@ class _Part:
         self.request = Request(offset, nbytes)
 
     def block(self, eventfd: int) -> AIOBlock:
-        """Return what is still to be moved, for the kernel."""
+        """Return the remaining range in the form that the kernel takes."""
         ticket, request = self.ticket, self.request
         memory = ctypes.c_char * request.bytes_remaining
         address = ticket.address + request.offset - ticket.offset
@@ -89,15 +91,15 @@ class _Part:
         )
 
 
-class LibaioEngine:
-    """One AIO context and the thread that owns it; see Engine.
+class LibaioEngine(Engine[LibaioTicket]):
+    """One AIO context and the thread that owns it.
 
     Args:
         queue_depth: requests in flight.
-        request_bytes: the most that one request moves, a multiple of SECTOR_BYTES.
+        request_bytes: most bytes of one request, a multiple of SECTOR_BYTES.
 
     Raises:
-        OSError: the kernel refused the context (EAGAIN where all of fs.aio-max-nr is in
+        OSError: the kernel refused the context (EAGAIN if all of fs.aio-max-nr is in
             use, ENOSYS, EPERM, ...).
     """
 
@@ -105,15 +107,15 @@ class LibaioEngine:
         self._queue_depth = queue_depth
         self._request_bytes = request_bytes
         self._context = _Context(queue_depth)
-        # Shared with callers. Every ticket that was submitted and has not ended, oldest first.
+        # Shared with callers: every ticket that was submitted and has not ended, oldest first.
         self._unfinished: dict[LibaioTicket, None] = {}
         self._mutex = threading.Lock()
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        # The thread's own.
-        self._started_count = 0  # Of the unfinished; they come first.
-        self._active: deque[LibaioTicket] = deque()  # Some part has no request yet.
-        self._ready: deque[_Part] = deque()  # To be submitted.
+        # Used by the thread only.
+        self._started_count = 0  # Unfinished tickets that are started; they come first.
+        self._active: deque[LibaioTicket] = deque()  # Tickets whose requests are not all made.
+        self._ready: deque[_Part] = deque()  # Requests to be submitted.
         self._in_flight: dict[AIOBlock, _Part] = {}
         self._refusals = 0
         self._synced: deque[tuple[LibaioTicket, int, int]] = deque()  # (ticket, index, errno)
@@ -125,32 +127,32 @@ class LibaioEngine:
             os.close(self._wake_fd)
             raise
 
+    @override
     def submit(
         self, ticket: LibaioTicket, is_write: bool, fd: int, address: int, nbytes: int, offset: int
     ) -> None:
-        """See Engine.submit."""
         ticket.kind = "write" if is_write else "read"
         ticket.fds = [fd]
         ticket.address, ticket.nbytes, ticket.offset = address, nbytes, offset
         self._enqueue(ticket)
 
+    @override
     def submit_sync(self, ticket: LibaioTicket, fds: list[int]) -> None:
-        """See Engine.submit_sync. Several descriptors are synced at a time."""
         ticket.fds = fds
         self._enqueue(ticket)
 
+    @override
     def wait(self, ticket: LibaioTicket) -> tuple[int, int]:
-        """See Engine.wait."""
         # In this order: a ticket is removed after it has ended.
         if ticket not in self._unfinished and not ticket.ended:
             raise ValueError("the ticket was never submitted")
         if not ticket.started:
-            self._wake()  # Its submitter may have been interrupted before that.
+            self._wake()  # An interrupt may have kept submit() from doing so.
         ticket.end.wait()
         return ticket.outcome
 
+    @override
     def close(self) -> None:
-        """See Engine.close."""
         with self._mutex:
             self._stopping = True
         self._wake()
@@ -158,8 +160,8 @@ class LibaioEngine:
         self._thread_ended.wait()
         self._thread.join()
 
+    @override
     def abandon(self) -> None:
-        """See Engine.abandon."""
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
 
@@ -173,7 +175,7 @@ class LibaioEngine:
         self._wake()
 
     def _wake(self) -> None:
-        with self._mutex:  # So that the descriptor is not closed meanwhile.
+        with self._mutex:  # The descriptor must not be closed meanwhile.
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -200,7 +202,7 @@ class LibaioEngine:
             self._stopping = True
             wake_fd, self._wake_fd = self._wake_fd, -1
         os.close(wake_fd)
-        # None, unless an error ended the thread; the kernel then uses their memory no more.
+        # Empty unless an error ended the thread. The kernel no longer uses their memory.
         for ticket in list(self._unfinished):
             self._fail(ticket, errno.EIO, ticket.offset)
             self._end(ticket)
@@ -219,7 +221,7 @@ class LibaioEngine:
                 self._active.append(ticket)
 
     def _fill(self) -> None:
-        """Cut the oldest transfers into requests until as many as allowed are there."""
+        """Cut the oldest transfers into requests until the queue is full."""
         while self._active and len(self._in_flight) + len(self._ready) < self._queue_depth:
             ticket = self._active[0]
             bytes_left = ticket.nbytes - ticket.position
@@ -234,16 +236,16 @@ class LibaioEngine:
             ticket.parts_in_flight += 1
 
     def _submit(self) -> bool:
-        """Give all requests to the kernel in one call; return whether to go on with more."""
+        """Give all ready requests to the kernel in one call; return whether to submit more now."""
         blocks = [part.block(self._wake_fd) for part in self._ready]
         try:
             count = self._context.submit(blocks)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EINTR):
-                # It is about the first of them.
+                # The error concerns the first request.
                 self._complete(self._ready.popleft(), -(error.errno or errno.EIO))
             elif self._in_flight:
-                return False  # To be tried again when one of these has completed.
+                return False  # Retried when one of these has completed.
             else:
                 self._pause_or_fail(error.errno)
             return True
@@ -253,7 +255,7 @@ class LibaioEngine:
         return True
 
     def _pause_or_fail(self, error: int) -> None:
-        """Pause, as nothing in flight would wake us; after too many pauses fail a request."""
+        """Pause, because nothing in flight would wake us; after too many pauses fail a request."""
         self._refusals += 1
         if self._refusals <= RETRIES_MAX:
             time.sleep(_REFUSED_PAUSE_S)
@@ -281,7 +283,7 @@ class LibaioEngine:
         self._forget_part(part.ticket)
 
     def _start_sync(self, ticket: LibaioTicket) -> None:
-        """Sync with threads of its own: most filesystems know no asynchronous fdatasync."""
+        """Sync in new threads: most filesystems do not support an asynchronous fdatasync."""
         todo = deque(enumerate(ticket.fds))
         ticket.parts_in_flight = len(todo)
 
@@ -294,7 +296,7 @@ class LibaioEngine:
 
         for _ in range(min(_SYNC_THREADS, len(todo))):
             worker = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
-            with suppress(RuntimeError):  # The system gives no more threads.
+            with suppress(RuntimeError):  # No more threads can be started.
                 worker.start()
                 ticket.workers.append(worker)
         if not ticket.workers:
@@ -302,7 +304,7 @@ class LibaioEngine:
         self._end_if_done(ticket)
 
     def _fail(self, ticket: LibaioTicket, error: int, where: int) -> None:
-        """Note how a ticket failed; the first error is the one that counts."""
+        """Record an error of a ticket; only the first is kept."""
         if not ticket.outcome[0]:
             ticket.outcome = (error, where)
 
@@ -313,7 +315,7 @@ class LibaioEngine:
     def _end_if_done(self, ticket: LibaioTicket) -> None:
         if ticket.parts_in_flight == 0 and not ticket.queued:
             for worker in ticket.workers:
-                worker.join()  # There is nothing left for them to do.
+                worker.join()  # Ends at once: all descriptors are synced.
             self._started_count -= 1
             self._end(ticket)
 

@@ -1,4 +1,4 @@
-"""A storage in memory: the protocol with nothing behind it, for tests and simulation."""
+"""Storage and folder in memory, for tests and simulation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+
+from typing_extensions import override
 
 from tierstore.errors import StorageError
 from tierstore.storage.base import Folder, Storage, Transfer
@@ -19,16 +21,16 @@ from tierstore.storage.checks import (
 )
 from tierstore.units import Extent
 
-# Path of a folder -> child -> file -> content. A content in two places is a linked file.
+# Path of a folder -> child -> file -> content. One content under two names is a linked file.
 Folders = dict[str, dict[str, dict[str, bytearray]]]
 
 
 class MemoryFiles:
-    """What a filesystem is to the other storages: files that outlive a storage object.
+    """Files that outlive a storage object, as on a filesystem.
 
     Args:
-        folders: those that several storages, of several ranks say, publish in; None for
-            folders of its own.
+        folders: folders shared by several storages, for example of several ranks; None for
+            new ones.
     """
 
     def __init__(self, folders: Folders | None = None) -> None:
@@ -39,25 +41,27 @@ class MemoryFiles:
         self.holder_text = ""
 
 
-class _EndedTransfer:
-    """A transfer that ended before it was given out."""
+class _EndedTransfer(Transfer):
+    """A transfer that ended before it was returned."""
 
     def __init__(self, error: StorageError | None) -> None:
         self._error = error
 
+    @override
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
 
+    @override
     def done(self) -> bool:
         return True
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """Named files in memory. Transfers happen at once, in the calling thread.
 
     Args:
-        files: the files of an earlier storage, to open them again; None for no files.
+        files: the files of an earlier storage, to open them again; None for none.
     """
 
     def __init__(self, files: MemoryFiles | None = None) -> None:
@@ -66,21 +70,21 @@ class MemoryStorage:
         self._owner_pid = os.getpid()
 
     @property
+    @override
     def engine(self) -> str:
-        """Always "memory"."""
         return "memory"
 
     @property
+    @override
     def location(self) -> str:
-        """Always "memory"."""
         return "memory"
 
+    @override
     def home(self, name: str) -> Storage:
-        """See Storage.home: always this one."""
         return self
 
+    @override
     def lock(self, timeout_s: float) -> None:
-        """See Storage.lock."""
         self._check_usable()
         files = self.files
         with files.changed:
@@ -89,27 +93,27 @@ class MemoryStorage:
             files.holder = self
             files.holder_text = lock_text()
 
+    @override
     def register(self, memory: memoryview) -> None:
-        """See Storage.register: no help here."""
         self._check_usable()
 
+    @override
     def list(self) -> list[str]:
-        """See Storage.list."""
         self._check_usable()
         return sorted(self.files.contents.copy())
 
+    @override
     def size(self, name: str) -> int:
-        """See Storage.size."""
         return len(self._content("size", name))
 
+    @override
     def create(self, name: str, nbytes: int) -> None:
-        """See Storage.create."""
         self._check_usable()
         check_nbytes(nbytes)
         self.files.contents[check_name(name)] = bytearray(nbytes)
 
+    @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.read."""
         memory = checked_bytes(buffer, extent, written_to=True)
         content = self._content("read", name, extent)
         moved = content[extent.offset : extent.offset + extent.nbytes]
@@ -118,91 +122,96 @@ class MemoryStorage:
             return _EndedTransfer(self._error("read", name, errno.EIO, extent))
         return _EndedTransfer(None)
 
+    @override
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.write."""
         memory = checked_bytes(buffer, extent, written_to=False)
         content = self._content("write", name, extent)
         with self.files.changed:
-            # As in a file, bytes between the end and a write behind it are zero.
+            # As in a file, bytes between the old end and the extent are zero.
             content.extend(bytes(max(0, extent.offset - len(content))))
             content[extent.offset : extent.offset + extent.nbytes] = memory.data
         return _EndedTransfer(None)
 
+    @override
     def flush(self, names: Sequence[str]) -> None:
-        """See Storage.flush: only tells whether the files are there."""
+        """Only checks that the files exist."""
         self._check_usable()
         for name in names:
             self._content("flush", name)
 
+    @override
     def put(self, name: str, data: bytes) -> None:
-        """See Storage.put."""
         self._check_usable()
         with self.files.changed:
-            # Truncates the file that is there, as opening it would: other names see it too.
+            # Truncates an existing file, as opening it would: its other names see that, too.
             self.files.contents.setdefault(check_name(name), bytearray())[:] = data
 
+    @override
     def get(self, name: str) -> bytes:
-        """See Storage.get."""
         return bytes(self._content("get", name))
 
+    @override
     def rename(self, name: str, new_name: str) -> None:
-        """See Storage.rename."""
         check_name(new_name)
         with self.files.changed:
             content = self._content("rename", name)
             del self.files.contents[name]
             self.files.contents[new_name] = content
 
+    @override
     def link(self, name: str, new_name: str) -> None:
-        """See Storage.link."""
         with self.files.changed:
             content = self._content("link", name)
             if check_name(new_name) in self.files.contents:
                 raise self._error("link", new_name, errno.EEXIST, None)
             self.files.contents[new_name] = content
 
+    @override
     def is_shared(self, name: str) -> bool:
-        """See Storage.is_shared."""
         content = self._content("is_shared", name)
         with self.files.changed:
-            places = [self.files.contents]
-            places += [child for folder in self.files.folders.values() for child in folder.values()]
-            links = sum(other is content for place in places for other in place.values())
+            directories = [self.files.contents]
+            for folder in self.files.folders.values():
+                directories += folder.values()
+            links = sum(other is content for files in directories for other in files.values())
         return links > 1
 
+    @override
     def map(self, name: str) -> memoryview:
-        """See Storage.map: a copy."""
+        """Return a copy."""
         return memoryview(bytearray(self._content("map", name)))
 
+    @override
     def scratch(self, nbytes: int) -> memoryview:
-        """See Storage.scratch: plain memory."""
         self._check_usable()
         return memoryview(bytearray(nbytes))
 
+    @override
     def folder(self, path: str) -> Folder:
-        """See Storage.folder."""
         self._check_usable()
         return MemoryFolder(self.files.folders, path)
 
+    @override
     def unlink(self, name: str) -> None:
-        """See Storage.unlink."""
         with self.files.changed:
             self._content("unlink", name)
             del self.files.contents[name]
 
+    @override
     def sync_directory(self) -> None:
-        """See Storage.sync_directory: memory has nothing to make durable."""
+        """Do nothing: memory is never durable."""
         self._check_usable()
 
+    @override
     def drain(self) -> None:
-        """See Storage.drain: every transfer ends as it is begun."""
+        """Do nothing: a transfer ends before it is returned."""
 
+    @override
     def abandon(self) -> None:
-        """See Storage.abandon: a copy of the parent's memory holds nothing."""
         self._closed = True
 
+    @override
     def close(self) -> None:
-        """See Storage.close."""
         if self._closed or os.getpid() != self._owner_pid:
             self._closed = True
             return
@@ -232,42 +241,42 @@ class MemoryStorage:
         )
 
 
-class MemoryFolder:
-    """A directory of checkpoints in memory; see Folder."""
+class MemoryFolder(Folder):
+    """A folder in memory."""
 
     def __init__(self, folders: Folders, path: str) -> None:
         self._children = folders.setdefault(path, {})
         self._path = path
 
     @property
+    @override
     def location(self) -> str:
-        """The path that it was asked for by."""
         return self._path
 
+    @override
     def children(self) -> list[str]:
-        """See Folder.children."""
         return sorted(self._children)
 
+    @override
     def files(self, child: str) -> list[str]:
-        """See Folder.files."""
         return sorted(self._child("list", child))
 
+    @override
     def make(self, child: str) -> None:
-        """See Folder.make."""
         if check_name(child) in self._children:
             raise self._error("make", child, errno.EEXIST)
         self._children[child] = {}
 
+    @override
     def put(self, child: str, name: str, data: bytes) -> None:
-        """See Folder.put."""
         self._child("put", child)[check_name(name)] = bytearray(data)
 
+    @override
     def get(self, child: str, name: str) -> bytes:
-        """See Folder.get."""
         return bytes(self._content("get", child, name))
 
+    @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
-        """See Folder.link."""
         home = storage.home(name)
         if not isinstance(home, MemoryStorage):
             raise self._error("link", child, errno.EXDEV)
@@ -276,39 +285,42 @@ class MemoryFolder:
             raise self._error("link", f"{child}/{new_name}", errno.EEXIST)
         files[new_name] = home._content("link", name)
 
+    @override
     def append(self, child: str, name: str, data: memoryview) -> None:
-        """See Folder.append."""
         self._child("append", child).setdefault(check_name(name), bytearray()).extend(data)
 
+    @override
     def flush(self, child: str, name: str) -> None:
-        """See Folder.flush: only tells whether the file is there."""
+        """Only checks that the file exists."""
         self._content("flush", child, name)
 
+    @override
     def unlink(self, child: str, name: str) -> None:
-        """See Folder.unlink."""
         self._content("unlink", child, name)
         del self._children[child][name]
 
+    @override
     def remove(self, child: str) -> None:
-        """See Folder.remove."""
         if self._child("remove", child):
             raise self._error("remove", child, errno.ENOTEMPTY)
         del self._children[child]
 
+    @override
     def rename(self, child: str, new_child: str) -> None:
-        """See Folder.rename."""
         files = self._child("rename", child)
         if self._children.get(check_name(new_child)):
             raise self._error("rename", new_child, errno.ENOTEMPTY)
         del self._children[child]
         self._children[new_child] = files
 
+    @override
     def sync(self, child: str) -> None:
-        """See Folder.sync: only tells whether the child is there."""
+        """Only checks that the child exists."""
         self._child("sync", child)
 
+    @override
     def sync_children(self) -> None:
-        """See Folder.sync_children: memory has nothing to make durable."""
+        """Do nothing: memory is never durable."""
 
     def _child(self, what: str, child: str) -> dict[str, bytearray]:
         files = self._children.get(check_name(child))

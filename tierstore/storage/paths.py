@@ -1,6 +1,6 @@
-"""Calls of the operating system on paths, as everything on a filesystem here makes them.
+"""Operating system calls on paths, shared by everything that works on a filesystem.
 
-Files are closed to other users, and no name is followed that turns out to be a link.
+Files and directories are made private to the user, and symbolic links are not followed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.units import Extent
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
-"""With every open: follow no link, and pass nothing on to programs we start."""
+"""Flags of every open: do not follow links, and close the descriptor in started programs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -33,7 +33,7 @@ DIRECTORY_MODE = 0o700
 
 @contextmanager
 def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[None]:
-    """Turn an OSError of the block into the StorageError that names the file."""
+    """Turn an OSError of the block into a StorageError that names the file."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Itera
 
 
 def storage_error(what: str, path: Path, error: int, extent: Extent | None = None) -> StorageError:
-    """Return the StorageError of ``errno`` ``error`` for one file."""
+    """Return the StorageError for errno ``error`` of one file."""
     return StorageError(
         what,
         path=str(path),
@@ -52,10 +52,10 @@ def storage_error(what: str, path: Path, error: int, extent: Extent | None = Non
 
 
 def make_directory(directory: Path) -> None:
-    """Make ``directory`` and what is absent above it, durably, closed to other users.
+    """Make ``directory`` and its absent parents, durably and private to the user.
 
     Raises:
-        RunDirectoryError: it cannot be made, or is something else than a directory.
+        RunDirectoryError: it cannot be made, or is not a directory.
     """
     try:
         absent = []
@@ -79,7 +79,7 @@ def make_directory(directory: Path) -> None:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file, made with FILE_MODE where O_CREAT says so, for the length of a block."""
+    """Keep a file open for the length of a block; O_CREAT makes it with FILE_MODE."""
     fd = os.open(path, flags, FILE_MODE)
     try:
         yield fd
@@ -104,7 +104,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def put_file(path: Path, data: bytes) -> None:
-    """Make a file that holds ``data``, durable but for its name, or raise StorageError."""
+    """Make a file with content ``data``; raise StorageError. Only its name is not durable."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
     with storage_errors("put", path), opened(path, flags) as fd:
         write_all(fd, data)
@@ -114,8 +114,8 @@ def put_file(path: Path, data: bytes) -> None:
 def get_file(path: Path, nbytes_max: int | None = None) -> bytes:
     """Return the content of a file, or raise StorageError.
 
-    Whatever has the name: EINVAL where it is no file, and none of it is waited for, EFBIG
-    where it has more than ``nbytes_max`` bytes.
+    EINVAL if the name is not a regular file (a named pipe is not waited for); EFBIG if the
+    file has more than ``nbytes_max`` bytes.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
@@ -134,17 +134,18 @@ def get_file(path: Path, nbytes_max: int | None = None) -> bytes:
 def map_file(fd: int, nbytes: int, *, shared: bool) -> mmap.mmap:
     """Return readable and writable memory over a file, or raise OSError.
 
-    Unlike ``mmap.mmap(fd, nbytes)`` it keeps no descriptor, of which a process may have few.
+    Unlike ``mmap.mmap(fd, nbytes)`` it does not keep a duplicate of the descriptor. From Python
+    3.13 on ``mmap.mmap(fd, nbytes, trackfd=False)`` does the same.
 
     Args:
         fd: an open file of ``nbytes`` or more, not needed afterwards.
         nbytes: length, at least 1.
-        shared: whether what is written to the memory goes to the file.
+        shared: whether writes to the memory reach the file.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     flags = _MAP_FIXED | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
-    # The file takes the place of the anonymous memory, which Python unmaps as its own.
+    # The file replaces the anonymous memory, which Python unmaps later.
     mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if mapped != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,7 +1,7 @@
-"""What to do with the result of one I/O request. The native engine has the same in C++.
+"""Decision after the completion of one I/O request.
 
-That extension may be absent just where this engine is needed, so the few lines are here
-twice, under one test.
+The native engine has the same code in C++ (native/request.hpp), under the same test: the
+extension may be absent just where the libaio engine is needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from tierstore.units import SECTOR_BYTES
 
-# A request that the kernel asks for again this often is given up.
+# How often one request may end in EINTR or EAGAIN before it fails.
 RETRIES_MAX = 16
 
 _ERRNO_MAX = 4095
@@ -26,11 +26,11 @@ class Verdict(Enum):
 
 
 class Request:
-    """One contiguous range of a file that is still to be moved.
+    """One contiguous range of a file that has not been moved yet.
 
     Attributes:
-        offset: where in the file it goes on.
-        bytes_remaining: how much is still to be moved.
+        offset: file offset of the first byte not moved.
+        bytes_remaining: bytes not moved.
         error: the errno of a failed request, otherwise 0.
     """
 

@@ -1,4 +1,4 @@
-"""Which engine serves a directory: found out by real I/O there, never assumed."""
+"""Choice of the engine for a directory, by a real write and read there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierstore.units import SECTOR_BYTES, Extent
 
 _log = logging.getLogger("tierstore")
 
-# Faults of the directory, which every engine would meet.
+# Errors of the directory: any engine would fail with them.
 _DIRECTORY_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO}
 )
@@ -36,21 +36,21 @@ class _EngineError(Exception):
 
 
 def open_storage(directory: Path, engine: str = "auto") -> Storage:
-    """Open the files of a directory with an engine that was seen to work there.
+    """Open a storage of a directory with an engine that works there.
 
-    The engine writes a small file, reads it back and removes it before it is taken.
+    To prove that, the engine writes a small file, reads it back and removes it.
 
     Args:
-        directory: made with mode 0700 where absent.
+        directory: made with mode 0700 if absent.
         engine: "io_uring" (direct I/O, needs the native extension), "libaio" (direct I/O,
             needs the system's libaio), "aiofiles" (buffered), or "auto": the first of these
             that works. The choice and its reason are logged to "tierstore", as a warning
-            where it is not io_uring.
+            if it is not io_uring.
 
     Raises:
-        RunDirectoryError: the directory cannot be written, or the engine named does not
-            work there; the message gives the reason.
-        ValueError: no such engine.
+        RunDirectoryError: the directory is not writable, or the given engine does not work
+            there; the message gives the reason.
+        ValueError: unknown engine.
     """
     openers: dict[str, _Opener] = {
         "io_uring": _open_uring,
@@ -98,7 +98,7 @@ def _open_probed(directory: Path, opener: _Opener) -> Storage:
         storage.close()
         if error.errno in _DIRECTORY_ERRNOS:
             raise RunDirectoryError(
-                f"{directory} cannot be used: {error}; free or grant what is missing there, "
+                f"{directory} cannot be used: {error}; free space or grant access there, "
                 "or name another directory"
             ) from error
         refused_direct = storage.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
@@ -129,7 +129,7 @@ def _open_uring(directory: Path) -> EngineStorage[Any]:
 def _open_libaio(directory: Path) -> EngineStorage[Any]:
     try:
         from tierstore.storage.libaio import LibaioStorage
-    except (ImportError, OSError) as error:  # The package, or the library that it loads.
+    except (ImportError, OSError) as error:  # Of the package, or of the library it loads.
         raise _EngineError(
             f"libaio cannot be loaded ({error}); install the Python package libaio and the "
             "system's library (libaio1, libaio1t64 or libaio)"
@@ -139,7 +139,9 @@ def _open_libaio(directory: Path) -> EngineStorage[Any]:
     except OSError as error:
         advice = ""
         if error.errno == errno.EAGAIN:
-            advice = "; other programs use all that /proc/sys/fs/aio-max-nr allows: raise it"
+            advice = (
+                "; other programs use all requests that /proc/sys/fs/aio-max-nr allows: raise it"
+            )
         raise _EngineError(
             f"the kernel refuses libaio: {os.strerror(error.errno or 0)} (errno {error.errno})"
             f"{advice}"
@@ -168,15 +170,15 @@ def _probe(storage: Storage) -> None:
 
 @contextmanager
 def _probing(directory: Path) -> Iterator[None]:
-    """Mark the directory as being probed; first remove what killed probes left there.
+    """Mark the directory as being probed; first remove the files of killed probes.
 
-    Every probe holds a shared lock on the directory itself, which the system takes back
-    from a killed process: whoever gets the lock alone finds only files that nobody uses.
+    Every probe holds a shared lock on the directory itself, which the system releases when a
+    process is killed: a probe that gets the lock exclusively finds only stale files.
     """
     with storage_errors("open", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Some network filesystems lock no directories: there such files stay.
+        # Some network filesystems cannot lock directories: stale files stay there.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for name in os.listdir(fd):

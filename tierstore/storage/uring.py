@@ -1,4 +1,4 @@
-"""Direct I/O through io_uring: a native thread moves pages and never takes the GIL."""
+"""Direct I/O through io_uring, by a native thread that never takes the GIL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from tierstore.storage._native import Ticket, UringEngine
 from tierstore.storage.engine_storage import QUEUE_DEPTH, REQUEST_BYTES, EngineStorage, InUse
@@ -35,19 +36,20 @@ class UringStorage(EngineStorage[Ticket]):
 
     def __init__(self, directory: Path) -> None:
         self._ring = UringEngine(QUEUE_DEPTH, REQUEST_BYTES)
-        # What the kernel may have been given: more than one after an interrupt only.
+        # Memory that the kernel may have registered: more than one only after an interrupt.
         self._registered: list[npt.NDArray[np.uint8]] = []
         self._register_mutex = threading.Lock()
-        self._told_why_not = False
+        self._refusal_logged = False
         super().__init__(directory, "io_uring", self._ring, Ticket, direct=True)
 
     def __del__(self) -> None:
-        # Transfers of a storage that was dropped unclosed end before their buffers go. The
-        # ring's thread runs no Python, so this is safe anywhere.
+        # Transfers of a storage that was dropped unclosed end before their buffers are freed.
+        # The ring's thread runs no Python, so this is safe in any thread and at exit.
         self.close()
 
+    @override
     def register(self, memory: memoryview) -> None:
-        """See Storage.register. Where the system forbids it, all goes on; that is logged once."""
+        """If the system refuses, transfers work all the same; the reason is logged once."""
         self._check_usable()
         array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
         with self._register_mutex:
@@ -60,10 +62,10 @@ class UringStorage(EngineStorage[Ticket]):
             )
             error, _ = self.wait_for(ticket)
             self._registered = [] if error else [array]
-        if error and not self._told_why_not:
-            self._told_why_not = True
+        if error and not self._refusal_logged:
+            self._refusal_logged = True
             _log.warning(
-                "%s: page buffers of %s are not registered with io_uring, so transfers take more "
+                "%s: memory of %s is not registered with io_uring, so transfers take more "
                 "processor time: %s",
                 self.location,
                 format_bytes(array.nbytes),

@@ -1,1 +1,1 @@
-"""What a user who adds a storage tests it with: a conformance suite and injected faults."""
+"""For authors of a storage: conformance suite and fault injection."""

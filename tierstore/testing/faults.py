@@ -1,7 +1,7 @@
-"""A storage that fails on command: wraps any storage and injects chosen faults.
+"""Fault injection: a storage that wraps any storage and fails on command.
 
-With no fault armed it behaves as the storage inside. What it draws by chance comes from
-the seed alone, so that a failing test can be run again::
+Without an armed fault it behaves as the inner storage. Random choices depend on the seed
+alone, so that a failing test can be repeated::
 
     storage = FaultyStorage(MemoryStorage(), seed=7)
     storage.arm(Fault("error", "write", call=3, errno=errno.ENOSPC))
@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from errno import EIO
 from typing import Literal
+
+from typing_extensions import override
 
 from tierstore.errors import StorageError, TierstoreError
 from tierstore.storage.base import Folder, Storage, Transfer
@@ -58,7 +60,7 @@ Operation = Literal[
 ]
 OnOperation = Callable[[str, str, str], None]
 
-# Kinds absent here apply to every operation.
+# Kinds that are absent here apply to every operation.
 _OPERATIONS_OF_KIND: dict[FaultKind, tuple[Operation, ...]] = {
     "short": ("read", "write"),
     "flipped_bit": ("read",),
@@ -70,7 +72,7 @@ _OPERATIONS_OF_KIND: dict[FaultKind, tuple[Operation, ...]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
-    """One way to go wrong, and the calls that it strikes.
+    """One kind of failure, and the calls that it strikes.
 
     Raises:
         ValueError: the kind does not apply to the operation; ``call`` and ``probability``
@@ -83,20 +85,20 @@ class Fault:
     then StorageError. ``flipped_bit``: a read succeeds with one bit wrong. ``lost``: a write
     is reported as done and the old content stays. ``misdirected``: a write lands one sector
     late, cut at the file's end. ``delayed``: a transfer moves its bytes, and ends, only
-    after ``release`` is set, at the next done(), wait(), drain() or close()."""
+    at the first done(), wait(), drain() or close() after ``release`` is set."""
     operation: Operation
-    """The method of Storage that it strikes, or after "folder_" one of its folders'."""
+    """The method of Storage to strike; with the prefix "folder_", a method of its folders."""
     _: KW_ONLY
     name: str | None = None
-    """Strike calls for this file only (flush: if it is among them); None for any file."""
+    """Strike calls for this file only (flush: if the file is one of them); None for any file."""
     call: int | None = None
-    """Strike one call, counted from 1 when the fault is armed."""
+    """Strike only this call, counted from 1 after the fault is armed."""
     probability: float | None = None
-    """Strike each call with this probability, for as long as the fault is armed."""
+    """Strike every call with this probability while the fault is armed."""
     errno: int = EIO
-    """The number in the StorageError of ``error`` and ``short``."""
+    """errno of the StorageError of ``error`` and ``short``."""
     release: threading.Event | None = None
-    """What a ``delayed`` transfer waits for."""
+    """Set to let a ``delayed`` transfer happen."""
 
     def __post_init__(self) -> None:
         if self.operation not in _OPERATIONS_OF_KIND.get(self.kind, (self.operation,)):
@@ -111,14 +113,15 @@ class Fault:
             raise ValueError("release goes with a delayed fault, and only with that")
 
 
-class _FaultyTransfer:
-    """A transfer whose fault shows at the first wait(); later ones repeat its outcome.
+class _FaultyTransfer(Transfer):
+    """A transfer whose fault shows at the first wait(); later calls repeat its outcome.
 
     Args:
-        start: starts the transfer inside, None if that does not happen; not called before
-            ``release``.
+        start: starts the inner transfer; returns None if the fault suppresses it. Not called
+            before ``release`` is set.
         release: delays the start; None for a transfer that starts at once.
         after: called once, after the transfer has succeeded.
+        error: raised by wait() after the inner transfer.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class _FaultyTransfer:
         self._error = error
         self._mutex = threading.Lock()
 
+    @override
     def wait(self) -> None:
         if self._release is not None:
             self._release.wait()
@@ -149,6 +153,7 @@ class _FaultyTransfer:
             if after is not None:
                 after()
 
+    @override
     def done(self) -> bool:
         if self._release is not None and not self._release.is_set():
             return False
@@ -169,18 +174,18 @@ class _FaultyTransfer:
             self._delayed = False
 
 
-class FaultyStorage:
+class FaultyStorage(Storage):
     """Any storage, with faults on command and a callback around every operation.
 
     Args:
         inner: the storage that does the work.
-        seed: decides every draw: which calls a probability strikes, which bit flips, how
+        seed: of all random choices: which calls a probability strikes, which bit flips, how
             long a prefix is.
         on_operation: called as ``on_operation(operation, file_name, when)`` with ``when``
-            "before" each operation, and "after" one that succeeded (for a transfer: when
-            its wait() first returns). What it raises passes to the caller; raised before,
-            the operation does not happen. ``file_name`` is the old name of a rename, the
-            names joined by commas of a flush, and "" where there is none.
+            "before" every operation, and "after" an operation that succeeded (a transfer:
+            when its wait() first returns). Its exceptions pass to the caller; an operation
+            does not happen if "before" raises. ``file_name`` is the old name for a rename,
+            the names joined by commas for a flush, and "" for an operation without a file.
     """
 
     def __init__(
@@ -194,55 +199,56 @@ class FaultyStorage:
         self._mutex = threading.Lock()
 
     def arm(self, fault: Fault) -> None:
-        """Let ``fault`` strike from now on. Of several that match a call, the first does."""
+        """Let ``fault`` strike from now on. Of several matching faults the first strikes."""
         with self._mutex:
             self._calls_of_fault[fault] = 0
 
     def disarm(self) -> None:
-        """Take back all faults. Transfers already struck stay so."""
+        """Disarm all faults. A transfer that was struck already still fails."""
         with self._mutex:
             self._calls_of_fault.clear()
 
     @property
+    @override
     def engine(self) -> str:
-        """See Storage.engine: that of the storage inside."""
         return self.inner.engine
 
     @property
+    @override
     def location(self) -> str:
-        """See Storage.location: that of the storage inside."""
         return self.inner.location
 
+    @override
     def home(self, name: str) -> Storage:
-        """See Storage.home: where the storage inside keeps the file."""
         return self.inner.home(name)
 
+    @override
     def lock(self, timeout_s: float) -> None:
-        """See Storage.lock."""
         with self._around("lock"):
             self.inner.lock(timeout_s)
 
+    @override
     def register(self, memory: memoryview) -> None:
-        """See Storage.register. No fault strikes it, as it moves nothing."""
+        # Not an operation that a fault can strike: it moves no bytes.
         self.inner.register(memory)
 
+    @override
     def list(self) -> list[str]:
-        """See Storage.list."""
         with self._around("list"):
             return self.inner.list()
 
+    @override
     def size(self, name: str) -> int:
-        """See Storage.size."""
         with self._around("size", name):
             return self.inner.size(name)
 
+    @override
     def create(self, name: str, nbytes: int) -> None:
-        """See Storage.create."""
         with self._around("create", name):
             self.inner.create(name, nbytes)
 
+    @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.read."""
         self._tell("read", name, "before")
         fault = self._strike("read", [name])
         if fault is not None and fault.kind in ("error", "short"):
@@ -256,8 +262,8 @@ class FaultyStorage:
             then=(lambda: self._flip_bit(buffer)) if flips else None,
         )
 
+    @override
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.write."""
         self._tell("write", name, "before")
         fault = self._strike("write", [name])
         if fault is not None and fault.kind in ("error", "short"):
@@ -272,75 +278,76 @@ class FaultyStorage:
 
         return self._transfer("write", name, start, fault)
 
+    @override
     def flush(self, names: Sequence[str]) -> None:
-        """See Storage.flush."""
         with self._around("flush", *names):
             self.inner.flush(names)
 
+    @override
     def put(self, name: str, data: bytes) -> None:
-        """See Storage.put."""
         with self._around("put", name):
             self.inner.put(name, data)
 
+    @override
     def get(self, name: str) -> bytes:
-        """See Storage.get."""
         with self._around("get", name):
             return self.inner.get(name)
 
+    @override
     def rename(self, name: str, new_name: str) -> None:
-        """See Storage.rename."""
         with self._around("rename", name):
             self.inner.rename(name, new_name)
 
+    @override
     def link(self, name: str, new_name: str) -> None:
-        """See Storage.link."""
         with self._around("link", name):
             self.inner.link(name, new_name)
 
+    @override
     def is_shared(self, name: str) -> bool:
-        """See Storage.is_shared."""
         with self._around("is_shared", name):
             return self.inner.is_shared(name)
 
+    @override
     def map(self, name: str) -> memoryview:
-        """See Storage.map."""
         with self._around("map", name):
             return self.inner.map(name)
 
+    @override
     def scratch(self, nbytes: int) -> memoryview:
-        """See Storage.scratch."""
         with self._around("scratch"):
             return self.inner.scratch(nbytes)
 
+    @override
     def folder(self, path: str) -> Folder:
-        """See Storage.folder."""
         with self._around("folder", path):
             return FaultyFolder(self.inner.folder(path), self._around, _unwrap)
 
+    @override
     def unlink(self, name: str) -> None:
-        """See Storage.unlink."""
         with self._around("unlink", name):
             self.inner.unlink(name)
 
+    @override
     def sync_directory(self) -> None:
-        """See Storage.sync_directory."""
         with self._around("sync_directory"):
             self.inner.sync_directory()
 
+    @override
     def drain(self) -> None:
-        """See Storage.drain. Delayed transfers end first, once they are released."""
+        # Delayed transfers end first, once they are released.
         for transfer in list(self._delayed):
-            with suppress(TierstoreError):  # Told to whoever waits for the transfer.
+            with suppress(TierstoreError):  # wait() raises it again for the caller.
                 transfer.wait()
             self._delayed.discard(transfer)
         self.inner.drain()
 
+    @override
     def abandon(self) -> None:
-        """See Storage.abandon. Never struck: it runs in a forked child."""
         self.inner.abandon()
 
+    @override
     def close(self) -> None:
-        """See Storage.close. Delayed transfers end first, once they are released."""
         with self._around("close"):
             self.drain()
             self.inner.close()

@@ -1,7 +1,7 @@
-"""The conformance suite of folders: what every directory of checkpoints must do.
+"""Conformance suite of folders.
 
 Subclass FolderTests once per kind of folder, with a fixture ``storage`` whose folders are of
-that kind, and the raw access that bypasses the folder under test.
+that kind, and ``raw_children``, which bypasses the folder under test.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tierstore.units import SECTOR_BYTES
 
 CONTENT = random_bytes(3 * SECTOR_BYTES)
 
-# What a directory that is not empty answers to who would remove or replace it.
+# Errors of removing or replacing a directory that is not empty.
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
-# Everything that needs the child "child" to be there.
+# Every operation that needs the child "child".
 _ON_A_CHILD: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.files("child"),
     lambda _, folder: folder.put("child", "file", b"new"),
@@ -36,7 +36,7 @@ _ON_A_CHILD: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.rename("child", "other"),
     lambda _, folder: folder.sync("child"),
 ]
-# Everything that needs a file "file" in it.
+# Every operation that needs a file "file" in it.
 _ON_A_FILE: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.get("child", "file"),
     lambda _, folder: folder.flush("child", "file"),
@@ -56,7 +56,7 @@ class FolderTests(ABC):
         """Give the folder, empty."""
         return storage.folder(folder_path(storage))
 
-    def test_location_is_where_it_is(self, storage: Storage, folder: Folder) -> None:
+    def test_location_is_its_path(self, storage: Storage, folder: Folder) -> None:
         assert folder.location == folder_path(storage)
 
     def test_children_and_files_are_sorted(self, storage: Storage, folder: Folder) -> None:
@@ -204,9 +204,7 @@ class FolderTests(ABC):
         assert self.raw_children(storage) == {"child": {}}
 
     @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\0b"])
-    def test_names_that_are_no_plain_file_names_are_refused(
-        self, storage: Storage, folder: Folder, name: str
-    ) -> None:
+    def test_bad_names_are_refused(self, storage: Storage, folder: Folder, name: str) -> None:
         create_with(storage, "page", CONTENT)
         folder.make("child")
         folder.put("child", "file", b"kept")
@@ -232,7 +230,7 @@ class FolderTests(ABC):
                 operate()
         assert self.raw_children(storage) == {"child": {"file": b"kept"}}
 
-    def test_others_see_the_same_folder(self, storage: Storage, folder: Folder) -> None:
+    def test_one_path_is_one_folder(self, storage: Storage, folder: Folder) -> None:
         other = storage.folder(folder_path(storage))
         folder.make("child")
         other.put("child", "file", b"content")
@@ -240,7 +238,7 @@ class FolderTests(ABC):
         folder.rename("child", "published")
         assert other.children() == ["published"]
 
-    def test_folders_are_apart(self, storage: Storage, folder: Folder) -> None:
+    def test_two_paths_are_two_folders(self, storage: Storage, folder: Folder) -> None:
         other = storage.folder(f"{folder_path(storage)}-other")
         other.make("child")
         assert folder.children() == []

@@ -1,4 +1,4 @@
-"""A state machine that compares a storage with a dict, over operations drawn by chance.
+"""State machine that compares a storage with a dict, over random operations.
 
 Two names of one file are two keys of one bytearray.
 """
@@ -20,9 +20,9 @@ _SECTORS_MAX = 6
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """Operations on ``tested``, an empty storage, each compared with a dict of bytearrays.
+    """Operations on ``tested``, an empty storage, compared with a dict of bytearrays.
 
-    Derive from it, and set ``tested`` and ``raw_bytes``, which gives a file's content
+    Subclass it and set ``tested`` and ``raw_bytes``, which returns a file's content
     without using the storage.
     """
 
@@ -87,7 +87,7 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(name=names, new_name=names)
     def rename(self, name: str, new_name: str) -> None:
         if name != new_name and self.model.get(name) is self.model.get(new_name, b""):
-            return  # The system keeps both names of one file then.
+            return  # The system then keeps both names of the file.
         if name in self.model:
             self.tested.rename(name, new_name)
             self.model[new_name] = self.model.pop(name)
@@ -105,7 +105,7 @@ class StorageMachine(RuleBasedStateMachine):
                 self.tested.unlink(name)
 
     def teardown(self) -> None:
-        """Compare everything, then leave no files to the next sequence."""
+        """Compare all files, then remove them for the next sequence."""
         assert self.tested.list() == sorted(self.model)
         for name, content in self.model.items():
             assert self.tested.size(name) == len(content)

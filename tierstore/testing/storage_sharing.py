@@ -1,7 +1,7 @@
-"""The part of the conformance suite about files with several users.
+"""Conformance tests of shared files: link, is_shared, map, scratch and folder.
 
-A file may have a second name, in the directory or in a folder, or be mapped; whoever writes
-files must be able to tell, and memory that was given out must stay what it is.
+A file is shared if it has a second name, in the directory or in a folder, or is mapped. A writer
+must be able to tell, and mapped memory must keep its content.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import gc
 import os
 import resource
-from abc import ABC, abstractmethod
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,14 @@ import pytest
 
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
-from tierstore.testing.transfers import create_with, random_bytes, read_bytes, write_bytes
+from tierstore.testing.transfers import (
+    RawAccess,
+    create_with,
+    exit_code_of_child,
+    random_bytes,
+    read_bytes,
+    write_bytes,
+)
 from tierstore.units import SECTOR_BYTES
 
 OLD = random_bytes(3 * SECTOR_BYTES, seed=1)
@@ -26,20 +33,12 @@ NEW = random_bytes(3 * SECTOR_BYTES, seed=2)
 
 
 def folder_path(storage: Storage) -> str:
-    """Return where a test publishes: beside the storage's directory."""
+    """Return the path of the folder that tests publish in, beside the storage's directory."""
     return f"{storage.location}-published"
 
 
-class SharingTests(ABC):
-    """Tests of link, is_shared, map and scratch; StorageTests has them all."""
-
-    @abstractmethod
-    def raw_bytes(self, storage: Storage, name: str) -> bytes:
-        """Return a file's content without using the storage."""
-
-    @abstractmethod
-    def open_again(self, storage: Storage) -> Storage:
-        """Return a second storage of the same files, as another user would open it."""
+class SharingTests(RawAccess):
+    """Tests of shared files on any storage, a part of StorageTests."""
 
     def test_link_is_a_second_name_of_one_file(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
@@ -96,15 +95,12 @@ class SharingTests(ABC):
         folder.unlink("published", "linked")
         assert not storage.is_shared("page")
 
-    def test_shared_is_seen_by_who_opens_it_again(self, storage: Storage) -> None:
+    def test_reopened_storage_sees_that_a_file_is_linked(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         storage.link("page", "linked")
         storage.close()
-        again = self.open_again(storage)
-        try:
+        with closing(self.open_again(storage)) as again:
             assert again.is_shared("page")
-        finally:
-            again.close()
 
     def test_fresh_file_of_a_shared_name_is_not_shared(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
@@ -141,21 +137,21 @@ class SharingTests(ABC):
             assert bytes(mapped) == OLD
         create_with(storage, "next", NEW)
         storage.rename("next", "page")
-        assert not storage.is_shared("page")  # Nobody mapped this one.
+        assert not storage.is_shared("page")  # The new file is not mapped.
         write_bytes(storage, "page", 0, NEW)
         storage.flush(["page"])
         assert bytes(mapped) == OLD
         storage.unlink("page")
         assert bytes(mapped) == OLD
 
-    def test_map_is_told_or_a_copy(self, storage: Storage) -> None:
+    def test_mapped_file_is_shared_or_copied(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         mapped = storage.map("page")
         if not storage.is_shared("page"):
             write_bytes(storage, "page", 0, NEW)
             assert bytes(mapped) == OLD
 
-    def test_map_is_told_by_every_name(self, storage: Storage) -> None:
+    def test_mapped_file_is_shared_under_every_name(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         storage.link("page", "linked")
         mapped = storage.map("page")
@@ -164,50 +160,41 @@ class SharingTests(ABC):
             write_bytes(storage, "linked", 0, NEW)
         assert bytes(mapped) == OLD
 
-    def test_map_is_told_by_who_opens_it_again(self, storage: Storage) -> None:
+    def test_reopened_storage_sees_that_a_file_is_mapped(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         mapped = storage.map("page")
         storage.close()
-        again = self.open_again(storage)
-        try:
+        with closing(self.open_again(storage)) as again:
             if not again.is_shared("page"):
                 write_bytes(again, "page", 0, NEW)
             assert bytes(mapped) == OLD
             del mapped
             gc.collect()
             assert not again.is_shared("page")
-        finally:
-            again.close()
 
-    def test_map_is_told_by_a_forked_child(self, storage: Storage) -> None:
-        """One that opens the directory while its parent uses what it mapped."""
+    def test_forked_child_sees_that_a_file_is_mapped(self, storage: Storage) -> None:
+        """The child has dropped the memory, but its parent still uses it."""
         create_with(storage, "page", OLD)
-        mapped = storage.map("page")
+        mapped = [storage.map("page")]
         storage.close()
-        child = os.fork()
-        if child == 0:
-            try:
-                del mapped
-                gc.collect()
-                again = self.open_again(storage)
-                if not again.is_shared("page"):
-                    write_bytes(again, "page", 0, NEW)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert bytes(mapped) == OLD
+
+        def write_unless_shared() -> None:
+            mapped.clear()
+            gc.collect()
+            again = self.open_again(storage)
+            if not again.is_shared("page"):
+                write_bytes(again, "page", 0, NEW)
+
+        assert exit_code_of_child(write_unless_shared) == 0
+        assert bytes(mapped[0]) == OLD
 
     def test_fresh_file_is_not_shared(self, storage: Storage) -> None:
-        """Whatever was there before: the system gives the number of a file that is gone again."""
+        """The system may reuse the inode number of a removed file that was mapped."""
         for _ in range(3):
             create_with(storage, "page", OLD)
             assert not storage.is_shared("page")
             mapped = storage.map("page")
-            child = os.fork()
-            if child == 0:
-                os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert exit_code_of_child(lambda: 0) == 0
             storage.unlink("page")
             del mapped
             gc.collect()
@@ -244,16 +231,17 @@ class SharingTests(ABC):
         assert (bytes(mapped), bytes(scratch)) == (OLD, NEW)
         mapped[:1] = scratch[:1] = b"x"
 
-    def test_memory_is_there_in_a_forked_child(self, storage: Storage) -> None:
+    def test_memory_stays_valid_in_a_forked_child(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         mapped = storage.map("page")
-        child = os.fork()
-        if child == 0:
-            storage.abandon()
-            os._exit(bytes(mapped) != OLD)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-    def test_folder_is_one_for_all_who_name_it(self, storage: Storage) -> None:
+        def compare() -> int:
+            storage.abandon()
+            return bytes(mapped) != OLD
+
+        assert exit_code_of_child(compare) == 0
+
+    def test_one_path_is_one_folder(self, storage: Storage) -> None:
         folder = storage.folder(folder_path(storage))
         assert folder.children() == []
         folder.make("child")
@@ -264,9 +252,9 @@ class SharingTests(ABC):
 
 
 class FileSharingTests(SharingTests):
-    """The same for storages on a filesystem, where map() need not copy."""
+    """Tests of shared files on a filesystem, where map() does not copy."""
 
-    def test_map_is_told_while_anything_uses_it(self, storage: Storage) -> None:
+    def test_mapped_file_is_shared_while_its_memory_is_referenced(self, storage: Storage) -> None:
         create_with(storage, "page", OLD)
         whole = storage.map("page")
         array = np.frombuffer(whole, np.uint8)
@@ -289,7 +277,7 @@ class FileSharingTests(SharingTests):
         assert bytes(memory[0]) == OLD
 
     def test_map_costs_no_memory_until_it_is_written_to(self, storage: Storage) -> None:
-        nbytes = 48 << 20  # More than malloc() ever keeps for the next time.
+        nbytes = 48 << 20  # More than malloc() ever keeps after free().
         storage.create("page", nbytes)
         mapped = storage.map("page")
         assert not np.frombuffer(mapped, np.uint8).any()
@@ -302,7 +290,7 @@ class FileSharingTests(SharingTests):
         nbytes = 64 << 20
         taken_bytes: list[int] = []
         while max(taken_bytes, default=0) < nbytes // 2:
-            # Others use the filesystem, too, and may give space back just then.
+            # Other programs may free space on the filesystem at the same time.
             assert len(taken_bytes) < 10
             before = os.statvfs(storage.location)
             scratch = storage.scratch(nbytes)
@@ -348,7 +336,7 @@ class FileSharingTests(SharingTests):
             storage.map("symbolic")
         assert caught.value.errno == errno.ELOOP
         storage.link("symbolic", "second")
-        assert (directory / "second").is_symlink()  # Of the link itself, not of its target.
+        assert (directory / "second").is_symlink()  # It links the symbolic link, not its target.
         assert target.stat().st_nlink == 1
 
 

@@ -1,8 +1,8 @@
-"""The conformance suite: what every storage must do, whatever moves its bytes.
+"""Conformance suite of storages.
 
-Subclass StorageTests once per storage, give it a ``storage`` fixture and the raw access
-that bypasses the storage under test; pytest then runs all tests on it. For a storage with
-one file per name in a directory, FileStorageTests has the raw access already. Call
+Subclass StorageTests once per storage, with a ``storage`` fixture and the methods of RawAccess;
+pytest then runs all tests on it. A storage with one file per name in a directory subclasses
+FileStorageTests, which has both. Call
 ``pytest.register_assert_rewrite("tierstore.testing.storage_tests")`` in a conftest.py to
 have failed assertions explained.
 """
@@ -13,14 +13,14 @@ import errno
 import os
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from typing_extensions import override
 
 from tierstore.errors import RunLockedError, StorageError, StoreClosedError
 from tierstore.storage.base import Storage
@@ -30,13 +30,14 @@ from tierstore.testing.storage_transfers import FileTransferTests, TransferTests
 from tierstore.testing.transfers import (
     aligned_buffer,
     create_with,
+    exit_code_of_child,
     random_bytes,
     read_bytes,
     write_bytes,
 )
 from tierstore.units import SECTOR_BYTES
 
-# Everything that needs the file "page" to be there.
+# Every operation that needs the file "page".
 _ON_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.size("page"),
     lambda storage: storage.get("page"),
@@ -63,14 +64,6 @@ _WITHOUT_A_FILE: list[Callable[[Storage], object]] = [
 
 class StorageTests(TransferTests, SharingTests):
     """Subclass once per storage, with a fixture ``storage`` that gives an empty, open one."""
-
-    @abstractmethod
-    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        """Give a file a second name without using the storage."""
-
-    @abstractmethod
-    def allocated_bytes(self, storage: Storage, name: str) -> int:
-        """Return the space that a file holds on the medium."""
 
     def test_create_gives_zeros_on_allocated_space(self, storage: Storage) -> None:
         storage.create("page", 300 * SECTOR_BYTES)
@@ -110,9 +103,7 @@ class StorageTests(TransferTests, SharingTests):
         assert storage.list() == []
 
     @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "lock", "a\0b"])
-    def test_names_that_are_no_plain_file_names_are_refused(
-        self, storage: Storage, name: str
-    ) -> None:
+    def test_bad_names_are_refused(self, storage: Storage, name: str) -> None:
         storage.put("file", b"")
         operations: list[Callable[[], object]] = [
             lambda: storage.create(name, SECTOR_BYTES),
@@ -162,11 +153,11 @@ class StorageTests(TransferTests, SharingTests):
 
     def test_lock_excludes_others_until_close(self, storage: Storage) -> None:
         storage.lock(0)
-        storage.lock(0)  # One's own lock is no obstacle.
+        storage.lock(0)  # The holder may lock again.
         with closing(self.open_again(storage)) as other:
             with pytest.raises(RunLockedError, match=f"process {os.getpid()} on host"):
                 other.lock(0)
-            assert storage.list() == []  # The lock is no file of the run.
+            assert storage.list() == []  # The lock file is not listed.
             storage.close()
             other.lock(0)
 
@@ -191,16 +182,12 @@ class StorageTests(TransferTests, SharingTests):
     def test_forked_child_that_abandons_leaves_the_lock_to_its_parent(
         self, storage: Storage
     ) -> None:
+        def abandon() -> None:
+            storage.abandon()
+            storage.close()
+
         storage.lock(0)
-        child = os.fork()
-        if child == 0:
-            try:
-                storage.abandon()
-                storage.close()
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert exit_code_of_child(abandon) == 0
         with closing(self.open_again(storage)) as other, pytest.raises(RunLockedError):
             other.lock(0)
 
@@ -224,10 +211,7 @@ class StorageTests(TransferTests, SharingTests):
 
     def test_forked_child_is_refused(self, storage: Storage) -> None:
         create_with(storage, "page", b"x" * SECTOR_BYTES)
-        child = os.fork()
-        if child == 0:
-            os._exit(_count_of_allowed(storage))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert exit_code_of_child(lambda: _allowed_operations(storage)) == 0
         assert read_bytes(storage, "page", 0, SECTOR_BYTES) == b"x" * SECTOR_BYTES
 
     def test_any_sequence_agrees_with_a_dict(self, storage: Storage) -> None:
@@ -247,27 +231,18 @@ class StorageTests(TransferTests, SharingTests):
         )
 
 
-def _count_of_allowed(storage: Storage) -> int:
-    """Return how many operations a forked child could do, or 100 after an error."""
+def _allowed_operations(storage: Storage) -> int:
+    """Return how many operations do not raise StoreClosedError."""
     allowed = 0
-    try:
-        for operate in [*_ON_A_FILE, *_WITHOUT_A_FILE]:
-            try:
-                operate(storage)
-                allowed += 1
-            except StoreClosedError:
-                pass
-    except BaseException:
-        return 100
+    for operate in [*_ON_A_FILE, *_WITHOUT_A_FILE]:
+        with suppress(StoreClosedError):
+            operate(storage)
+            allowed += 1
     return allowed
 
 
 class FileStorageTests(FileTransferTests, FileSharingTests, StorageTests):
-    """For storages with one file per name in a directory; override ``open_storage``."""
-
-    @abstractmethod
-    def open_storage(self, directory: Path) -> Storage:
-        """Return an open storage of the directory."""
+    """For storages with one file per name in a directory; implement ``open_storage``."""
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Iterator[Storage]:
@@ -275,24 +250,24 @@ class FileStorageTests(FileTransferTests, FileSharingTests, StorageTests):
         with closing(self.open_storage(tmp_path / "run")) as storage:
             yield storage
 
+    @override
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
-        """See StorageTests."""
         return (Path(storage.location) / name).read_bytes()
 
+    @override
     def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        """See StorageTests."""
         os.link(Path(storage.location) / name, Path(storage.location) / new_name)
 
+    @override
     def allocated_bytes(self, storage: Storage, name: str) -> int:
-        """See StorageTests."""
         return (Path(storage.location) / name).stat().st_blocks * 512
 
+    @override
     def open_again(self, storage: Storage) -> Storage:
-        """See StorageTests."""
         return self.open_storage(Path(storage.location))
 
     def test_files_are_closed_to_other_users(self, storage: Storage) -> None:
-        umask = os.umask(0)  # The storage itself must see to it.
+        umask = os.umask(0)  # The storage must not rely on the umask.
         try:
             storage.create("page", SECTOR_BYTES)
             storage.put("file", b"")

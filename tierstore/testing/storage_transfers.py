@@ -1,4 +1,4 @@
-"""The part of the conformance suite about bytes that move: reads, writes and their ends."""
+"""Conformance tests of transfers: read, write, register and drain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import (
+    RawAccess,
     aligned_buffer,
     create_with,
     random_bytes,
@@ -28,16 +29,8 @@ from tierstore.units import SECTOR_BYTES, Extent
 _MIB = 1 << 20
 
 
-class TransferTests(ABC):
-    """Tests of read, write, register and drain; StorageTests has them all."""
-
-    @abstractmethod
-    def raw_bytes(self, storage: Storage, name: str) -> bytes:
-        """Return a file's content without using the storage."""
-
-    @abstractmethod
-    def open_again(self, storage: Storage) -> Storage:
-        """Return a second storage of the same files, as another user would open it."""
+class TransferTests(RawAccess):
+    """Tests of transfers on any storage, a part of StorageTests."""
 
     @pytest.mark.parametrize("sectors", [1, 2, 3, 7, 255, 256, 257, 2047, 2048, 2049, 4099])
     def test_round_trip(self, storage: Storage, sectors: int) -> None:
@@ -109,7 +102,7 @@ class TransferTests(ABC):
         for part in registered:
             storage.register(part)
             memory[:] = bytes(len(memory))
-            # Inside what is registered, across its edges, and beside it.
+            # Inside the registered memory, across its edges, and outside.
             pieces = [(0, 6), (6, 10), (10, 24)]
             transfers = []
             for first, last in pieces:
@@ -142,7 +135,7 @@ class TransferTests(ABC):
         content = random_bytes(8 * SECTOR_BYTES)
         storage.register(aligned_buffer(8 * SECTOR_BYTES))
         gc.collect()
-        # Would take the addresses just given back, if they were.
+        # New buffers would get the addresses of the registered memory if it were freed.
         create_with(storage, "page", content)
         assert self.raw_bytes(storage, "page") == content
         storage.register(memoryview(b""))
@@ -159,14 +152,14 @@ class TransferTests(ABC):
         assert transfer.done()
         assert self.raw_bytes(storage, "page") == content
 
-    def test_transfer_nobody_waits_for_ends_before_close(self, storage: Storage) -> None:
+    def test_close_waits_for_transfers(self, storage: Storage) -> None:
         content = random_bytes(2048 * SECTOR_BYTES)
         storage.create("page", len(content))
         storage.write("page", Extent(0, len(content)), aligned_buffer(content))
         storage.close()
         assert self.raw_bytes(storage, "page") == content
 
-    def test_transfers_nobody_kept_end_before_drain_returns(self, storage: Storage) -> None:
+    def test_drain_waits_for_dropped_transfers(self, storage: Storage) -> None:
         content = random_bytes(2048 * SECTOR_BYTES)
         storage.create("page", len(content))
         for start in range(0, len(content), len(content) // 4):
@@ -262,9 +255,7 @@ class TransferTests(ABC):
     @pytest.mark.parametrize(
         ("first", "sectors"), [(1, 2047), (3, 2048), (2047, 2), (2, 4098), (4098, 1)]
     )
-    def test_part_of_a_file_wherever_it_begins_and_ends(
-        self, storage: Storage, first: int, sectors: int
-    ) -> None:
+    def test_any_part_of_a_file(self, storage: Storage, first: int, sectors: int) -> None:
         expected = bytearray(random_bytes(4100 * SECTOR_BYTES))
         create_with(storage, "page", bytes(expected))
         start, nbytes = first * SECTOR_BYTES, sectors * SECTOR_BYTES
@@ -274,7 +265,7 @@ class TransferTests(ABC):
         assert self.raw_bytes(storage, "page") == expected
 
     def test_several_storages_move_at_once(self, storage: Storage) -> None:
-        assert moves_right(storage, "page", seed=9)  # What is done once, one of them does.
+        assert moves_right(storage, "page", seed=9)  # Before the others: some work happens once.
         storages = [self.open_again(storage) for _ in range(6)]
 
         def work(index: int) -> bool:
@@ -291,7 +282,7 @@ class TransferTests(ABC):
 
 
 class FileTransferTests(TransferTests):
-    """The same for storages on a filesystem, whose descriptors and processes are the system's."""
+    """Tests of transfers on a filesystem."""
 
     @abstractmethod
     def open_storage(self, directory: Path) -> Storage:
@@ -342,7 +333,7 @@ class FileTransferTests(TransferTests):
         storage.unlink("page")
 
     def _move_as_a_process(self, directory: Path, index: int) -> int:
-        """Return 0 if a forked child moved pages in a directory of its own."""
+        """Move files in another directory, in a forked child; return 0 on success."""
         try:
             with closing(self.open_storage(directory.with_name(f"other-{index}"))) as storage:
                 return 0 if moves_right(storage, "page", seed=index) else 1
@@ -351,7 +342,7 @@ class FileTransferTests(TransferTests):
 
 
 def moves_right(storage: Storage, name: str, seed: int) -> bool:
-    """Write a file in pieces that overlap in time, read it so, and return if it is the same."""
+    """Write and read a file in pieces that overlap in time; return whether all bytes match."""
     content = random_bytes(3 * _MIB, seed)
     storage.create(name, len(content))
     extents = [Extent(start, _MIB // 2) for start in range(0, len(content), _MIB // 2)]

@@ -1,16 +1,39 @@
-"""Whole transfers for tests: aligned memory with seeded content, moved and waited for."""
+"""Helpers of the conformance suite: whole transfers, raw access to files, forked children."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from tierstore.storage.base import Storage
 from tierstore.units import Extent
 
 
+class RawAccess(ABC):
+    """Access to the files of a storage that bypasses the storage under test."""
+
+    @abstractmethod
+    def raw_bytes(self, storage: Storage, name: str) -> bytes:
+        """Return a file's content without using the storage."""
+
+    @abstractmethod
+    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
+        """Give a file a second name without using the storage."""
+
+    @abstractmethod
+    def allocated_bytes(self, storage: Storage, name: str) -> int:
+        """Return the space that a file occupies on the medium."""
+
+    @abstractmethod
+    def open_again(self, storage: Storage) -> Storage:
+        """Return a second storage of the same files, as another user would open it."""
+
+
 def aligned_buffer(content: bytes | int) -> memoryview:
-    """Return page-aligned memory that holds ``content``, or that many zero bytes."""
+    """Return page-aligned memory: a copy of ``content``, or ``content`` zero bytes for an int."""
     nbytes = content if isinstance(content, int) else len(content)
     buffer = memoryview(mmap.mmap(-1, nbytes))
     if not isinstance(content, int):
@@ -19,7 +42,7 @@ def aligned_buffer(content: bytes | int) -> memoryview:
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> bytes:
-    """Return ``nbytes`` bytes that depend on ``seed`` alone."""
+    """Return ``nbytes`` random bytes that depend on ``seed`` alone."""
     return random.Random(seed).randbytes(nbytes)
 
 
@@ -39,3 +62,15 @@ def create_with(storage: Storage, name: str, content: bytes) -> None:
     """Create a file and write ``content``, of whole sectors, over all of it."""
     storage.create(name, len(content))
     write_bytes(storage, name, 0, content)
+
+
+def exit_code_of_child(run: Callable[[], int | None]) -> int:
+    """Call ``run`` in a forked child; return its result (None: 0), or 100 if it raised."""
+    child = os.fork()
+    if child == 0:
+        code = 100
+        try:
+            code = run() or 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
