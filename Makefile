@@ -11,6 +11,9 @@ SHELL := /bin/bash
 # Where tests keep their files: `make test SCRATCH=/mnt/nvme` shows how that disk behaves.
 SCRATCH ?= .scratch
 
+# Processes that run tests side by side; `make test WORKERS=0` runs them one after the other.
+WORKERS ?= 2
+
 # The first of these that is 3.11 or newer makes the virtual environment.
 PYTHON ?= python3.11 python3
 define find_python
@@ -92,7 +95,7 @@ define pytest
 mkdir -p '$(SCRATCH)'
 basetemp=$$(mktemp -d '$(SCRATCH)/tierstore-tests-XXXXXX')
 trap 'rm -rf "$$basetemp"; rmdir .scratch 2>/dev/null || true' EXIT
-$(BIN)/pytest --basetemp="$$basetemp"
+$(BIN)/pytest --basetemp="$$basetemp" -n $(WORKERS) --dist worksteal
 endef
 
 test: lint
@@ -101,9 +104,8 @@ test: lint
 test-long: lint
 	@$(pytest) -m long
 
-# Both at once: many tests wait for disks and processes. Each prints when it has ended.
-test-all: $(STAMP)
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test test-long
+test-all: lint
+	@$(pytest)
 
 bench: $(STAMP)
 	for program in bench/*.py; do $(BIN)/python "$$program"; done
