@@ -44,7 +44,7 @@ import muon
 import tierstore
 from muon.newton_schulz import fastest_dtype
 from muon.rounds import SharedMatrix
-from muon.rules import apply_updates, write_inputs
+from muon.rules import apply_updates, step_adamw, write_inputs
 
 SHARDED, AGAIN, ALL_GATHER, REPLICATED = (
     "sharded",
@@ -172,37 +172,45 @@ def make_optimizer(
 
 
 class AllGather:
-    """Takes the place of what ``muon`` exchanges matrices by: every rank gets all of them."""
+    """Takes the place of the optimizer's pipeline: every rank gathers all matrices."""
 
     def open(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: it goes over the default group."""
+        """Do nothing: the default process group serves."""
 
-    def pipeline(
-        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], window: int
-    ) -> AllGather:
-        """Return what steps the pages of a sweep."""
-        self._shared = pages.shared
-        return self
+    def step_pages(
+        self,
+        pages: tierstore.SteppedPages,
+        groups: Sequence[Mapping[str, Any]],
+        steps: Mapping[str, float],
+        window: int,
+    ) -> None:
+        """Step all pages of a sweep."""
+        for page, subgroup in zip(pages, pages.shared, strict=True):
+            group = groups[page.group]
+            if group["algorithm"] == "muon":
+                self._step_matrices(page, subgroup, group["ns_dtype"], group)
+            else:
+                for shard in page.shards:
+                    step_adamw(shard, group, steps[shard.parameter.name])
 
-    def step(self, number: int, page: tierstore.PageView, group: Mapping[str, Any]) -> None:
-        """Step a page of matrices."""
+    def _step_matrices(
+        self,
+        page: tierstore.PageView,
+        subgroup: tierstore.SharedSubgroup,
+        dtype: torch.dtype,
+        group: Mapping[str, Any],
+    ) -> None:
         matrices = [
-            SharedMatrix(shape=shard.spec.shape, chunks=shard.chunks)
-            for shard in self._shared[number].shards
+            SharedMatrix(shape=shard.spec.shape, chunks=shard.chunks) for shard in subgroup.shards
         ]
         inputs = []
         for shard in page.shards:
-            parts = [
-                torch.empty(each.chunk.sizes, dtype=group["ns_dtype"]) for each in shard.chunks
-            ]
+            parts = [torch.empty(chunk.chunk.sizes, dtype=dtype) for chunk in shard.chunks]
             write_inputs(shard, group, parts)
             inputs.append(parts)
-        updates, _ = allgather_reference.updates(matrices, inputs, group["ns_dtype"])
+        updates, _ = allgather_reference.updates(matrices, inputs, dtype)
         for shard, parts in zip(page.shards, updates, strict=True):
             apply_updates(shard, group, parts)
-
-    def finish(self, number: int) -> None:
-        """Do nothing: no matrix is on its way."""
 
 
 @contextlib.contextmanager
@@ -221,7 +229,7 @@ def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Any]:
             parameters = make_parameters(plan, sharded=case != REPLICATED)
             optimizer = optimizers[case] = make_optimizer(store, parameters, ns_dtype)
             if case == ALL_GATHER:
-                optimizer._exchanges = AllGather()
+                optimizer._pipeline = AllGather()
             for _ in range(2):  # Whoever writes a place for the first time pays more.
                 optimizer.step()
                 store.synchronize()

@@ -97,18 +97,18 @@ class RoundInFlight:
         self.inputs: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
         """For each matrix of the round one tensor for each chunk that this rank has of it.
 
-        They are to be written before send(), and are in the dtype of the exchange.
+        They are to be written before send_inputs(), and are in the dtype of the exchange.
         """
         for index, _, view in _views(self._sent, sent):
             self.inputs[index].append(view)
 
-    def send(self) -> None:
+    def send_inputs(self) -> None:
         """Start to send the inputs to the owners."""
         self._work = self._exchange._start(
             self._received, self._received_counts, self._sent, self._sent_counts
         )
 
-    def gathered(self) -> dict[int, torch.Tensor]:
+    def receive_matrices(self) -> dict[int, torch.Tensor]:
         """Wait for the matrices that this rank owns, and return each whole.
 
         They are contiguous, have memory of their own and may be used up.
@@ -119,7 +119,7 @@ class RoundInFlight:
             chunk.select(matrices[index]).copy_(view)
         return matrices
 
-    def send_back(self, updates: Mapping[int, torch.Tensor]) -> None:
+    def send_updates(self, updates: Mapping[int, torch.Tensor]) -> None:
         """Start to send updates to where the matrices came from.
 
         Args:
@@ -131,12 +131,12 @@ class RoundInFlight:
             self._sent, self._sent_counts, self._received, self._received_counts
         )
 
-    def updates(self) -> dict[int, list[torch.Tensor]]:
+    def receive_updates(self) -> dict[int, list[torch.Tensor]]:
         """Wait for the updates; return those of this rank's chunks, in the place of the inputs."""
         self._exchange._wait(self._work)
         return self.inputs
 
-    def done(self) -> None:
+    def release(self) -> None:
         """Give the memory of the updates to a later round.
 
         What reads them may still be queued on the current stream of a GPU.

@@ -16,8 +16,7 @@ from torch.optim.optimizer import ParamsT
 import tierstore
 from muon import newton_schulz
 from muon.checks import check_hyperparameters, check_saved, with_dtypes
-from muon.pipeline import Exchanges
-from muon.rules import step_adamw
+from muon.pipeline import Pipeline, compute_device
 from muon.state import PagedState
 
 _ADAMW_DEFAULTS: dict[str, Any] = {
@@ -124,8 +123,8 @@ class Muon(torch.optim.Optimizer):
             )
         self.store = tierstore.TierStore(None) if store is None else store
         self._partition = None if partition == "auto" else partition
-        self._exchanges = Exchanges(self.store, tierstore.parse_bytes(gather_memory))
-        self._attached = 0
+        self._pipeline = Pipeline(self.store, tierstore.parse_bytes(gather_memory))
+        self._attached: list[tierstore.PagedGroup] = []
         self._prefetches = prefetch_in_backward
         self._prefetched = False
         super().__init__(params, defaults)
@@ -170,7 +169,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def bytes_exchanged(self) -> int:
         """What this rank has sent to others of matrices and their updates."""
-        return self._exchanges.bytes_sent
+        return self._pipeline.bytes_sent
 
     def prefetch(self) -> None:
         """Start to read the state that the next step begins with; see TierStore.prefetch()."""
@@ -199,24 +198,15 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             check_hyperparameters(group)
         self._attach_groups()
-        self._exchanges.open(self.param_groups)
+        self._pipeline.open(self.param_groups)
         window = self.store.window_max
         with self.store.sweep(window) as pages:
-            pipeline = self._exchanges.pipeline(pages, self.param_groups, window)
             steps = {
                 name: scalars["step"] + 1.0
                 for name, scalars in self.store.scalars.items()
                 if name in pages.present
             }
-            for number, page in enumerate(pages):
-                group = self.param_groups[page.group]
-                if group["algorithm"] == "muon":
-                    pipeline.step(number, page, group)
-                else:
-                    for shard in page.shards:
-                        if shard.has_gradient:
-                            step_adamw(shard, group, steps[shard.parameter.name])
-                pipeline.finish(number)
+            self._pipeline.step_pages(pages, self.param_groups, steps, window)
             for name, step in steps.items():
                 self.store.scalars[name]["step"] = step
         self._prefetched = False
@@ -316,14 +306,12 @@ class Muon(torch.optim.Optimizer):
     def _fastest_ns_dtype(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
         if not parameters:
             return torch.bfloat16
-        device = parameters[0].device
-        if self.store.compute == "host":
-            device = torch.device("cpu")
+        device = compute_device(self.store, parameters[0])
         shape = max((parameter.shape for parameter in parameters), key=math.prod)
         ranks = self.store.ranks
         if ranks is None:
             return newton_schulz.fastest_dtype(shape, device)
-        # One rank measures for all: what each finds may differ, and what they compute must not.
+        # Rank 0 measures for all: measurements may differ, and all must compute alike.
         measured = newton_schulz.fastest_dtype(shape, device) if ranks.rank == 0 else None
         dtype: torch.dtype = ranks.training.gather(measured)[0]
         return dtype
@@ -400,21 +388,29 @@ class Muon(torch.optim.Optimizer):
 
     def _attach_groups(self) -> None:
         """Give the store the groups that it does not have yet."""
-        if self.store.group_count != self._attached:
+        if self.store.group_count != len(self._attached):
             raise ValueError(
                 "another optimizer uses this store: give each optimizer a store and a "
                 "directory of its own, or all groups to one optimizer"
             )
-        numbers = range(self._attached, len(self.param_groups))
-        if numbers:
-            self.store.attach([self._paged_group(number) for number in numbers])
-            self._attached = len(self.param_groups)
-            for number in numbers:
-                if self.param_groups[number]["algorithm"] == "adamw":
-                    for name, _ in self._named(number):
-                        self.store.scalars[name] = {"step": 0.0}
+        numbers = range(len(self._attached), len(self.param_groups))
+        if not numbers:
+            return
+        paged = [self._paged_group(number) for number in numbers]
+        self.store.attach(paged)
+        self._attached += paged
+        for number in numbers:
+            if self.param_groups[number]["algorithm"] == "adamw":
+                for name, _ in self._named(number):
+                    self.store.scalars[name] = {"step": 0.0}
 
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
+        """Return a group as the store has it, or would have it now.
+
+        Until a group is attached its parameters may still be converted, so nothing is kept.
+        """
+        if number < len(self._attached):
+            return self._attached[number]
         group = self.param_groups[number]
         is_muon = group["algorithm"] == "muon"
         parameters = []

@@ -1,27 +1,31 @@
-"""One step of Muon over pages that ranks share: gather, Newton-Schulz, scatter, overlapping.
+"""One sweep of Muon over pages: momentum, gather, Newton-Schulz, scatter, apply.
 
-While the matrices of one round are orthogonalized, those of the next come together and the
-updates of the one before go back. It all happens in one order, the same on every rank.
+Matrices that lie on several ranks are exchanged in rounds: while one round is orthogonalized, the
+next is gathered and the updates of the previous one return. Every rank issues these collectives
+in the same order.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 import tierstore
-from muon.exchange import Exchange, RoundInFlight
-from muon.rounds import Round, SharedMatrix, assign_owners, bytes_needed, plan_rounds
-from muon.rules import apply_updates, orthogonalize, step_whole, write_inputs
+from muon.exchange import Exchange
+from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
+from muon.rules import apply_updates, orthogonalize, step_adamw, step_whole, write_inputs
 
-# One is gathered, one is orthogonalized, and of one the updates come back.
 ROUNDS_MAX = 3
+"""Rounds in flight: one is gathered, one is orthogonalized, and the updates of one return."""
+
+_InFlight = deque[tuple[int, Iterator[None]]]
+"""Page number and stages of each round that has begun, oldest first: all but the newest have
+sent their updates."""
 
 
 def plan_pages(
@@ -32,60 +36,61 @@ def plan_pages(
     world_size: int,
     gather_memory: int,
 ) -> list[list[Round]]:
-    """Return the rounds in which each page of a step is exchanged.
+    """Return the rounds in which the matrices of each page are exchanged.
 
-    They count the shards that have a gradient.
+    A round numbers the shards of its page that have a gradient, from 0.
 
     Args:
-        subgroups: those that are stepped, in order.
-        groups: the param groups that they are of.
+        subgroups: the subgroups of a sweep, in order.
+        groups: all param groups.
         present: names of the parameters that have a gradient.
         world_size: number of ranks.
-        gather_memory: most bytes of matrices, in all rounds in flight, that a rank may have.
+        gather_memory: the most bytes of matrices that a rank may hold in all rounds in flight.
 
     Raises:
-        ValueError: a matrix alone takes more than ``gather_memory``.
+        ValueError: one matrix needs more than ``gather_memory``.
     """
     known: dict[tuple[Any, ...], SharedMatrix] = {}
-    pages, names, itemsizes = [], [], []
+    pages: list[list[SharedMatrix]] = []
+    itemsizes: list[int] = []
+    names: list[str] = []
     for subgroup in subgroups:
         group = groups[subgroup.group]
         is_muon = group["algorithm"] == "muon"
         shards = [shard for shard in subgroup.shards if is_muon and shard.spec.name in present]
-        pages.append([_matrix(shard, known) for shard in shards])
+        pages.append([_shared_matrix(shard, known) for shard in shards])
+        itemsizes.append(group["ns_dtype"].itemsize if is_muon else 0)
         names += [shard.spec.name for shard in shards]
-        itemsizes += [group["ns_dtype"].itemsize for _ in shards]
-    matrices = [matrix for page in pages for matrix in page]
-    # All at once, which balances better; equal ones go to the ranks in turn, so that those
-    # stepped at one time are balanced, too.
-    owners, _ = assign_owners(matrices, [0] * world_size)
-    needs = list(map(bytes_needed, matrices, owners, itemsizes))
-    if needs and ROUNDS_MAX * max(needs) > gather_memory:
-        most = needs.index(max(needs))
+    matrices = list(itertools.chain.from_iterable(pages))
+    # Owners of all pages are chosen at once, which balances the whole sweep. Equal matrices go to
+    # the ranks in turn, which also balances the matrices that are stepped at the same time.
+    owners = iter(assign_owners(matrices, [0] * world_size)[0])
+    owners_by_page = [list(itertools.islice(owners, len(page))) for page in pages]
+    needs = [
+        itemsize * max(memory_needed(matrix, owner))
+        for page, page_owners, itemsize in zip(pages, owners_by_page, itemsizes, strict=True)
+        for matrix, owner in zip(page, page_owners, strict=True)
+    ]
+    gather_memory_min = ROUNDS_MAX * max(needs, default=0)
+    if gather_memory_min > gather_memory:
+        largest = needs.index(max(needs))
         raise ValueError(
-            f"gather_memory is {gather_memory} bytes, but with {ROUNDS_MAX} matrices such as "
-            f"{names[most]!r}, of shape {list(matrices[most].shape)}, on their way at once a rank "
-            f"needs {ROUNDS_MAX * max(needs)}: pass gather_memory={ROUNDS_MAX * max(needs)} or "
-            "more"
+            f"gather_memory is {gather_memory} bytes, but {ROUNDS_MAX} matrices such as "
+            f"{names[largest]!r}, of shape {list(matrices[largest].shape)}, in flight at once "
+            f"need {gather_memory_min} bytes on one rank: pass gather_memory={gather_memory_min} "
+            "or more"
         )
-    ends = itertools.accumulate(map(len, pages))
+    bytes_max = gather_memory // ROUNDS_MAX
     return [
-        plan_rounds(
-            page,
-            owners[end - len(page) : end],
-            bytes_max=gather_memory // ROUNDS_MAX,
-            itemsize=groups[subgroup.group]["ns_dtype"].itemsize,
-        )
-        if page
-        else []
-        for subgroup, page, end in zip(subgroups, pages, ends, strict=True)
+        plan_rounds(page, page_owners, bytes_max=bytes_max, itemsize=itemsize)
+        for page, page_owners, itemsize in zip(pages, owners_by_page, itemsizes, strict=True)
     ]
 
 
-def _matrix(
+def _shared_matrix(
     shard: tierstore.SharedShard, known: dict[tuple[Any, ...], SharedMatrix]
 ) -> SharedMatrix:
-    """Return how a matrix lies on the ranks, one object for all that lie alike."""
+    """Return how a matrix is cut over ranks; matrices that are cut alike share one object."""
     rows, columns = shard.spec.shape
     chunks = tuple(tuple(part) for part in shard.chunks)
     key = rows, columns, chunks
@@ -94,12 +99,12 @@ def _matrix(
     return known[key]
 
 
-class Exchanges:
-    """What the steps of one optimizer exchange between ranks.
+class Pipeline:
+    """Steps the pages of one optimizer, sweep after sweep.
 
     Args:
-        store: keeps the states, and knows the ranks.
-        gather_memory: most bytes of matrices, in all rounds in flight, that a rank may have.
+        store: keeps the states and knows the ranks.
+        gather_memory: the most bytes of matrices that a rank may hold in all rounds in flight.
     """
 
     def __init__(self, store: tierstore.TierStore, gather_memory: int) -> None:
@@ -108,141 +113,148 @@ class Exchanges:
         self._exchange: Exchange | None = None
         self._planned: tuple[Any, list[list[Round]]] = (None, [])
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of matrices and updates that this rank has sent to other ranks."""
+        return 0 if self._exchange is None else self._exchange.bytes_sent
+
     def open(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Have a way between ranks for the matrices of some groups; all ranks call it together."""
+        """Make the process group that matrices are exchanged over, if ranks share any.
+
+        All ranks call this together.
+        """
         ranks = self._store.ranks
-        muon = [each for each in groups if each["algorithm"] == "muon" and each["params"]]
-        if ranks is None or self._exchange is not None or not muon:
+        matrices = [p for group in groups if group["algorithm"] == "muon" for p in group["params"]]
+        if ranks is None or self._exchange is not None or not matrices:
             return
-        device = muon[0]["params"][0].device
-        if self._store.compute == "host":
-            device = torch.device("cpu")
-        # All cut their matrices into the same rounds, so what one has no memory for none has.
+        device = compute_device(self._store, matrices[0])
+        # Every rank must cut its matrices into the same rounds, so the least memory counts.
         self._gather_memory = min(ranks.training.gather(self._gather_memory))
-        # What is on a CPU no backend of a GPU sends.
+        # The backend of a GPU does not send tensors that lie on the CPU.
         backend = "gloo" if device.type == "cpu" else None
         process_group = ranks.new_group(range(ranks.world_size), backend=backend)
         assert process_group is not None
         self._exchange = Exchange(process_group, wait=ranks.wait, device=device)
 
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank has sent to others so far."""
-        return 0 if self._exchange is None else self._exchange.bytes_sent
-
-    def pipeline(
-        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], window: int
-    ) -> Pipeline:
-        """Return what steps the pages of a sweep.
-
-        Raises:
-            ValueError: a matrix alone takes more than ``gather_memory``.
-        """
-        ranks = self._store.ranks
-        # The dtype of a group may change: restore() brings that of the run.
-        key = pages.present, pages.count, [group.get("ns_dtype") for group in groups]
-        if self._planned[0] != key:
-            rounds: list[list[Round]] = [[] for _ in range(pages.count)]
-            if ranks is not None:
-                rounds = plan_pages(
-                    pages.shared,
-                    groups,
-                    pages.present,
-                    world_size=ranks.world_size,
-                    gather_memory=self._gather_memory,
-                )
-            self._planned = key, rounds
-        return Pipeline(self._exchange, self._planned[1], window)
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A round on its way."""
-
-    page: int
-    shards: Sequence[tierstore.ShardView]
-    group: Mapping[str, Any]
-    round: RoundInFlight
-    is_back: bool = False
-    """Whether the updates are on their way back."""
-
-
-class Pipeline:
-    """Steps the pages of one sweep.
-
-    Args:
-        exchange: what matrices are exchanged by; None where no rank shares one.
-        rounds: those of each page of the sweep.
-        window: how many pages are valid at once.
-    """
-
-    def __init__(
+    def step_pages(
         self,
-        exchange: Exchange | None,
-        rounds: Sequence[Sequence[Round]],
+        pages: tierstore.SteppedPages,
+        groups: Sequence[Mapping[str, Any]],
+        steps: Mapping[str, float],
         window: int,
     ) -> None:
-        self._exchange = exchange
-        self._rounds = rounds
-        self._window = window
-        self._flights: deque[_Flight] = deque()
-
-    def step(self, number: int, page: tierstore.PageView, group: Mapping[str, Any]) -> None:
-        """Begin to step a page of a Muon group; matrices that it has whole are stepped at once.
+        """Step all pages of a sweep.
 
         Args:
-            number: of the page in the sweep, from 0 on.
-            page: the page.
-            group: its hyperparameters.
+            pages: the sweep.
+            groups: all param groups.
+            steps: for each AdamW parameter with a gradient the number of this step, from 1.
+            window: number of pages that are valid at once.
+
+        Raises:
+            ValueError: one matrix needs more than ``gather_memory``. No page was stepped.
         """
-        shards = [shard for shard in page.shards if shard.has_gradient]
-        rounds = self._rounds[number]
+        planned = self._plan(pages, groups)
+        in_flight: _InFlight = deque()
+        for number, page in enumerate(pages):
+            group = groups[page.group]
+            shards = [shard for shard in page.shards if shard.has_gradient]
+            if group["algorithm"] == "muon":
+                self._begin_matrices(number, shards, group, planned[number], in_flight)
+            else:
+                for shard in shards:
+                    step_adamw(shard, group, steps[shard.parameter.name])
+            # Asking for the next page writes the oldest valid page. The last page ends the sweep.
+            is_last = number + 1 == pages.count
+            oldest_valid = number + 1 if is_last else number + 2 - window
+            while in_flight and in_flight[0][0] < oldest_valid:
+                _end(in_flight.popleft()[1])
+
+    def _begin_matrices(
+        self,
+        number: int,
+        shards: Sequence[tierstore.ShardView],
+        group: Mapping[str, Any],
+        rounds: Sequence[Round],
+        in_flight: _InFlight,
+    ) -> None:
+        """Step the matrices of a page that this rank has whole, and begin the exchanged ones."""
         exchanged = {index for round_ in rounds for index in round_.matrices}
         whole = [s for i, s in enumerate(shards) if i not in exchanged and s.chunks]
         for round_ in rounds:
             assert self._exchange is not None
-            flight = self._exchange.begin(round_, group["ns_dtype"])
-            for index, inputs in flight.inputs.items():
-                write_inputs(shards[index], group, inputs)
-            with record_function("muon::gather"):
-                flight.send()
-            self._flights.append(_Flight(number, shards, group, flight))
-            step_whole(whole, group)
+            stages = _round_stages(self._exchange, round_, shards, group)
+            in_flight.append((number, stages))
+            next(stages)
+            step_whole(whole, group)  # While the first round is gathered.
             whole = []
-            self._orthogonalize(len(self._flights) - 1)
-            while len(self._flights) == ROUNDS_MAX:
-                self._apply()
+            if len(in_flight) > 1:
+                _, previous = in_flight[-2]
+                next(previous)
+            if len(in_flight) == ROUNDS_MAX:
+                _end(in_flight.popleft()[1])
         step_whole(whole, group)
 
-    def finish(self, number: int) -> None:
-        """Step to the end what is not valid any more when the page after this one is asked for.
+    def _plan(
+        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]]
+    ) -> list[list[Round]]:
+        ranks = self._store.ranks
+        if ranks is None:
+            return [[]] * pages.count
+        # The dtype of a group may change: restore() brings the dtype of the run.
+        key = pages.present, pages.count, [group.get("ns_dtype") for group in groups]
+        if self._planned[0] != key:
+            rounds = plan_pages(
+                pages.shared,
+                groups,
+                pages.present,
+                world_size=ranks.world_size,
+                gather_memory=self._gather_memory,
+            )
+            self._planned = key, rounds
+        return self._planned[1]
 
-        That is everything after the last page.
-        """
-        is_last = number + 1 == len(self._rounds)
-        oldest_valid = number + 1 if is_last else number + 2 - self._window
-        while self._flights and self._flights[0].page < oldest_valid:
-            self._orthogonalize(1)
-            self._apply()
 
-    def _orthogonalize(self, count: int) -> None:
-        """Orthogonalize what this rank owns of the rounds longest on their way."""
-        for flight in itertools.islice(self._flights, count):
-            if flight.is_back:
-                continue
-            with record_function("muon::gather"):
-                matrices = flight.round.gathered()
-            updates = orthogonalize(list(matrices.values()), flight.group)
-            with record_function("muon::scatter"):
-                flight.round.send_back(dict(zip(matrices, updates, strict=True)))
-            flight.is_back = True
+def _round_stages(
+    exchange: Exchange,
+    round_: Round,
+    shards: Sequence[tierstore.ShardView],
+    group: Mapping[str, Any],
+) -> Iterator[None]:
+    """Step the matrices of one round in three stages; yields where a collective is in flight.
 
-    def _apply(self) -> None:
-        """Apply the updates of the round that is longest on its way."""
-        flight = self._flights[0]
-        with record_function("muon::scatter"):
-            updates = flight.round.updates()
-        for index, parts in updates.items():
-            apply_updates(flight.shards[index], flight.group, parts)
-        flight.round.done()
-        self._flights.popleft()
+    Args:
+        exchange: the way to the other ranks.
+        round_: the matrices, numbered as ``shards`` are.
+        shards: the shards of the page that have a gradient.
+        group: the hyperparameters of the page.
+    """
+    flight = exchange.begin(round_, group["ns_dtype"])
+    for index, inputs in flight.inputs.items():
+        write_inputs(shards[index], group, inputs)
+    with record_function("muon::gather"):
+        flight.send_inputs()
+    yield  # The inputs travel to the owners of their matrices.
+    with record_function("muon::gather"):
+        matrices = flight.receive_matrices()
+    updates = orthogonalize(list(matrices.values()), group)
+    with record_function("muon::scatter"):
+        flight.send_updates(dict(zip(matrices, updates, strict=True)))
+    del matrices, updates  # Their memory is free while the updates travel.
+    yield  # The updates travel back to the shards.
+    with record_function("muon::scatter"):
+        received = flight.receive_updates()
+    for index, parts in received.items():
+        apply_updates(shards[index], group, parts)
+    flight.release()
+
+
+def _end(stages: Iterator[None]) -> None:
+    """Run the stages of a round that are left."""
+    for _ in stages:
+        pass
+
+
+def compute_device(store: tierstore.TierStore, parameter: torch.Tensor) -> torch.device:
+    """Return the device that a parameter is stepped on."""
+    return torch.device("cpu") if store.compute == "host" else parameter.device

@@ -58,10 +58,10 @@ class SharedMatrix:
         """How many elements the whole matrix has."""
         return self.shape[0] * self.shape[1]
 
-
-def whole_on(matrix: SharedMatrix) -> int | None:
-    """Return the first rank that has all elements of a matrix, or None: it is exchanged."""
-    return matrix.numels.index(matrix.numel) if matrix.numel in matrix.numels else None
+    @property
+    def whole_rank(self) -> int | None:
+        """The first rank that has all elements, or None: the matrix is exchanged."""
+        return self.numels.index(self.numel) if self.numel in self.numels else None
 
 
 def assign_owners(
@@ -91,7 +91,7 @@ def assign_owners(
             )
     owners: dict[int, int] = {}
     for index, matrix in enumerate(matrices):
-        rank = whole_on(matrix)
+        rank = matrix.whole_rank
         if rank is not None:
             owners[index] = rank
             sums[rank] += newton_schulz.cost(matrix.shape)
@@ -152,26 +152,19 @@ def plan_rounds(
         owners: the rank that orthogonalizes each.
         bytes_max: the most that a rank may need in one round for what it sends and receives
             and for the whole matrices that it puts together.
+            A matrix that needs more has a round for itself.
         itemsize: bytes of an element on the wire.
-
-    Raises:
-        ValueError: one matrix alone needs more, saying how much.
     """
-    shared = [index for index, matrix in enumerate(matrices) if whole_on(matrix) is None]
-    needs = {index: _needs(matrices[index], owners[index]) for index in shared}
-    most = max(shared, key=lambda index: max(needs[index]), default=None)
-    if most is not None and itemsize * max(needs[most]) > bytes_max:
-        raise ValueError(
-            f"bytes_max must be at least {itemsize * max(needs[most])}, for matrix {most} of "
-            f"shape {list(matrices[most].shape)}; got {bytes_max}"
-        )
     rounds: list[list[int]] = []
     sums: list[int] = []
-    for index in shared:
-        sums = list(map(operator.add, sums, needs[index]))
+    for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        if matrix.whole_rank is not None:
+            continue
+        needs = memory_needed(matrix, owner)
+        sums = list(map(operator.add, sums, needs))
         if not rounds or itemsize * max(sums) > bytes_max:
             rounds.append([])
-            sums = needs[index]
+            sums = needs
         rounds[-1].append(index)
     return [
         Round(
@@ -182,13 +175,10 @@ def plan_rounds(
     ]
 
 
-def bytes_needed(matrix: SharedMatrix, owner: int, itemsize: int) -> int:
-    """Return the most that a rank needs in a round of one matrix alone; 0 for a whole one."""
-    return 0 if whole_on(matrix) is not None else itemsize * max(_needs(matrix, owner))
-
-
-def _needs(matrix: SharedMatrix, owner: int) -> list[int]:
+def memory_needed(matrix: SharedMatrix, owner: int) -> list[int]:
     """Return for how many elements each rank needs memory in a round of this matrix alone."""
-    needs = list(matrix.numels)  # What it sends.
-    needs[owner] += 2 * matrix.numel  # What its owner receives, and the matrix made of that.
+    if matrix.whole_rank is not None:
+        return [0] * len(matrix.chunks)
+    needs = list(matrix.numels)  # What each rank sends.
+    needs[owner] += 2 * matrix.numel  # What the owner receives, and the matrix made of it.
     return needs

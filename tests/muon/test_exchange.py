@@ -110,11 +110,11 @@ class Checked:
                 chunks = self._round.matrices[index].chunks[rank]
                 for view, chunk in zip(views, chunks, strict=True):
                     view.copy_(chunk.select(self._wholes[index]))
-            each.send()
+            each.send_inputs()
 
     def _gather_and_send_back(self) -> None:
         for rank, each in enumerate(self._in_flight):
-            gathered = each.gathered()
+            gathered = each.receive_matrices()
             owned = [index for index, owner in self._round.owners.items() if owner == rank]
             assert list(gathered) == owned
             for index, matrix in gathered.items():
@@ -125,11 +125,11 @@ class Checked:
             updates = {index: update_of(matrix) for index, matrix in gathered.items()}
             for matrix in gathered.values():
                 matrix.fill_(-1)  # May be used up.
-            each.send_back(updates)
+            each.send_updates(updates)
 
     def _check_updates(self) -> None:
         for rank, each in enumerate(self._in_flight):
-            updates = each.updates()
+            updates = each.receive_updates()
             assert list(updates) == list(self._round.matrices)
             for index, views in updates.items():
                 expected = update_of(self._wholes[index])
@@ -137,7 +137,7 @@ class Checked:
                 for view, chunk in zip(views, chunks, strict=True):
                     assert torch.equal(view, chunk.select(expected))
                     view.fill_(-2)  # Theirs until they are done.
-            each.done()
+            each.release()
 
 
 @settings(deadline=None)
@@ -205,7 +205,7 @@ def test_rounds_in_flight_have_memory_of_their_own() -> None:
         assert len(set(first)) == 6
         for in_flight in rounds:
             for each in in_flight:
-                each.done()
+                each.release()
         again = [[each.begin(round_, torch.bfloat16) for each in exchanges] for _ in rounds]
         assert sorted(places(again)) == sorted(first)
 

@@ -404,6 +404,20 @@ def test_frozen_parameters_stay() -> None:
     assert not torch.equal(pair.ours["tall"], start["tall"])
 
 
+def test_model_may_be_converted_before_the_first_step() -> None:
+    """Pages are laid out at the first step, so state follows the dtype that parameters have then."""
+    weight, reference_weight = matrix(), matrix(dtype=torch.bfloat16)
+    optimizers = [muon.Muon([weight]), muon.Muon([reference_weight])]
+    weight.data = weight.data.bfloat16()
+    for parameter, optimizer in zip((weight, reference_weight), optimizers, strict=True):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
+    assert_same(*states)
+    assert states[0]["momentum_buffer"].dtype == torch.bfloat16
+    assert states[0]["master"].dtype == torch.float32
+
+
 def test_unnamed_parameters_are_restored_by_position(tmp_path: Path) -> None:
     def begin(store: tierstore.TierStore, seed: int) -> muon.Muon:
         first, second, third = (matrix(seed=seed + number) for number in range(3))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muon import newton_schulz
-from muon.rounds import SharedMatrix, assign_owners, plan_rounds, whole_on
+from muon.rounds import SharedMatrix, assign_owners, memory_needed, plan_rounds
 from tests.support.tilings import any_matrix, by_flat_ranges, by_rows
 from tierstore.layout.chunks import Chunk
 
@@ -66,7 +66,7 @@ def test_the_costliest_go_to_the_rank_with_least(world_size: int, random: Random
     before = [random.randrange(500) for _ in range(world_size)]
     owners, sums = assign_owners(matrices, before)
     mean = Fraction(sum(before) + sum(map(cost, matrices)), world_size)
-    dealt = [index for index, matrix in enumerate(matrices) if whole_on(matrix) is None]
+    dealt = [index for index, matrix in enumerate(matrices) if matrix.whole_rank is None]
     # Undone from the last to the first: what was given last went to the least of the holders,
     # or of all ranks where that made more than a tenth above the mean.
     for index in sorted(dealt, key=lambda index: (cost(matrices[index]), -index)):
@@ -88,10 +88,10 @@ def test_the_costliest_go_to_the_rank_with_least(world_size: int, random: Random
 
 def test_a_matrix_is_whole_on_one_rank_in_any_number_of_chunks() -> None:
     halves = [Chunk((0, 0), (1, 3)), Chunk((1, 0), (1, 3))]
-    assert whole_on(SharedMatrix(shape=(2, 3), chunks=[[], halves])) == 1
-    assert whole_on(SharedMatrix(shape=(2, 3), chunks=[[halves[0]], [halves[1]]])) is None
-    assert whole_on(SharedMatrix(shape=(0, 3), chunks=[[], []])) == 0
-    assert whole_on(by_rows((1, 3), 2)) == 0
+    assert SharedMatrix(shape=(2, 3), chunks=[[], halves]).whole_rank == 1
+    assert SharedMatrix(shape=(2, 3), chunks=[[halves[0]], [halves[1]]]).whole_rank is None
+    assert SharedMatrix(shape=(0, 3), chunks=[[], []]).whole_rank == 0
+    assert by_rows((1, 3), 2).whole_rank == 0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_rounds_are_as_long_as_memory_allows(world_size: int, random: Random, ti
         members, theirs = [matrices[i] for i in indices], [owners[i] for i in indices]
         return max(needed(members, theirs, rank) for rank in ranks)
 
-    shared = [index for index, matrix in enumerate(matrices) if whole_on(matrix) is None]
+    shared = [index for index, matrix in enumerate(matrices) if matrix.whole_rank is None]
     smallest = max((most([index]) for index in shared), default=0)
     bytes_max = int(smallest * (1 + times))
     rounds = plan_rounds(matrices, owners, bytes_max=bytes_max, itemsize=ITEMSIZE)
@@ -179,9 +179,9 @@ def test_rounds_are_as_long_as_memory_allows(world_size: int, random: Random, ti
         assert most(list(each.matrices)) <= bytes_max
     for cut, following in itertools.pairwise(cuts):
         assert most([*cut, following[0]]) > bytes_max
-    if shared:
-        with pytest.raises(ValueError, match=f"bytes_max must be at least {smallest}, for matrix"):
-            plan_rounds(matrices, owners, bytes_max=smallest - 1, itemsize=ITEMSIZE)
+    for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        alone = ITEMSIZE * max(memory_needed(matrix, owner))
+        assert alone == (most([index]) if index in shared else 0)
 
 
 @settings(deadline=None)

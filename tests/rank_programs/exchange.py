@@ -90,21 +90,21 @@ def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -
         for index, views in in_flight.inputs.items():
             for view, part in zip(views, inputs_of[index], strict=True):
                 view.copy_(part)
-        in_flight.send()
+        in_flight.send_inputs()
         return in_flight
 
     def finish(in_flight: RoundInFlight, differences: list[str]) -> None:
-        gathered = in_flight.gathered()
+        gathered = in_flight.receive_matrices()
         for index, whole in gathered.items():
             if not torch.equal(whole, wholes[index]):
                 differences.append(f"matrix {index}")
         updates = newton_schulz.orthogonalize_all(list(gathered.values()), batched=False)
-        in_flight.send_back(dict(zip(gathered, updates, strict=True)))
-        for index, views in in_flight.updates().items():
+        in_flight.send_updates(dict(zip(gathered, updates, strict=True)))
+        for index, views in in_flight.receive_updates().items():
             for view, part in zip(views, expected_of[index], strict=True):
                 if not torch.equal(view, part):
                     differences.append(f"update of matrix {index}")
-        in_flight.done()
+        in_flight.release()
 
     outcomes = []
     for depth in (1, 2, 3):

@@ -54,7 +54,7 @@ def watched() -> Iterator[Live]:
                     live.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             return outputs
 
-    real_begin, real_gathered = Exchange.begin, RoundInFlight.gathered
+    real_begin, real_receive = Exchange.begin, RoundInFlight.receive_matrices
 
     def begin(*arguments: Any) -> RoundInFlight:
         live.rounds += 1
@@ -63,15 +63,15 @@ def watched() -> Iterator[Live]:
         live.look()
         return found
 
-    def gathered(in_flight: RoundInFlight) -> dict[int, torch.Tensor]:
+    def receive_matrices(in_flight: RoundInFlight) -> dict[int, torch.Tensor]:
         with Watch():
-            found = real_gathered(in_flight)
+            found = real_receive(in_flight)
         live.look()
         return found
 
     with (
         mock.patch.object(Exchange, "begin", begin),
-        mock.patch.object(RoundInFlight, "gathered", gathered),
+        mock.patch.object(RoundInFlight, "receive_matrices", receive_matrices),
     ):
         yield live
 
