@@ -60,7 +60,7 @@ class Exchange:
         buffer = self._free.pop() if self._free else None
         if buffer is None or buffer.nbytes < nbytes:
             buffer = None  # Gone before there is another.
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # (nbytes,)
         return buffer
 
     def _start(
@@ -90,9 +90,9 @@ class RoundInFlight:
         self._received_counts = [_numel(parts) for parts in received]
         # The parts of this rank lie in front, those of the matrices that it owns behind them.
         numels = [sum(self._sent_counts), sum(self._received_counts)]
-        self._buffer = exchange._take(sum(numels) * dtype.itemsize)
-        both = self._buffer[: sum(numels) * dtype.itemsize].view(dtype)
-        self._sent, self._received = torch.split(both, numels)
+        self._buffer = exchange._take(sum(numels) * dtype.itemsize)  # (nbytes or more,)
+        both = self._buffer[: sum(numels) * dtype.itemsize].view(dtype)  # (sent + received,)
+        self._sent, self._received = torch.split(both, numels)  # (sent,), (received,)
         self._received_parts = _views(self._received, received)
         self.inputs: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
         """For each matrix of the round one tensor for each chunk that this rank has of it.
@@ -114,7 +114,10 @@ class RoundInFlight:
         They are contiguous, have memory of their own and may be used up.
         """
         self._exchange._wait(self._work)
-        matrices = {index: self._received.new_empty(shape) for index, shape in self._shapes.items()}
+        matrices = {
+            index: self._received.new_empty(shape)  # (rows, columns)
+            for index, shape in self._shapes.items()
+        }
         for index, chunk, view in self._received_parts:
             chunk.select(matrices[index]).copy_(view)
         return matrices
@@ -153,8 +156,8 @@ def _views(
 ) -> list[tuple[int, tierstore.Chunk, torch.Tensor]]:
     """Return for each chunk its matrix, itself and its part of a buffer that has all in turn."""
     flat = list(chain.from_iterable(parts))
-    pieces = torch.split(buffer, [chunk.numel for _, chunk in flat])
+    pieces = torch.split(buffer, [chunk.numel for _, chunk in flat])  # (chunk.numel,) of each
     return [
-        (index, chunk, piece.view(chunk.sizes))
+        (index, chunk, piece.view(chunk.sizes))  # (chunk rows, chunk columns)
         for (index, chunk), piece in zip(flat, pieces, strict=True)
     ]

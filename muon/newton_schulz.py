@@ -48,15 +48,16 @@ def orthogonalize_(
         bits: there the same is done with fewer operations.
     """
     is_tall = matrix.size(-2) > matrix.size(-1)
-    wide = matrix.mT if is_tall else matrix
+    wide = matrix.mT if is_tall else matrix  # (..., rows, columns), rows <= columns
     is_single = wide.ndim == 2
     # The Frobenius norm bounds the largest singular value, which must not exceed one.
+    # Its shape is () for one matrix and (count, 1, 1) for several.
     norm = wide.norm() if is_single else torch.linalg.matrix_norm(wide, keepdim=True)
     wide.div_(norm.clamp(min=eps))
     if is_single and wide.is_cpu and wide.size(0) >= _LARGE_ROWS:
-        wide = _iterate_on_gram(wide, coefficients, steps)
+        wide = _iterate_on_gram(wide, coefficients, steps)  # (rows, columns)
     else:
-        wide = _iterate(wide, coefficients, steps)
+        wide = _iterate(wide, coefficients, steps)  # (..., rows, columns)
     return wide.mT if is_tall else wide
 
 
@@ -84,11 +85,13 @@ def orthogonalize_all(
     """
     updates: dict[int, torch.Tensor] = {}
     for batch in batches([matrix.shape for matrix in matrices], batched=batched):
-        first = matrices[batch[0]]
-        alone = len(batch) == 1
-        several = first if alone else torch.stack([matrices[index] for index in batch])
-        update = orthogonalize_(several, coefficients=coefficients, steps=steps, eps=eps)
-        updates.update(zip(batch, [update] if alone else update.unbind(), strict=True))
+        if len(batch) == 1:
+            stacked = matrices[batch[0]]  # (rows, columns)
+        else:
+            stacked = torch.stack([matrices[index] for index in batch])  # (count, rows, columns)
+        update = orthogonalize_(stacked, coefficients=coefficients, steps=steps, eps=eps)
+        unstacked = [update] if len(batch) == 1 else update.unbind()  # count x (rows, columns)
+        updates.update(zip(batch, unstacked, strict=True))
     return [updates[index] for index in range(len(matrices))]
 
 
@@ -123,9 +126,9 @@ def _iterate(
     a, b, c = coefficients
     addmm = torch.addmm if wide.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = wide @ wide.mT
-        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
-        wide = addmm(wide, polynomial, wide, beta=a)
+        gram = wide @ wide.mT  # (..., rows, rows): A = X X^T
+        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)  # (..., rows, rows): b A + c A^2
+        wide = addmm(wide, polynomial, wide, beta=a)  # (..., rows, columns): a X + (b A + c A^2) X
     return wide
 
 
@@ -148,16 +151,17 @@ def _iterate_on_gram(
     while done < steps:
         together = (2 if done else 3) if is_worth_it else 1
         count = min(together, steps - done)
-        gram = _symmetric_addmm(None, wide, wide.T)
-        scale, rest = _polynomial(gram, coefficients, centred=count > 1)
-        total, product = scale, rest
+        gram = _symmetric_addmm(None, wide, wide.T)  # (rows, rows): A
+        scale, rest = _polynomial(gram, coefficients, centred=count > 1)  # (rows, rows)
+        total, product = scale, rest  # (rows, rows): Q = total I + product
         for _ in range(count - 1):
-            half = _symmetric_addmm(gram, rest, gram, beta=scale)
-            gram = _symmetric_addmm(half, half, rest, beta=scale)
-            scale, rest = _polynomial(gram, coefficients, centred=True)
-            addend = (product * scale).add_(rest, alpha=total)
-            total, product = scale * total, _symmetric_addmm(addend, rest, product)
-        wide = torch.addmm(wide, product, wide, beta=total)
+            half = _symmetric_addmm(gram, rest, gram, beta=scale)  # (rows, rows): P A
+            gram = _symmetric_addmm(half, half, rest, beta=scale)  # (rows, rows): P A P
+            scale, rest = _polynomial(gram, coefficients, centred=True)  # (rows, rows)
+            addend = (product * scale).add_(rest, alpha=total)  # (rows, rows)
+            product = _symmetric_addmm(addend, rest, product)  # (rows, rows)
+            total *= scale
+        wide = torch.addmm(wide, product, wide, beta=total)  # (rows, columns): Q X
         done += count
     return wide
 
@@ -180,7 +184,7 @@ def _polynomial(
     if not 0.125 <= abs(mean) < 1e6:  # Too little to matter, or it diverges, or is a NaN.
         return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
     mean = round(4 * mean) / 4
-    addend = gram.clone()
+    addend = gram.clone()  # (rows, rows)
     addend.diagonal().sub_(mean / b)
     return a + mean, _symmetric_addmm(addend, gram, gram, beta=b, alpha=c)
 
@@ -198,22 +202,22 @@ def _symmetric_addmm(
     The lower half is computed, strip by strip, and mirrored.
     """
     size = left.size(0)
-    product = left.new_empty(size, size)
+    product = left.new_empty(size, size)  # (rows, rows)
     if addend is None:
         addend, beta = product, 0
     count = size // _STRIP_ROWS
     bounds = [size * index // count for index in range(count + 1)]
     for start, end in pairwise(bounds):
         torch.addmm(
-            addend[start:end, :end],
-            left[start:end],
-            right[:, :end],
+            addend[start:end, :end],  # (end - start, end)
+            left[start:end],  # (end - start, inner)
+            right[:, :end],  # (inner, end)
             beta=beta,
             alpha=alpha,
-            out=product[start:end, :end],
+            out=product[start:end, :end],  # (end - start, end)
         )
     for start, end in pairwise(bounds):
-        product[start:end, end:] = product[end:, start:end].T
+        product[start:end, end:] = product[end:, start:end].T  # (end - start, rows - end)
     return product
 
 
@@ -230,7 +234,8 @@ def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
         shape: (rows, columns).
         device: where to compute.
     """
-    matrix = torch.ones(*(min(size, 256) for size in shape), device=device)
+    sizes = [min(size, 256) for size in shape]
+    matrix = torch.ones(sizes, device=device)  # (rows, columns), 256 at most
     seconds = {torch.bfloat16: math.inf, torch.float32: math.inf}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

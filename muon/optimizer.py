@@ -336,7 +336,8 @@ class Muon(torch.optim.Optimizer):
         """Return the states of one parameter that lie in no page, as ``torch.optim`` has them."""
         if self.param_groups[number]["algorithm"] == "muon":
             return {}
-        return {"step": torch.tensor(self.store.scalars.get(name, {"step": 0.0})["step"])}
+        step = self.store.scalars.get(name, {"step": 0.0})["step"]
+        return {"step": torch.tensor(step)}  # ()
 
     def _matched(
         self, state_dict: Mapping[str, Any]

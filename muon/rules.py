@@ -71,11 +71,12 @@ def step_whole(shards: Sequence[tierstore.ShardView], group: Mapping[str, Any]) 
         matrices = []
         for index in batch:
             device = shards[index].chunks[0].master.device
-            matrices.append(torch.empty(shapes[index], dtype=group["ns_dtype"], device=device))
-            outs = [chunk.chunk.select(matrices[-1]) for chunk in shards[index].chunks]
+            matrix = torch.empty(shapes[index], dtype=group["ns_dtype"], device=device)
+            matrices.append(matrix)  # (rows, columns)
+            outs = [chunk.chunk.select(matrix) for chunk in shards[index].chunks]  # chunk.sizes
             write_inputs(shards[index], group, outs)
         for index, update in zip(batch, orthogonalize(matrices, group), strict=True):
-            updates = [chunk.chunk.select(update) for chunk in shards[index].chunks]
+            updates = [chunk.chunk.select(update) for chunk in shards[index].chunks]  # chunk.sizes
             apply_updates(shards[index], group, updates)
 
 

@@ -39,9 +39,9 @@ def momentum_(
     wide = torch.promote_types(grad.dtype, torch.float32)
     wide = torch.promote_types(wide, momentum_buffer.dtype)
     for grad_piece, buffer, out_piece in _pieces(grad, momentum_buffer, out):
-        wide_grad = grad_piece.to(wide)
-        average = buffer.to(wide)  # The buffer itself where it is wide already.
-        average.lerp_(wide_grad, 1 - momentum)
+        wide_grad = grad_piece.to(wide)  # (rows, columns)
+        average = buffer.to(wide)  # (rows, columns); the buffer itself where it is wide already
+        average.lerp_(wide_grad, 1 - momentum)  # momentum * average + (1 - momentum) * grad
         buffer.copy_(average)
         out_piece.copy_(wide_grad.lerp(average, momentum) if nesterov else average)
 
@@ -110,13 +110,13 @@ def adamw_(
     beta1, beta2 = betas
     decay, size = float(1 - lr * weight_decay), float(lr / (1 - beta1**step))
     for values, grad_piece, mean, mean_sq in _pieces(master, grad, exp_avg, exp_avg_sq):
-        wide_grad = grad_piece.to(mean.dtype)
+        wide_grad = grad_piece.to(mean.dtype)  # (rows, ...)
         if weight_decay != 0:
             values.mul_(decay)
-        mean.lerp_(wide_grad, 1 - beta1)
-        mean_sq.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
-        denominator = (mean_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
-        values.addcdiv_(mean, denominator, value=-size)
+        mean.lerp_(wide_grad, 1 - beta1)  # m = beta1 m + (1 - beta1) g
+        mean_sq.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)  # v, with g^2
+        denominator = (mean_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)  # (rows, ...)
+        values.addcdiv_(mean, denominator, value=-size)  # lr m / (1 - beta1^step) / denominator
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -131,4 +131,4 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         return
     rows = max(1, _PIECE_ELEMENTS * len(first) // first.numel())
     for start in range(0, len(first), rows):
-        yield tuple(tensor[start : start + rows] for tensor in tensors)
+        yield tuple(tensor[start : start + rows] for tensor in tensors)  # (rows, ...) of each
