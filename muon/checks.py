@@ -1,4 +1,4 @@
-"""What the param groups and the saved states of an optimizer must be."""
+"""Checks of hyperparameters and of saved states."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 import tierstore
 from muon.update import ADJUST_LR_FNS
 
-# Options of torch.optim that would change the result, and that nothing here knows.
+# Options of torch.optim that would change the result and are not implemented.
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 
-# What a running average or Newton-Schulz can be computed in.
+# Dtypes of the momentum and of Newton-Schulz.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Raise ValueError, naming the argument, unless it is a floating-point dtype to use."""
+    """Raise ValueError, naming the argument, unless the dtype is supported."""
     if dtype not in _DTYPES:
         names = ", ".join(str(known) for known in _DTYPES)
         raise ValueError(f"{name} must be one of {names}, got {dtype!r}")
 
 
 def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with dtypes for their names, which state dicts have instead."""
+    """Return hyperparameters with the names of dtypes, as in state dicts, replaced by dtypes."""
     dtypes = {str(dtype): dtype for dtype in _DTYPES}
     return {
         key: dtypes.get(str(value), value) if key in ("ns_dtype", "momentum_dtype") else value
@@ -37,7 +37,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Check that every hyperparameter of a group is in its range.
 
     Raises:
-        ValueError: naming the first that is not.
+        ValueError: names the first hyperparameter that is out of range.
     """
     if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
         raise ValueError("a tensor lr must have one element")
@@ -48,7 +48,9 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         if group.get(name):
             raise ValueError(f"{name} is not supported; leave it out or False")
     if group.get("decoupled_weight_decay") is False:
-        raise ValueError("weight decay is decoupled here, as in AdamW; these are Adam's options")
+        raise ValueError(
+            "decoupled_weight_decay must be True, as in AdamW; False is the weight decay of Adam"
+        )
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
@@ -63,7 +65,7 @@ def _check_muon(group: Mapping[str, Any]) -> None:
             f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}"
         )
     if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients must be three, got {group['ns_coefficients']}")
+        raise ValueError(f"ns_coefficients must be three numbers, got {group['ns_coefficients']}")
     if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
         raise ValueError(f"ns_steps must be a whole number in [0, 100), got {group['ns_steps']}")
     check_dtype("ns_dtype", group["ns_dtype"])
@@ -81,12 +83,12 @@ def _check_adamw(group: Mapping[str, Any]) -> None:
 def check_saved(
     saved: Mapping[str, Any], parameter: tierstore.PagedParameter, *, has_step: bool
 ) -> None:
-    """Check that a state dict has all states of a parameter, or none, and no others.
+    """Check that a state dict has either all states of a parameter or none, and no unknown state.
 
-    A master may be missing: torch.optim has none.
+    The master may be missing, because state dicts of torch.optim have none.
 
     Raises:
-        ValueError: naming the parameter.
+        ValueError: names the parameter.
     """
     expected = {*parameter.states, *(("step",) if has_step else ())}
     if saved and saved.keys() - {"master"} != expected:
@@ -101,6 +103,6 @@ def check_saved(
             fits = state == "step" and isinstance(value, int | float)
         if not fits:
             raise ValueError(
-                f"{state!r} of parameter {parameter.name!r} must be a tensor of its shape, or "
-                f"one number where it is a step; got a {type(value).__name__}"
+                f"{state!r} of parameter {parameter.name!r} must be a tensor of the parameter's "
+                f"shape, or one number for a step; got a {type(value).__name__}"
             )

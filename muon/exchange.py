@@ -1,7 +1,7 @@
-"""Brings the parts of matrices together on their owners, and their updates back.
+"""All-to-all exchange of matrices: shards go to the owner of a matrix, its update goes back.
 
-Everything that is sent is known from the chunks that each rank has: nothing is padded or
-negotiated, and nothing waits for the device.
+All message sizes follow from the chunks of each rank, so nothing is padded or negotiated and
+nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from muon.rounds import Round
 
 
 class Exchange:
-    """Exchanges matrices over a group whose every rank makes the same calls in the same order.
+    """Exchanges matrices over a process group.
 
-    That holds for ranks that have no part of a matrix, too. Several rounds may be in flight,
-    at whatever points of their way.
+    All ranks of the group make the same calls in the same order, also ranks that hold no part
+    of a matrix. Several rounds may be in flight at different stages.
     """
 
     def __init__(
@@ -30,36 +30,36 @@ class Exchange:
         wait: Callable[[dist.Work], None],
         device: torch.device,
     ) -> None:
-        """Take a group for these exchanges.
+        """Use a process group for exchanges.
 
         Args:
-            group: of the ranks that the chunks of the matrices are listed by.
-            wait: blocks until a collective is done, or raises what went wrong.
-            device: where the matrices lie; one that the backend of the group serves.
+            group: its ranks are the positions in ``SharedMatrix.chunks``.
+            wait: blocks until a collective is done, or raises the error of the collective.
+            device: where the matrices lie; the backend of the group must serve it.
         """
         self.bytes_sent = 0
-        """What this rank has sent to others so far."""
+        """Bytes that this rank has sent to other ranks."""
         self._group = group
         self._rank = dist.get_rank(group)
         self._wait = wait
         self._device = device
-        # Of rounds that are done: touching new memory would take about as long as sending it.
+        # Buffers of released rounds: touching new memory takes about as long as sending it.
         self._free: list[torch.Tensor] = []
 
     def begin(self, round_: Round, dtype: torch.dtype) -> RoundInFlight:
-        """Begin a round: its inputs can be written to. Nothing is sent yet.
+        """Begin a round: the caller may write the inputs. Nothing is sent yet.
 
         Args:
-            round_: what is exchanged.
-            dtype: of what is sent, both ways.
+            round_: the matrices to exchange.
+            dtype: dtype of inputs and updates on the wire.
         """
         return RoundInFlight(self, round_, dtype)
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least so many bytes."""
+        """Return a buffer of at least ``nbytes`` bytes."""
         buffer = self._free.pop() if self._free else None
         if buffer is None or buffer.nbytes < nbytes:
-            buffer = None  # Gone before there is another.
+            buffer = None  # Free the small buffer before the large one is allocated.
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # (nbytes,)
         return buffer
 
@@ -78,7 +78,7 @@ class Exchange:
 
 
 class RoundInFlight:
-    """One round on its way. Each method is called once, in the order in which they come here."""
+    """One round in flight. Call each method once, in the order of their definition."""
 
     def __init__(self, exchange: Exchange, round_: Round, dtype: torch.dtype) -> None:
         rank = exchange._rank
@@ -88,30 +88,30 @@ class RoundInFlight:
         self._work: dist.Work
         self._sent_counts = [_numel(parts) for parts in sent]
         self._received_counts = [_numel(parts) for parts in received]
-        # The parts of this rank lie in front, those of the matrices that it owns behind them.
+        # First the parts that this rank sends, then the parts of the matrices that it owns.
         numels = [sum(self._sent_counts), sum(self._received_counts)]
         self._buffer = exchange._take(sum(numels) * dtype.itemsize)  # (nbytes or more,)
         both = self._buffer[: sum(numels) * dtype.itemsize].view(dtype)  # (sent + received,)
         self._sent, self._received = torch.split(both, numels)  # (sent,), (received,)
         self._received_parts = _views(self._received, received)
         self.inputs: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
-        """For each matrix of the round one tensor for each chunk that this rank has of it.
+        """For each matrix of the round one tensor per chunk of this rank, in the chunk's shape.
 
-        They are to be written before send_inputs(), and are in the dtype of the exchange.
+        The caller writes them before send_inputs().
         """
         for index, _, view in _views(self._sent, sent):
             self.inputs[index].append(view)
 
     def send_inputs(self) -> None:
-        """Start to send the inputs to the owners."""
+        """Start sending the inputs to the owners of their matrices."""
         self._work = self._exchange._start(
             self._received, self._received_counts, self._sent, self._sent_counts
         )
 
     def receive_matrices(self) -> dict[int, torch.Tensor]:
-        """Wait for the matrices that this rank owns, and return each whole.
+        """Wait for the matrices that this rank owns and return them whole.
 
-        They are contiguous, have memory of their own and may be used up.
+        The matrices are contiguous, share no memory, and may be overwritten.
         """
         self._exchange._wait(self._work)
         matrices = {
@@ -123,10 +123,10 @@ class RoundInFlight:
         return matrices
 
     def send_updates(self, updates: Mapping[int, torch.Tensor]) -> None:
-        """Start to send updates to where the matrices came from.
+        """Start sending the updates to the ranks that hold parts of their matrices.
 
         Args:
-            updates: one for each matrix that this rank owns, of its shape.
+            updates: one for each matrix that this rank owns, of shape (rows, columns).
         """
         for index, chunk, view in self._received_parts:
             view.copy_(chunk.select(updates[index]))
@@ -135,14 +135,14 @@ class RoundInFlight:
         )
 
     def receive_updates(self) -> dict[int, list[torch.Tensor]]:
-        """Wait for the updates; return those of this rank's chunks, in the place of the inputs."""
+        """Wait for the updates of this rank's chunks; they replace the content of ``inputs``."""
         self._exchange._wait(self._work)
         return self.inputs
 
     def release(self) -> None:
         """Give the memory of the updates to a later round.
 
-        What reads them may still be queued on the current stream of a GPU.
+        Kernels that read the updates may still be queued on the current stream of a GPU.
         """
         self._exchange._free.append(self._buffer)
 
@@ -154,7 +154,7 @@ def _numel(parts: Sequence[tuple[int, tierstore.Chunk]]) -> int:
 def _views(
     buffer: torch.Tensor, parts: Sequence[Sequence[tuple[int, tierstore.Chunk]]]
 ) -> list[tuple[int, tierstore.Chunk, torch.Tensor]]:
-    """Return for each chunk its matrix, itself and its part of a buffer that has all in turn."""
+    """Return (matrix, chunk, view) for each chunk, with chunks consecutive in the buffer."""
     flat = list(chain.from_iterable(parts))
     pieces = torch.split(buffer, [chunk.numel for _, chunk in flat])  # (chunk.numel,) of each
     return [

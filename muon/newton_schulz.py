@@ -1,4 +1,8 @@
-"""Newton-Schulz: the nearest matrix whose singular values are all about one."""
+"""Newton-Schulz iteration: replaces the singular values of a matrix by values near one.
+
+The quintic iteration is that of Keller Jordan (https://kellerjordan.github.io/posts/muon/), as in
+``torch.optim.Muon``. The module also counts its multiplications and measures its fastest dtype.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,16 @@ from itertools import pairwise
 
 import torch
 
-# Chosen by Keller Jordan to have the steepest slope at zero: after five steps every
-# singular value lies in about [0.7, 1.2]. https://kellerjordan.github.io/posts/muon/
+# Keller Jordan's coefficients have the steepest slope at zero: after five steps every singular
+# value lies in about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
-# From here on fewer operations take less time.
-_LARGE_ROWS = 512
+_LARGE_ROWS = 512  # From here on _iterate_on_gram() is faster on a CPU.
 _STRIP_ROWS = 256
-_STEEPEST = 3.6  # Rounding errors of what rises more are larger than they are worth.
+_STEEPEST = 3.6  # A steeper polynomial would amplify rounding errors too much.
 _MEASURED_ROUNDS = 8
-_BATCH_NUMEL = 1 << 24  # Of all in a batch, which is a copy.
+_BATCH_NUMEL = 1 << 24  # Elements of a batch: batching copies the matrices.
 
 
 def orthogonalize_(
@@ -35,17 +38,17 @@ def orthogonalize_(
     polynomial a s + b s^3 + c s^5 to every singular value s.
 
     Args:
-        matrix: shape (rows, columns), or (count, rows, columns) for several at once,
-            contiguous, of the dtype to compute in. Its content is used up.
+        matrix: shape (rows, columns), or (count, rows, columns) for a batch; contiguous, in
+            the dtype to compute in. The content is overwritten.
         coefficients: (a, b, c).
         steps: number of iterations.
-        eps: the norm by which a smaller matrix is divided, so that zero stays zero.
+        eps: smallest norm to divide by, so that a zero matrix stays zero.
 
     Returns:
-        The update, of the same shape and dtype. That of one matrix is bit for bit what
-        ``torch.optim.Muon`` computes from the same contiguous matrix: a tall one is worked on
-        as a transposed view. On a CPU, where the shorter side is at least 512, it has other
-        bits: there the same is done with fewer operations.
+        The update, of the same shape and dtype. For one contiguous matrix it equals the update
+        of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. On
+        a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations,
+        which round differently.
     """
     is_tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if is_tall else matrix  # (..., rows, columns), rows <= columns
@@ -69,19 +72,19 @@ def orthogonalize_all(
     steps: int = STEPS,
     eps: float = EPS,
 ) -> list[torch.Tensor]:
-    """Orthogonalize matrices, each alone or several small ones of one shape at once.
+    """Orthogonalize matrices one by one, or in batches of equal shape.
 
-    At once is quicker on a GPU; the last bits then depend on which others there are.
+    Batches are faster on a GPU. The last bits of an update then depend on its batch.
 
     Args:
-        matrices: on one device and of one dtype, else as for ``orthogonalize_``.
-        batched: whether to do several at once.
+        matrices: shapes (rows, columns), on one device and of one dtype. They are overwritten.
+        batched: compute small matrices of one shape in batches.
         coefficients: as for ``orthogonalize_``.
-        steps: likewise.
-        eps: likewise.
+        steps: as for ``orthogonalize_``.
+        eps: as for ``orthogonalize_``.
 
     Returns:
-        The update of each.
+        The updates, in the order of ``matrices``.
     """
     updates: dict[int, torch.Tensor] = {}
     for batch in batches([matrix.shape for matrix in matrices], batched=batched):
@@ -96,25 +99,25 @@ def orthogonalize_all(
 
 
 def batches(shapes: Sequence[tuple[int, ...]], *, batched: bool) -> list[list[int]]:
-    """Return which matrices of some shapes are worked on together, by position and in order."""
+    """Return the positions of the matrices in each batch, given the shapes of all matrices."""
     if not batched:
         return [[index] for index in range(len(shapes))]
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
         by_shape.setdefault(tuple(shape), []).append(index)
-    together = []
+    found = []
     for shape, indices in by_shape.items():
         count = max(1, _BATCH_NUMEL // max(1, math.prod(shape)))
-        together += [indices[at : at + count] for at in range(0, len(indices), count)]
-    return together
+        found += [indices[at : at + count] for at in range(0, len(indices), count)]
+    return found
 
 
 def cost(shape: tuple[int, int]) -> int:
-    """Return how many multiplications a step of Newton-Schulz takes, for comparing shapes.
+    """Return the multiplications of one Newton-Schulz step, for comparing shapes.
 
-    For r rows and c columns, r <= c, r^2 c for X X^T, r^3 for its square and r^2 c for the
-    product with X. What large matrices take on a CPU has other proportions, but ranks balanced
-    by these were still balanced there: 1.08 of the mean at most, for Llama's shapes on 64.
+    For r rows and c columns, r <= c: r^2 c for X X^T, r^3 for its square and r^2 c for the
+    product with X. Large matrices take other proportions on a CPU, but ranks balanced by this
+    cost stay balanced there: at most 1.08 of the mean, for the shapes of Llama on 64 ranks.
     """
     rows, columns = sorted(shape)
     return rows**2 * (2 * columns + rows)
@@ -135,15 +138,16 @@ def _iterate(
 def _iterate_on_gram(
     wide: torch.Tensor, coefficients: tuple[float, float, float], steps: int
 ) -> torch.Tensor:
-    """Do the same with fewer operations: several steps on A = X X^T, then one product with X.
+    """Iterate with fewer operations: several steps on A = X X^T, then one product with X.
 
-    All that a step multiplies are polynomials in A, so they commute and are symmetric: with
-    P = a I + b A + c A^2 a step takes A to P A P, and the product Q of all P to P Q. About the
-    mean of the diagonal of P is kept apart as a number, so that rounding adds little to what is
-    left. It still grows up to a times with each step, so after two Q is applied and A made anew;
-    all five at once diverge. In the first steps nearly all singular values are small, so Q is
-    nearly a number and one step more does no harm. Of a nearly square X a product costs little
-    more than of A, so that steps together gain nothing.
+    With P = a I + b A + c A^2, a step maps X to P X, hence A to P A P, and multiplies the
+    product Q of all P so far by P. All factors are polynomials in A: they commute and are
+    symmetric, so half of each product suffices. About the mean of the diagonal of P is kept
+    apart as a number, so that the rest is small and rounds little. Rounding errors still grow
+    up to a times with each step: after two steps Q is applied to X and A is computed again;
+    all five steps at once diverge. The first three steps may share one Q, because nearly all
+    singular values are small then and Q is nearly a multiple of I. For a nearly square X a
+    product with X costs little more than a product with A, so every step applies its own P.
     """
     rows, columns = wide.shape
     is_worth_it = columns >= 2 * rows and abs(coefficients[0]) <= _STEEPEST
@@ -169,10 +173,10 @@ def _iterate_on_gram(
 def _polynomial(
     gram: torch.Tensor, coefficients: tuple[float, float, float], *, centred: bool
 ) -> tuple[float, torch.Tensor]:
-    """Return ``a I + b A + c A^2`` as a number times I, and the matrix that is left.
+    """Return P = a I + b A + c A^2 as (number, rest), with P = number I + rest.
 
-    The number is a, or with ``centred`` near the mean of the diagonal. It takes few values,
-    since torch keeps a compiled kernel for each that the addend of a bfloat16 product has.
+    The number is a, or with ``centred`` near the mean of the diagonal of P. It is rounded to
+    few values, because torch caches one compiled kernel per factor of a bfloat16 product.
     """
     a, b, c = coefficients
     dtype = torch.promote_types(gram.dtype, torch.float32)
@@ -181,7 +185,7 @@ def _polynomial(
         trace = float(gram.diagonal().sum(dtype=dtype))
         norm = float(torch.linalg.vector_norm(gram, dtype=dtype))
         mean = (b * trace + c * norm**2) / len(gram)
-    if not 0.125 <= abs(mean) < 1e6:  # Too little to matter, or it diverges, or is a NaN.
+    if not 0.125 <= abs(mean) < 1e6:  # Negligible, divergent or NaN.
         return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
     mean = round(4 * mean) / 4
     addend = gram.clone()  # (rows, rows)
@@ -197,9 +201,9 @@ def _symmetric_addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
-    """Return ``beta * addend + alpha * left @ right``, known to be symmetric.
+    """Return ``beta * addend + alpha * left @ right``, which must be symmetric.
 
-    The lower half is computed, strip by strip, and mirrored.
+    The lower half is computed strip by strip and mirrored. None as addend means zero.
     """
     size = left.size(0)
     product = left.new_empty(size, size)  # (rows, rows)
@@ -222,17 +226,19 @@ def _symmetric_addmm(
 
 
 def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
-    """Return the dtype to orthogonalize such a matrix in: bfloat16, unless it is slow there.
+    """Measure whether bfloat16 or float32 orthogonalizes faster on a device.
 
-    On some CPUs bfloat16 is hundreds of times slower than on others, so that only a
-    measurement tells; float32 is returned where it takes less than two thirds of the time. It
-    is made on a matrix of at most 256 rows and columns, by one thread: several wait for each
-    other for as long as other work has their cores. Both take turns, and the shortest time of
-    each counts.
+    bfloat16 is hundreds of times slower on some CPUs than on others, so it must be measured.
+    The measurement uses a matrix of at most 256 rows and columns and one thread, because
+    several threads would wait for cores that other work occupies. Both dtypes take turns, and
+    the shortest time of each dtype counts.
 
     Args:
         shape: (rows, columns).
         device: where to compute.
+
+    Returns:
+        float32 if it takes less than two thirds of the time of bfloat16, else bfloat16.
     """
     sizes = [min(size, 256) for size in shape]
     matrix = torch.ones(sizes, device=device)  # (rows, columns), 256 at most
@@ -244,7 +250,7 @@ def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
             for dtype in seconds:
                 seconds[dtype] = min(seconds[dtype], _seconds(matrix.to(dtype, copy=True)))
             slowness = seconds[torch.bfloat16] / seconds[torch.float32]
-            if number and slowness > 10:  # More rounds could take minutes, and change nothing.
+            if number and slowness > 10:  # More rounds could take minutes and change nothing.
                 break
     finally:
         torch.set_num_threads(threads)
@@ -252,7 +258,7 @@ def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:
 
 
 def _seconds(matrix: torch.Tensor) -> float:
-    """Return how long one matrix takes, which is used up."""
+    """Return the seconds that one matrix takes; its content is overwritten."""
     if matrix.is_cuda:
         torch.cuda.synchronize(matrix.device)
     began = time.perf_counter()

@@ -24,8 +24,8 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 1e-2,
-    # What torch.optim.AdamW looks for in a checkpoint. Other values are refused, but for
-    # those that say how torch computes.
+    # torch.optim.AdamW expects these keys in a checkpoint. Values that would change the result
+    # are refused; "foreach" and "fused" are ignored.
     "amsgrad": False,
     "maximize": False,
     "foreach": None,
@@ -35,52 +35,51 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
     "decoupled_weight_decay": True,
 }
 
-# What the pages were laid out by, and so a state dict does not change in a group.
+# The layout of pages depends on these keys, so a state dict does not change them in a group.
 _FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices and, in groups that say so, AdamW for the rest.
+    """Muon for matrices, and AdamW for groups with ``algorithm="adamw"``.
 
-    Arguments have the meanings and defaults of ``torch.optim.Muon``, and float32
-    parameters with contiguous gradients get bit for bit what ``torch.optim.Muon`` and
-    ``torch.optim.AdamW(foreach=False)`` compute, but for large matrices on a CPU, whose
-    update is rounded otherwise (see ``orthogonalize_``). Parameters of lower precision
-    have a float32 master, which the rule is applied to.
+    Arguments have the meanings and defaults of ``torch.optim.Muon``. For float32 parameters
+    with contiguous gradients, results equal those of ``torch.optim.Muon`` and
+    ``torch.optim.AdamW(foreach=False)`` bit for bit, except for large matrices on a CPU, which
+    round differently (see ``orthogonalize_``). Parameters of lower precision have a float32
+    master, to which the rule is applied.
 
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``;
-            ``muon.param_groups(model)`` makes them. The names become the names of the
-            state on disk: use named parameters wherever a run is to be resumed. A group
-            may have ``algorithm="adamw"`` and then takes lr, betas, eps and weight_decay
-            with the defaults of ``torch.optim.AdamW``; else it is a Muon group, of
-            two-dimensional parameters.
+            ``muon.param_groups(model)`` makes groups. Names identify the state on disk: pass
+            named parameters if the run may be resumed. A group with ``algorithm="adamw"`` takes
+            lr, betas, eps and weight_decay with the defaults of ``torch.optim.AdamW``; any other
+            group is a Muon group of two-dimensional parameters.
         lr: learning rate.
         weight_decay: decoupled weight decay.
         momentum: weight of the past in the running average of gradients.
-        nesterov: whether to look one step ahead.
+        nesterov: look one step ahead.
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
         eps: smallest norm that Newton-Schulz divides by.
         ns_steps: Newton-Schulz iterations.
         adjust_lr_fn: None or "original", or "match_rms_adamw"; see ``torch.optim.Muon``.
-        momentum_dtype: dtype of the momentum; None: that of each parameter.
-        store: where the state lives; None keeps all of it in memory.
-        partition: where several ranks hold parameters whole, who owns them and their state:
-            "by_parameter", one rank each; "flat", each rank an equal range of all elements;
-            "auto", the first for Muon groups and the second for AdamW groups. DTensors that
-            are cut stay with the ranks that have them.
-        gather_memory: most bytes that a rank may take for matrices on their way between ranks:
+        momentum_dtype: dtype of the momentum; None: the dtype of each parameter.
+        store: holds the state; None keeps all state in memory.
+        partition: which rank owns parameters, and their state, that several ranks hold whole.
+            "by_parameter": one rank owns each parameter. "flat": each rank owns an equal range of
+            all elements. "auto": "by_parameter" for Muon groups, "flat" for AdamW groups. Shards
+            of DTensors are owned by the ranks that hold them.
+        gather_memory: the most bytes of matrices in flight between ranks that one rank may hold:
             an int, or a string such as "1GiB".
-        ns_dtype: dtype that Newton-Schulz computes in, or "auto": bfloat16, or float32 where
-            that is measured to be much faster, on the first of several ranks. A run keeps it.
-        ns_batched: whether Newton-Schulz computes several small matrices of one shape at once,
-            which is quicker on a GPU. The last bits of an update then depend on which matrices
-            are stepped together, and so on ``page_bytes`` and on the number of ranks.
+        ns_dtype: dtype of Newton-Schulz, or "auto": bfloat16, or float32 where rank 0 measures
+            that it is much faster. A resumed run keeps its dtype.
+        ns_batched: compute small matrices of one shape in batches, which is faster on a GPU. The
+            last bits of an update then depend on the other matrices of its page or round, and so
+            on ``page_bytes`` and the number of ranks.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
 
     Raises:
-        ValueError: a hyperparameter out of range, or a parameter that the algorithm of its
-            group cannot treat, by name.
+        ValueError: a hyperparameter is out of range, or the algorithm of a group does not support
+            a parameter.
     """
 
     def __init__(
@@ -128,15 +127,15 @@ class Muon(torch.optim.Optimizer):
         self._prefetches = prefetch_in_backward
         self._prefetched = False
         super().__init__(params, defaults)
-        # Read through to the pages. Never falsy, which torch's state-dict helpers take
-        # for an optimizer that has to make its state with a step of its own.
+        # A mapping over the pages. It is never falsy: for a falsy state, torch's state-dict
+        # helpers do a step to initialize the optimizer.
         self.state = PagedState(self)  # type: ignore[assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
 
         Raises:
-            ValueError: as in the constructor. The optimizer is as it was.
+            ValueError: as in the constructor. The optimizer is unchanged.
         """
         algorithm = param_group.get("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
@@ -152,7 +151,7 @@ class Muon(torch.optim.Optimizer):
                     del param_group[name]
             measured = param_group.get("ns_dtype") == "auto"
             if measured:
-                param_group["ns_dtype"] = torch.bfloat16  # Until the matrices are known to be some.
+                param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
             check_hyperparameters(param_group)
             self._check_parameters(len(self.param_groups) - 1)
             if measured:
@@ -168,12 +167,12 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def bytes_exchanged(self) -> int:
-        """What this rank has sent to others of matrices and their updates."""
+        """Bytes of matrices and updates that this rank has sent to other ranks."""
         return self._pipeline.bytes_sent
 
     def prefetch(self) -> None:
-        """Start to read the state that the next step begins with; see TierStore.prefetch()."""
-        if self._attached:  # Before the first step there is none.
+        """Start reading the state that the next step needs first; see TierStore.prefetch()."""
+        if self._attached:  # Before the first step there is no state.
             self._prefetched = True
             self.store.prefetch()
 
@@ -182,14 +181,14 @@ class Muon(torch.optim.Optimizer):
         """Do one step with the gradients in ``.grad``, which are not modified.
 
         Args:
-            closure: reevaluates the model and returns the loss.
+            closure: evaluates the model and returns the loss.
 
         Returns:
-            The loss, if a closure was given.
+            The result of the closure, or None.
 
         Raises:
-            StorageError, CorruptionError: the state could not be paged. Once a page was
-                stepped the store is failed, and restore() goes back to the last commit.
+            StorageError, CorruptionError: pages could not be read or written. If a page was
+                stepped already, the store is failed, and restore() returns to the last commit.
         """
         loss = None
         if closure is not None:
@@ -213,19 +212,20 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
-        """Go back to the step that the store has committed: parameters, state, groups.
+        """Restore parameters, state and hyperparameters of the last committed step.
 
         Args:
-            checkpoint: begin a new run with what this checkpoint holds; see
-                ``TierStore.restore()``. The parameters need names.
+            checkpoint: start a new run from this checkpoint; see ``TierStore.restore()``. The
+                parameters need names.
 
         Returns:
             The step, or 0 for a new run.
 
         Raises:
-            RunMismatchError, CheckpointError: it is of another model; nothing was changed.
+            RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
+                Nothing was changed.
         """
-        # A store that failed goes back to the groups it has; the next step attaches the others.
+        # A failed store restores the groups that it has; the next step attaches the others.
         with contextlib.suppress(tierstore.StoreFailedError):
             self._attach_groups()
         fixed = [{key: group[key] for key in _FIXED if key in group} for group in self.param_groups]
@@ -237,10 +237,10 @@ class Muon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of ``torch.optim``, also before the first step.
 
-        Its tensors are mappings of the page files, see ``TierStore.read_states()``: they cost
-        no memory and stay as they are. Parameters of low precision have an entry "master"
-        beside their other states. All ranks call it together, and have the same entries: those
-        of a DTensor are DTensors, placed as it is.
+        Tensors have the shape of their parameter. They are mappings of page files, which cost no
+        memory and do not change; see ``TierStore.read_states()``. Parameters of low precision
+        have an additional entry "master". All ranks call this together and get the same entries;
+        states of a DTensor are DTensors with its placements.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -250,7 +250,7 @@ class Muon(torch.optim.Optimizer):
         packed_states: dict[int, dict[str, torch.Tensor]] = {}
         index = 0
         for number, group in enumerate(self.param_groups):
-            # By name: torch's state-dict helpers know plain values only.
+            # Dtypes by name, because torch's state-dict helpers support plain values only.
             packed = {
                 key: str(value) if isinstance(value, torch.dtype) else value
                 for key, value in group.items()
@@ -269,15 +269,15 @@ class Muon(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the state by one in the format of ``torch.optim``.
+        """Replace the state by a state dict in the format of ``torch.optim``.
 
-        That of ``torch.optim.Muon`` or ``torch.optim.AdamW`` over the same parameters in
-        the same order will do, and so will whole tensors for what is a DTensor here. Each
-        state keeps the dtype it has here. All ranks call it together.
+        State dicts of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters in
+        the same order are accepted, and whole tensors for states of a DTensor. Each state keeps
+        its current dtype. All ranks call this together.
 
         Raises:
-            ValueError: it is of other groups, or a parameter has other states than it has
-                here. Nothing was changed.
+            ValueError: the groups, or the states of a parameter, differ from this optimizer's.
+                Nothing was changed.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -311,13 +311,13 @@ class Muon(torch.optim.Optimizer):
         ranks = self.store.ranks
         if ranks is None:
             return newton_schulz.fastest_dtype(shape, device)
-        # Rank 0 measures for all: measurements may differ, and all must compute alike.
+        # Measurements of ranks may differ, but all ranks must compute in the same dtype.
         measured = newton_schulz.fastest_dtype(shape, device) if ranks.rank == 0 else None
         dtype: torch.dtype = ranks.training.gather(measured)[0]
         return dtype
 
     def _check_parameters(self, number: int) -> None:
-        """Check that a group's parameters can be stepped and paged under names of their own."""
+        """Check that the parameters of a group can be stepped and paged, under unique names."""
         earlier = [name for before in range(number) for name, _ in self._named(before)]
         names, tensors = set(earlier), set[torch.Tensor]()
         for name, parameter in self._named(number):
@@ -328,12 +328,12 @@ class Muon(torch.optim.Optimizer):
             if self.param_groups[number]["algorithm"] == "muon" and parameter.ndim != 2:
                 raise ValueError(
                     f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
-                    "matrices. Put it in a group with algorithm='adamw'"
+                    "two-dimensional parameters. Put it in a group with algorithm='adamw'"
                 )
-        self._paged_group(number)  # Refuses what cannot be paged.
+        self._paged_group(number)  # Raises for a parameter that cannot be paged.
 
     def _scalar_states(self, number: int, name: str) -> dict[str, torch.Tensor]:
-        """Return the states of one parameter that lie in no page, as ``torch.optim`` has them."""
+        """Return the states of a parameter that are not paged, as ``torch.optim`` has them."""
         if self.param_groups[number]["algorithm"] == "muon":
             return {}
         step = self.store.scalars.get(name, {"step": 0.0})["step"]
@@ -342,9 +342,12 @@ class Muon(torch.optim.Optimizer):
     def _matched(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Check a state dict; return the hyperparameters by group, the states by name."""
+        """Check a state dict; return hyperparameters for each group, states by parameter name."""
         if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(f"not a state dict of an optimizer: its keys are {list(state_dict)}")
+            raise ValueError(
+                "the state dict of an optimizer has the keys 'state' and 'param_groups', got "
+                f"{list(state_dict)}"
+            )
         saved_groups = state_dict["param_groups"]
         lengths = [len(group["params"]) for group in self.param_groups]
         saved_lengths = [len(group["params"]) for group in saved_groups]
@@ -359,22 +362,22 @@ class Muon(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             if saved.get("algorithm", group["algorithm"]) != group["algorithm"]:
                 raise ValueError(
-                    f"group {number} of the state dict is for {saved['algorithm']!r}, here it "
-                    f"is for {group['algorithm']!r}"
+                    f"group {number} of the state dict is for {saved['algorithm']!r}, but this "
+                    f"optimizer's group is for {group['algorithm']!r}"
                 )
-            # A copy, as in torch.optim: a tensor lr must not be shared with the state dict.
+            # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
             groups.append(
                 with_dtypes(
                     deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
                 )
             )
             for key in ("ns_dtype", "ns_batched"):
-                if groups[-1].get(key) is None:  # So torch's helpers fill what stock lacks.
+                if groups[-1].get(key) is None:  # torch's helpers add None for missing keys.
                     groups[-1].pop(key, None)
             check_hyperparameters({**group, **groups[-1]})
             paged = self._paged_group(number).parameters
             for saved_id, parameter in zip(saved["params"], paged, strict=True):
-                # torch's helpers put an empty dict where a flattened state dict has no entry.
+                # torch's helpers add empty dicts for missing entries of a flattened state dict.
                 saved_states: dict[str, Any] = unmatched.pop(saved_id, {})
                 states[parameter.name] = {
                     key: value
@@ -384,15 +387,17 @@ class Muon(torch.optim.Optimizer):
                 has_step = group["algorithm"] == "adamw"
                 check_saved(states[parameter.name], parameter, has_step=has_step)
         if unmatched:
-            raise ValueError(f"the state dict has states of no parameter: {list(unmatched)[:3]}")
+            raise ValueError(
+                f"the state dict has states without a parameter: {list(unmatched)[:3]}"
+            )
         return groups, states
 
     def _attach_groups(self) -> None:
-        """Give the store the groups that it does not have yet."""
+        """Attach the groups that the store does not have yet."""
         if self.store.group_count != len(self._attached):
             raise ValueError(
-                "another optimizer uses this store: give each optimizer a store and a "
-                "directory of its own, or all groups to one optimizer"
+                "another optimizer uses this store: give each optimizer its own store and "
+                "directory, or all groups to one optimizer"
             )
         numbers = range(len(self._attached), len(self.param_groups))
         if not numbers:
@@ -406,9 +411,10 @@ class Muon(torch.optim.Optimizer):
                     self.store.scalars[name] = {"step": 0.0}
 
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
-        """Return a group as the store has it, or would have it now.
+        """Return a group as the store has it, or as it would be attached now.
 
-        Until a group is attached its parameters may still be converted, so nothing is kept.
+        Before it is attached, a group is described anew each time, because the model may still
+        be converted.
         """
         if number < len(self._attached):
             return self._attached[number]
@@ -446,12 +452,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:
-    """Return a hook of parameters that prefetches with the first gradient of each step."""
+    """Return a parameter hook that prefetches with the first gradient of each step."""
 
     def prefetch(parameter: torch.Tensor) -> None:
-        it = optimizer()
-        if it is not None and not it._prefetched:
-            with contextlib.suppress(tierstore.StoreClosedError):  # The model goes on without.
-                it.prefetch()
+        alive = optimizer()
+        if alive is not None and not alive._prefetched:
+            # The model may be trained further after the store is closed.
+            with contextlib.suppress(tierstore.StoreClosedError):
+                alive.prefetch()
 
     return prefetch

@@ -1,6 +1,7 @@
-"""Which rank orthogonalizes each matrix that lies on several, and which are exchanged together.
+"""Owners and rounds of matrices that lie on several ranks.
 
-All of it follows from shapes and chunks, so every rank finds the same without asking.
+The owner of a matrix orthogonalizes it; the matrices of a round are exchanged together. Both
+follow from shapes and chunks alone, so every rank computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -13,37 +14,38 @@ import tierstore
 from muon import newton_schulz
 
 UNEVEN_MAX = 1.1
-"""What a rank may have to do, of the mean, before ranks that have no part of a matrix help out.
+"""Load of a rank over the mean load, above which a rank without a part of a matrix may own it.
 
-It is sent whole to these and back, which takes less time than its Newton-Schulz."""
+Such a matrix is sent whole to its owner and back, which takes less time than orthogonalizing it on
+a busy rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMatrix:
     """A matrix whose elements lie on several ranks.
 
-    Of equal ones one object may stand for all: each takes time and memory for every rank.
+    Equal matrices may share one object, which saves time and memory proportional to the ranks.
 
     Raises:
-        ValueError: a chunk does not lie within the matrix, or they do not have as many
-            elements together.
+        ValueError: a chunk lies outside of the matrix, or the chunks have more or fewer elements
+            than the matrix.
     """
 
     shape: tuple[int, int]
     """(rows, columns)."""
 
     chunks: Sequence[Sequence[tierstore.Chunk]]
-    """For each rank what it has, in its order. Each element is in one chunk of one rank."""
+    """The chunks of each rank. Each element of the matrix lies in one chunk of one rank."""
 
     numels: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """For each rank how many elements it has."""
+    """Number of elements on each rank."""
 
     def __post_init__(self) -> None:
         numels = tuple(sum(chunk.numel for chunk in chunks) for chunks in self.chunks)
         if sum(numels) != self.numel:
             raise ValueError(
-                f"the chunks of a matrix of shape {list(self.shape)} must have its {self.numel} "
-                f"elements together, got {sum(numels)}"
+                f"the chunks of a matrix of shape {list(self.shape)} must have {self.numel} "
+                f"elements in total, got {sum(numels)}"
             )
         for chunk in (chunk for chunks in self.chunks for chunk in chunks):
             stops = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
@@ -55,32 +57,32 @@ class SharedMatrix:
 
     @property
     def numel(self) -> int:
-        """How many elements the whole matrix has."""
+        """Number of elements of the whole matrix."""
         return self.shape[0] * self.shape[1]
 
     @property
     def whole_rank(self) -> int | None:
-        """The first rank that has all elements, or None: the matrix is exchanged."""
+        """The first rank that has all elements; None if the matrix must be exchanged."""
         return self.numels.index(self.numel) if self.numel in self.numels else None
 
 
 def assign_owners(
     matrices: Sequence[SharedMatrix], loads: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return which rank orthogonalizes each matrix, and how much the ranks then have to do.
+    """Return the owner of each matrix, and the load of each rank with these matrices.
 
-    A matrix that is whole on a rank is that rank's. Of the others the costliest come first,
-    each to the rank with the least to do among those that have a part of it, or among all where
-    that rank would have more than UNEVEN_MAX: of equal matrices the earlier one first, of equal
-    ranks the one with the largest part, then the lowest. Give it all matrices of a step at once:
-    what comes bit by bit is balanced less well.
+    A matrix that is whole on a rank is owned by that rank. The other matrices are assigned by
+    decreasing cost, earlier ones first among equals. Each goes to the rank with the least load
+    among the ranks that hold a part of it, or among all ranks if that rank would exceed UNEVEN_MAX;
+    among equal loads to the rank with the largest part, then to the lowest rank. Pass all matrices
+    of a step at once: several calls balance less well.
 
     Args:
-        matrices: over the same ranks.
-        loads: what each rank has to do already, in the unit of ``newton_schulz.cost``.
+        matrices: all over the same ranks.
+        loads: load that each rank already has, in the unit of ``newton_schulz.cost``.
 
     Raises:
-        ValueError: a matrix is not over as many ranks as there are loads.
+        ValueError: a matrix lies over more or fewer ranks than there are loads.
     """
     sums = list(loads)
     for index, matrix in enumerate(matrices):
@@ -110,27 +112,27 @@ def assign_owners(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Some matrices that are exchanged together: sent to their owners, and the updates back.
+    """Matrices that are exchanged together.
 
-    Both are named by their position in the list that was planned.
+    Matrices and owners have the position of their matrix in the planned list as key.
     """
 
     matrices: Mapping[int, SharedMatrix]
     owners: Mapping[int, int]
 
     def owned(self, rank: int) -> list[int]:
-        """Return the matrices of which a rank is the owner."""
+        """Return the positions of the matrices that a rank owns."""
         return [index for index, owner in self.owners.items() if owner == rank]
 
     def sent(self, rank: int) -> list[list[tuple[int, tierstore.Chunk]]]:
-        """Return what a rank sends to each: matrix and chunk, in the order on the wire."""
+        """Return (position, chunk) that a rank sends to each receiver, in the order on the wire."""
         sent: list[list[tuple[int, tierstore.Chunk]]] = [[] for _ in range(self._world_size)]
         for index, matrix in self.matrices.items():
             sent[self.owners[index]] += [(index, chunk) for chunk in matrix.chunks[rank]]
         return sent
 
     def received(self, rank: int) -> list[list[tuple[int, tierstore.Chunk]]]:
-        """Return what a rank receives from each, likewise."""
+        """Return (position, chunk) that a rank receives from each sender, in that order."""
         owned = self.owned(rank)
         return [
             [(index, chunk) for index in owned for chunk in self.matrices[index].chunks[sender]]
@@ -145,14 +147,14 @@ class Round:
 def plan_rounds(
     matrices: Sequence[SharedMatrix], owners: Sequence[int], *, bytes_max: int, itemsize: int
 ) -> list[Round]:
-    """Cut the matrices that are whole on no rank into rounds, as long ones as memory allows.
+    """Cut the matrices that are whole on no rank into rounds as large as memory allows.
 
     Args:
-        matrices: over the same ranks, in the order in which they are exchanged.
-        owners: the rank that orthogonalizes each.
-        bytes_max: the most that a rank may need in one round for what it sends and receives
-            and for the whole matrices that it puts together.
-            A matrix that needs more has a round for itself.
+        matrices: all over the same ranks, in the order of their exchange.
+        owners: the owner of each matrix.
+        bytes_max: the most bytes that a rank may need in one round, for what it sends and
+            receives and for the whole matrices that it owns. A matrix that alone needs more gets
+            its own round.
         itemsize: bytes of an element on the wire.
     """
     rounds: list[list[int]] = []
@@ -176,9 +178,9 @@ def plan_rounds(
 
 
 def memory_needed(matrix: SharedMatrix, owner: int) -> list[int]:
-    """Return for how many elements each rank needs memory in a round of this matrix alone."""
+    """Return the elements that each rank needs memory for in a round of this matrix alone."""
     if matrix.whole_rank is not None:
         return [0] * len(matrix.chunks)
     needs = list(matrix.numels)  # What each rank sends.
-    needs[owner] += 2 * matrix.numel  # What the owner receives, and the matrix made of it.
+    needs[owner] += 2 * matrix.numel  # What the owner receives, and the whole matrix.
     return needs

@@ -1,4 +1,4 @@
-"""Which update rule each parameter of a model gets."""
+"""Routing: the update rule of each parameter of a model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-# What the last layer of a language model is called in common model code.
+# Names of the last layer of a language model in common model code.
 _HEAD_NAMES = frozenset(
     {"lm_head", "head", "output", "embed_out", "unembed", "classifier", "score"}
 )
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Param groups for ``muon.Muon``; prints as a table of what was routed where."""
+    """Param groups for ``muon.Muon``; prints as a table of parameters and their groups."""
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE, title="param groups")
@@ -37,7 +37,7 @@ class ParamGroups(list[dict[str, Any]]):
                         f"{group['weight_decay']:g}",
                     )
                 table.add_row(*heading, name, shape)
-        # As wide as the table is, so that no name is cut short.
+        # The console is as wide as the table, so that no name is cut.
         width = Console(width=sys.maxsize).measure(table).maximum
         console = Console(width=width, no_color=True, highlight=False, markup=False, emoji=False)
         with console.capture() as capture:
@@ -54,28 +54,28 @@ def param_groups(
     adamw_weight_decay: float = 0.01,
     adamw_names: Collection[str] = (),
 ) -> ParamGroups:
-    """Route the parameters of a model: hidden matrices to Muon, all else to AdamW.
+    """Route the parameters of a model: hidden matrices to Muon, all other parameters to AdamW.
 
-    All else is embeddings, the head (by its module's name, as the model's
-    ``get_output_embeddings()``, or as the last Linear layer when it is as wide as an
-    embedding has entries), and parameters with less than two dimensions. Frozen parameters
-    are left out; a parameter with two names appears once.
+    AdamW gets embeddings, the head, parameters with fewer than two dimensions, and
+    ``adamw_names``. The head is found by the name of its module, by the model's
+    ``get_output_embeddings()``, or as the last Linear layer if its width is the number of entries
+    of an embedding. Frozen parameters are left out; a tied parameter appears once.
 
     Args:
         model: the model, after ``requires_grad`` was set.
-        lr: of the Muon group, with the default of ``torch.optim.Muon``.
-        adamw_lr: of the AdamW group, with the default of ``torch.optim.AdamW``.
-        weight_decay: of the Muon group, likewise.
-        adamw_weight_decay: of the AdamW group, likewise.
-        adamw_names: names of further parameters that AdamW shall have.
+        lr: learning rate of the Muon group; the default is that of ``torch.optim.Muon``.
+        adamw_lr: learning rate of the AdamW group; the default is that of ``torch.optim.AdamW``.
+        weight_decay: weight decay of the Muon group.
+        adamw_weight_decay: weight decay of the AdamW group.
+        adamw_names: names of more parameters for AdamW.
 
     Returns:
-        One group per algorithm that has parameters, with named parameters.
+        One group for each algorithm that has parameters, with named parameters.
 
     Raises:
-        ValueError: a parameter with more than two dimensions that is not in
-            ``adamw_names``, a name in it that the model does not have, or a model with
-            nothing to train.
+        ValueError: a parameter has more than two dimensions and is not in ``adamw_names``, the
+            model has no parameter of a name in ``adamw_names``, or no parameter requires a
+            gradient.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     aliases = dict(model.named_parameters(remove_duplicate=False))
@@ -91,9 +91,8 @@ def param_groups(
             matrices.append((name, parameter))
         else:
             raise ValueError(
-                f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs matrices, "
-                "and what the matrices of more dimensions are cannot be told. Name it in "
-                "adamw_names"
+                f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
+                "two-dimensional parameters. Name it in adamw_names"
             )
     groups = ParamGroups()
     if matrices:

@@ -1,4 +1,4 @@
-"""How each rule steps the shards of a page."""
+"""Update rules applied to the parameter shards of a page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from muon.update import adamw_, adjust_lr, momentum_, muon_
 def write_inputs(
     shard: tierstore.ShardView, group: Mapping[str, Any], outs: Sequence[torch.Tensor]
 ) -> None:
-    """Update the momentum of a shard; write what Newton-Schulz is to orthogonalize.
+    """Update the momentum of a shard and write the input of Newton-Schulz.
 
     Args:
-        shard: of a parameter that has a gradient.
-        group: its hyperparameters.
-        outs: for each chunk of the shard a tensor of its shape, overwritten.
+        shard: a shard with a gradient.
+        group: hyperparameters of the shard.
+        outs: one tensor per chunk of the shard, in the shape of the chunk; overwritten.
     """
     with record_function("muon::momentum"):
         for chunk, out in zip(shard.chunks, outs, strict=True):
@@ -36,7 +36,7 @@ def write_inputs(
 
 
 def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the update of each of some whole matrices, which are used up."""
+    """Return the updates of whole matrices of shapes (rows, columns), which are overwritten."""
     with record_function("muon::newton_schulz"):
         return newton_schulz.orthogonalize_all(
             matrices,
@@ -50,7 +50,7 @@ def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) ->
 def apply_updates(
     shard: tierstore.ShardView, group: Mapping[str, Any], updates: Sequence[torch.Tensor]
 ) -> None:
-    """Step the chunks of a shard, given the update of each."""
+    """Step the chunks of a shard, given one update per chunk in the shape of the chunk."""
     lr = group["lr"]
     adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *shard.spec.shape)
     with record_function("muon::apply"):
@@ -65,7 +65,7 @@ def apply_updates(
 
 
 def step_whole(shards: Sequence[tierstore.ShardView], group: Mapping[str, Any]) -> None:
-    """Step matrices that have a gradient and lie in the page whole, in however many chunks."""
+    """Step matrices with a gradient whose chunks all lie in this page."""
     shapes = [shard.spec.shape for shard in shards]
     for batch in newton_schulz.batches(shapes, batched=group["ns_batched"]):
         matrices = []
@@ -81,7 +81,7 @@ def step_whole(shards: Sequence[tierstore.ShardView], group: Mapping[str, Any]) 
 
 
 def step_adamw(shard: tierstore.ShardView, group: Mapping[str, Any], step: float) -> None:
-    """Step a shard that has a gradient; ``step`` counts those of its parameter, from 1."""
+    """Step a shard with a gradient; ``step`` is the number of this step for its parameter."""
     with record_function("muon::adamw"):
         for chunk in shard.chunks:
             assert chunk.grad is not None

@@ -1,4 +1,4 @@
-"""``optimizer.state``, read through to the pages."""
+"""``optimizer.state`` as a mapping that reads from the pages."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import tierstore
 
 
 class PagedOptimizer(Protocol):
-    """What is asked of the optimizer whose state it is."""
+    """The part of ``muon.Muon`` that its state needs."""
 
     store: tierstore.TierStore
     param_groups: list[dict[str, Any]]
 
     def _attach_groups(self) -> None:
-        """Give the store the groups that it does not have yet."""
+        """Attach the groups that the store does not have yet."""
 
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
-        """Return a group as the store has it."""
+        """Return a group as the store has it, or would have it now."""
 
     def _scalar_states(self, number: int, name: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter that lie in no page."""
+        """Return the states of a parameter that are not paged."""
 
 
 class PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
-    """``optimizer.state``: has every parameter from the beginning."""
+    """``optimizer.state``, with an entry for every parameter also before the first step."""
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self._optimizer = optimizer
@@ -48,9 +48,9 @@ class PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
 
 
 class _ParameterState(Mapping[str, torch.Tensor]):
-    """The states of one parameter: their names are known, a value is read from its page.
+    """The states of one parameter: names are known, values are read from pages on access.
 
-    Where there are several ranks it is not, since one rank alone cannot read it.
+    On several ranks reading raises RuntimeError, because one rank alone cannot read a state.
     """
 
     def __init__(self, optimizer: PagedOptimizer, number: int, index: int) -> None:
@@ -83,6 +83,6 @@ class _ParameterState(Mapping[str, torch.Tensor]):
 
 
 def _state_dtypes(paged: tierstore.PagedParameter) -> dict[str, torch.dtype]:
-    """Return the paged states of a parameter; fp32 parameters have no master beside them."""
+    """Return the paged states of a parameter. A float32 parameter has no separate master."""
     spec = paged.spec
     return dict(spec.states if spec.owns_master else spec.all_states)

@@ -1,8 +1,8 @@
-"""The two update rules, over plain tensors that are any chunk of a parameter.
+"""Update rules of Muon and AdamW as pure functions over the tensors of one chunk.
 
-Everything here is elementwise, so that a result does not depend on where a parameter was
-cut. Gradients are never modified. Tensors of one call have one shape. A learning rate that
-is a tensor of one element is computed with in its own precision.
+All operations are elementwise, so results do not depend on where a parameter is cut, and
+gradients are never modified. The tensors of one call have one shape; a learning rate that is a
+tensor of one element is used in its own precision.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ def momentum_(
     nesterov: bool,
     out: torch.Tensor,
 ) -> None:
-    """Update the momentum and write what Newton-Schulz is to orthogonalize into ``out``.
+    """Update the momentum and write the input of Newton-Schulz to ``out``.
 
-    The running average is ``momentum * buffer + (1 - momentum) * grad``, in float32 or
-    wider; a buffer of lower precision stores it rounded.
+    As in ``torch.optim.Muon``: the average m is ``momentum * m + (1 - momentum) * grad``, and the
+    input is m, or with ``nesterov`` ``(1 - momentum) * grad + momentum * m``. Both are computed
+    in float32 or wider; a buffer of lower precision stores m rounded.
 
     Args:
-        grad: any floating-point dtype.
-        momentum_buffer: updated in place.
+        grad: shape (rows, columns) of the chunk, any floating-point dtype.
+        momentum_buffer: the shape of ``grad``; updated in place.
         momentum: weight of the past, in [0, 1].
-        nesterov: look one step ahead, as ``torch.optim.Muon`` does.
-        out: overwritten, in the dtype of Newton-Schulz.
+        nesterov: look one step ahead.
+        out: the shape of ``grad``, in the dtype of Newton-Schulz; overwritten.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     wide = torch.promote_types(wide, momentum_buffer.dtype)
     for grad_piece, buffer, out_piece in _pieces(grad, momentum_buffer, out):
         wide_grad = grad_piece.to(wide)  # (rows, columns)
-        average = buffer.to(wide)  # (rows, columns); the buffer itself where it is wide already
-        average.lerp_(wide_grad, 1 - momentum)  # momentum * average + (1 - momentum) * grad
+        average = buffer.to(wide)  # (rows, columns); the buffer itself if it is wide
+        average.lerp_(wide_grad, 1 - momentum)  # m = momentum m + (1 - momentum) g
         buffer.copy_(average)
         out_piece.copy_(wide_grad.lerp(average, momentum) if nesterov else average)
 
@@ -54,13 +55,15 @@ def muon_(
     adjusted_lr: float | torch.Tensor,
     weight_decay: float,
 ) -> None:
-    """Decay the master, then subtract the orthogonalized update.
+    """Decay the master, then subtract the orthogonalized update, as ``torch.optim.Muon`` does.
+
+    master = (1 - lr * weight_decay) * master - adjusted_lr * update.
 
     Args:
-        master: updated in place.
-        update: in the dtype of Newton-Schulz.
-        lr: learning rate before adjust_lr(): it alone scales the weight decay.
-        adjusted_lr: learning rate of the update.
+        master: shape (rows, columns) of the chunk; updated in place.
+        update: the shape of ``master``, in the dtype of Newton-Schulz.
+        lr: learning rate before adjust_lr(), which scales the weight decay.
+        adjusted_lr: learning rate after adjust_lr(), which scales the update.
         weight_decay: decoupled, as in AdamW.
     """
     decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
@@ -71,11 +74,12 @@ def muon_(
 def adjust_lr(
     lr: float | torch.Tensor, adjust_lr_fn: str | None, rows: int, columns: int
 ) -> float | torch.Tensor:
-    """Return the learning rate of a matrix of this shape.
+    """Return the learning rate for matrices of one shape.
 
-    None and "original" scale by sqrt(max(1, rows / columns)) (Keller Jordan);
-    "match_rms_adamw" by 0.2 sqrt(max(rows, columns)), so that the update has about the RMS
-    of AdamW's and its learning rate carries over (https://arxiv.org/abs/2502.16982).
+    None and "original" scale by sqrt(max(1, rows / columns)), as Keller Jordan does.
+    "match_rms_adamw" scales by 0.2 sqrt(max(rows, columns)): the update then has about the RMS
+    of an AdamW update, and learning rates of AdamW carry over
+    (https://arxiv.org/abs/2502.16982).
     """
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
@@ -94,17 +98,19 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step of AdamW (https://arxiv.org/abs/1711.05101).
+    """Do one step of AdamW (https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW`` does.
 
     Args:
-        master: updated in place.
-        grad: any floating-point dtype.
-        exp_avg: running mean of gradients, updated in place, of the master's dtype.
-        exp_avg_sq: running mean of squared gradients, likewise.
+        master: any shape; updated in place.
+        grad: the shape of ``master``, any floating-point dtype.
+        exp_avg: running mean m of gradients, in the shape and dtype of the master; updated in
+            place.
+        exp_avg_sq: running mean v of squared gradients, in the shape and dtype of the master;
+            updated in place.
         step: number of this step for the parameter, from 1.
         lr: learning rate.
-        betas: weight of the past in the two running means.
-        eps: added to the root of the second mean.
+        betas: weights of the past in m and v.
+        eps: added to the root of v.
         weight_decay: decoupled: the master shrinks by ``lr * weight_decay``.
     """
     beta1, beta2 = betas
@@ -120,10 +126,10 @@ def adamw_(
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the same rows of tensors of one shape, so many that temporaries stay in the cache.
+    """Yield the same rows of all tensors, few enough that temporaries stay in the cache.
 
-    Memory for larger ones is taken from the system and given back each time, which on a CPU
-    takes several times as long as what is computed. Tensors on a GPU come whole.
+    On a CPU, larger temporaries would be allocated from the system and returned each time, which
+    takes several times as long as the computation. Tensors on a GPU are yielded whole.
     """
     first = tensors[0]
     if not first.is_cpu or first.numel() <= _PIECE_ELEMENTS:

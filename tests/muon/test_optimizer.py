@@ -405,7 +405,7 @@ def test_frozen_parameters_stay() -> None:
 
 
 def test_model_may_be_converted_before_the_first_step() -> None:
-    """Pages are laid out at the first step, so state follows the dtype that parameters have then."""
+    """Pages are laid out at the first step, with the dtypes that parameters have then."""
     weight, reference_weight = matrix(), matrix(dtype=torch.bfloat16)
     optimizers = [muon.Muon([weight]), muon.Muon([reference_weight])]
     weight.data = weight.data.bfloat16()

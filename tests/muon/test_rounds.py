@@ -97,8 +97,8 @@ def test_a_matrix_is_whole_on_one_rank_in_any_number_of_chunks() -> None:
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ([[Chunk((0, 0), (1, 3))], []], "must have its 6 elements together, got 3"),
-        ([[Chunk((0, 0), (2, 3))], [Chunk((0, 0), (1, 1))]], "6 elements together, got 7"),
+        ([[Chunk((0, 0), (1, 3))], []], "must have 6 elements in total, got 3"),
+        ([[Chunk((0, 0), (2, 3))], [Chunk((0, 0), (1, 1))]], "6 elements in total, got 7"),
         ([[Chunk((0, 1), (2, 3))]], r"does not lie within a matrix of shape \[2, 3\]"),
         ([[Chunk((0,), (6,))]], "does not lie within a matrix"),
     ],
