@@ -1,4 +1,4 @@
-"""Several matrices orthogonalized at once."""
+"""Orthogonalization of matrices in batches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHAPES = [(20, 30), (7, 7), (20, 30), (30, 20), (1, 5), (7, 7), (20, 30)]
 
 def matrices(dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    made[1].zero_()
-    return [matrix.to(dtype).to(device) for matrix in made]
+    found = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    found[1].zero_()
+    return [matrix.to(dtype).to(device) for matrix in found]
 
 
 def error(update: torch.Tensor, exact: torch.Tensor) -> float:
@@ -30,16 +30,16 @@ def error(update: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20), (7, 7), (1, 5)])
 @pytest.mark.parametrize(
-    # A few roundings of each dtype, which five steps make larger.
+    # A few rounding errors of each dtype, amplified by five steps.
     ("dtype", "tolerance"),
     [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.1)],
 )
-def test_a_batch_gives_what_each_gives_alone(
+def test_a_batch_equals_single_matrices(
     shape: tuple[int, int], dtype: torch.dtype, tolerance: float
 ) -> None:
     batch = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     batch[1] = 0
-    batch[2] *= 1000  # Each is divided by a norm of its own.
+    batch[2] *= 1000  # Matrices are divided by their own norms.
     exact = [muon.orthogonalize_(matrix.double()) for matrix in batch]
     updates = muon.orthogonalize_(batch.clone())
     assert (updates.shape, updates.dtype) == (batch.shape, dtype)
@@ -56,7 +56,7 @@ def test_a_nan_stays_with_its_matrix() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_batches_others_change_nothing(dtype: torch.dtype) -> None:
+def test_without_batches_updates_are_independent(dtype: torch.dtype) -> None:
     expected = [muon.orthogonalize_(matrix, steps=4) for matrix in matrices(dtype)]
     updates = orthogonalize_all(matrices(dtype), batched=False, steps=4)
     assert all(map(torch.equal, updates, expected))
@@ -82,24 +82,26 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_equal_shapes_are_worked_on_together() -> None:
-    """On a device of which only the shapes are real."""
+def test_equal_shapes_make_a_batch() -> None:
+    """The meta device computes shapes only."""
     with Products() as products:
         updates = orthogonalize_all(matrices(torch.float32, "meta"), batched=True)
     assert [tuple(update.shape) for update in updates] == SHAPES
     assert products.shapes == {(3, 20, 30), (2, 7, 7)}
-    # In the order in which they were given.
+    # A batch keeps the order of the arguments.
     assert [updates[index].storage_offset() for index in (0, 2, 6)] == [0, 600, 1200]
     large = [torch.empty(2048, 3000, device="meta", dtype=torch.bfloat16) for _ in range(5)]
     with Products() as products:
         orthogonalize_all([*large, torch.empty(5000, 5000, device="meta")], batched=True)
-    # Two of 6 million elements at a time, one alone.
+    # Batches have two matrices of 6 million elements; the fifth matrix is alone.
     assert products.shapes == {(2, 2048, 3000)}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
-def test_with_batches_each_gets_its_own(dtype: torch.dtype, tolerance: float, device: str) -> None:
+def test_batched_updates_keep_their_order(
+    dtype: torch.dtype, tolerance: float, device: str
+) -> None:
     exact = [muon.orthogonalize_(matrix.double()) for matrix in matrices(dtype)]
     updates = orthogonalize_all(matrices(dtype, device), batched=True)
     for update, expected in zip(updates, exact, strict=True):

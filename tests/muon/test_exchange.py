@@ -1,4 +1,4 @@
-"""The exchange of matrices: over a wire of this process, and between real ranks."""
+"""Exchange of matrices over a simulated wire and between real ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.support.tilings import any_matrix, by_rows
 
 
 class Wire:
-    """Stands for the process group of all ranks; nothing arrives before somebody waits for it.
+    """Process group of all ranks in one process, with messages as late as possible.
 
-    Then everything that was started together does, as late as it may.
+    A collective transfers its data only when some rank waits for it.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -43,13 +43,13 @@ class Wire:
 
     def _wait(self, number: Any) -> None:
         while self._arrived < number:
-            # Every rank must have started it.
+            # Fails unless every rank has started the collective.
             calls = [started[self._arrived] for started in self._started]
             for sender, call in enumerate(calls):
                 parts = call["input"].split(call["input_counts"])
                 for receiver, part in enumerate(parts):
-                    places = calls[receiver]["output"].split(calls[receiver]["output_counts"])
-                    places[sender].copy_(part)
+                    outputs = calls[receiver]["output"].split(calls[receiver]["output_counts"])
+                    outputs[sender].copy_(part)
                     self.elements_sent[sender] += part.numel() if sender != receiver else 0
             self._arrived += 1
 
@@ -83,20 +83,20 @@ def planned(matrices: list[SharedMatrix], bytes_max: int, itemsize: int = 4) -> 
     return plan_rounds(matrices, owners, bytes_max=bytes_max, itemsize=itemsize)
 
 
-def update_of(matrix: torch.Tensor) -> torch.Tensor:
-    """Any function of a whole matrix, returned as a transposed view."""
+def fake_update(matrix: torch.Tensor) -> torch.Tensor:
+    """A function of the whole matrix, returned as a transposed view."""
     return (2 * matrix.T + matrix.sum()).contiguous().T
 
 
-class Checked:
-    """A round on all ranks, whose next step is checked on each of them."""
+class CheckedRound:
+    """A round on all ranks, as steps that check the results on each rank."""
 
     def __init__(self, round_: Round, exchanges: list[Exchange], wholes: list[torch.Tensor]):
         self._round, self._wholes = round_, wholes
         self._in_flight: list[RoundInFlight] = []
         self.steps = [
             lambda: self._in_flight.extend(
-                each.begin(round_, wholes[0].dtype) for each in exchanges
+                exchange.begin(round_, wholes[0].dtype) for exchange in exchanges
             ),
             self._send,
             self._gather_and_send_back,
@@ -104,17 +104,17 @@ class Checked:
         ]
 
     def _send(self) -> None:
-        for rank, each in enumerate(self._in_flight):
-            assert list(each.inputs) == list(self._round.matrices)
-            for index, views in each.inputs.items():
+        for rank, flight in enumerate(self._in_flight):
+            assert list(flight.inputs) == list(self._round.matrices)
+            for index, views in flight.inputs.items():
                 chunks = self._round.matrices[index].chunks[rank]
                 for view, chunk in zip(views, chunks, strict=True):
                     view.copy_(chunk.select(self._wholes[index]))
-            each.send_inputs()
+            flight.send_inputs()
 
     def _gather_and_send_back(self) -> None:
-        for rank, each in enumerate(self._in_flight):
-            gathered = each.receive_matrices()
+        for rank, flight in enumerate(self._in_flight):
+            gathered = flight.receive_matrices()
             owned = [index for index, owner in self._round.owners.items() if owner == rank]
             assert list(gathered) == owned
             for index, matrix in gathered.items():
@@ -122,22 +122,22 @@ class Checked:
                 assert matrix.dtype == self._wholes[index].dtype
                 assert matrix.is_contiguous()
                 assert matrix.data_ptr() % 64 == 0
-            updates = {index: update_of(matrix) for index, matrix in gathered.items()}
+            updates = {index: fake_update(matrix) for index, matrix in gathered.items()}
             for matrix in gathered.values():
-                matrix.fill_(-1)  # May be used up.
-            each.send_updates(updates)
+                matrix.fill_(-1)  # Matrices may be overwritten.
+            flight.send_updates(updates)
 
     def _check_updates(self) -> None:
-        for rank, each in enumerate(self._in_flight):
-            updates = each.receive_updates()
+        for rank, flight in enumerate(self._in_flight):
+            updates = flight.receive_updates()
             assert list(updates) == list(self._round.matrices)
             for index, views in updates.items():
-                expected = update_of(self._wholes[index])
+                expected = fake_update(self._wholes[index])
                 chunks = self._round.matrices[index].chunks[rank]
                 for view, chunk in zip(views, chunks, strict=True):
                     assert torch.equal(view, chunk.select(expected))
-                    view.fill_(-2)  # Theirs until they are done.
-            each.release()
+                    view.fill_(-2)  # The memory belongs to this round until its release.
+            flight.release()
 
 
 @settings(deadline=None)
@@ -146,80 +146,81 @@ class Checked:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     st.randoms(use_true_random=False),
 )
-def test_matrices_come_together_and_updates_back(
+def test_matrices_are_gathered_and_updates_return(
     world_size: int, dtype: torch.dtype, random: Random
 ) -> None:
-    """Several rounds in flight, each at any point of its way."""
+    """Several rounds are in flight at random stages."""
     matrices = [any_matrix(world_size, random) for _ in range(random.randrange(1, 12))]
     bytes_max = 3 * dtype.itemsize * max(matrix.numel for matrix in matrices)
     generator = torch.Generator().manual_seed(random.randrange(2**32))
-    wholes = [torch.randn(each.shape, generator=generator).to(dtype) for each in matrices]
+    wholes = [torch.randn(matrix.shape, generator=generator).to(dtype) for matrix in matrices]
     with wires() as make_wire:
         wire = make_wire(world_size)
         exchanges = [wire.exchange(rank) for rank in range(world_size)]
         left = [
-            Checked(round_, exchanges, wholes).steps
+            CheckedRound(round_, exchanges, wholes).steps
             for round_ in planned(matrices, bytes_max, dtype.itemsize)
         ]
         while left:
             round_ = random.choice(left[:3])
             round_.pop(0)()
             left = [steps for steps in left if steps]
-    for rank, made in enumerate(exchanges):
-        assert made.bytes_sent == dtype.itemsize * wire.elements_sent[rank]
+    for rank, used in enumerate(exchanges):
+        assert used.bytes_sent == dtype.itemsize * wire.elements_sent[rank]
 
 
-def test_memory_of_a_round_serves_the_next() -> None:
+def test_memory_of_a_round_is_reused_by_the_next() -> None:
     small, large = by_rows((4, 4), 2), by_rows((8, 8), 2)
     with wires() as make_wire:
         wire = make_wire(2)
         exchanges = [wire.exchange(rank) for rank in range(2)]
 
-        def places(matrix: SharedMatrix) -> list[int]:
+        def addresses(matrix: SharedMatrix) -> list[int]:
             wholes = [torch.zeros(matrix.shape)]
-            checked = Checked(planned([matrix], 10000)[0], exchanges, wholes)
+            checked = CheckedRound(planned([matrix], 10000)[0], exchanges, wholes)
             for step in checked.steps:
                 step()
-            parts = [next(iter(each.inputs.values()))[0] for each in checked._in_flight]
+            parts = [next(iter(flight.inputs.values()))[0] for flight in checked._in_flight]
             return [part.untyped_storage().data_ptr() for part in parts]
 
-        first = places(large)
-        assert places(small) == first
-        assert places(large) == first
+        first = addresses(large)
+        assert addresses(small) == first
+        assert addresses(large) == first
 
 
-def test_rounds_in_flight_have_memory_of_their_own() -> None:
-    """Whatever their dtypes are; and what a round has left serves one of another dtype."""
+def test_rounds_in_flight_share_no_memory() -> None:
+    """Dtypes differ; a released round's memory serves a round of another dtype."""
     round_ = planned([by_rows((8, 8), 2)], 10000)[0]
 
-    def places(rounds: list[list[RoundInFlight]]) -> list[int]:
-        inputs = [each.inputs[0][0] for in_flight in rounds for each in in_flight]
-        return [each.untyped_storage().data_ptr() for each in inputs]
+    def addresses(rounds: list[list[RoundInFlight]]) -> list[int]:
+        inputs = [flight.inputs[0][0] for flights in rounds for flight in flights]
+        return [part.untyped_storage().data_ptr() for part in inputs]
 
     with wires() as make_wire:
         wire = make_wire(2)
         exchanges = [wire.exchange(rank) for rank in range(2)]
         dtypes = [torch.float32, torch.bfloat16, torch.float32]
-        rounds = [[each.begin(round_, dtype) for each in exchanges] for dtype in dtypes]
-        first = places(rounds)
+        rounds = [[exchange.begin(round_, dtype) for exchange in exchanges] for dtype in dtypes]
+        first = addresses(rounds)
         assert len(set(first)) == 6
-        for in_flight in rounds:
-            for each in in_flight:
-                each.release()
-        again = [[each.begin(round_, torch.bfloat16) for each in exchanges] for _ in rounds]
-        assert sorted(places(again)) == sorted(first)
+        for flights in rounds:
+            for flight in flights:
+                flight.release()
+        again = [[exchange.begin(round_, torch.bfloat16) for exchange in exchanges] for _ in rounds]
+        assert sorted(addresses(again)) == sorted(first)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-def test_each_element_is_sent_twice_where_its_owner_lacks_it(world_size: int) -> None:
-    """Equal shards: half of what an all-gather sends on 4 ranks, a quarter on 8."""
+def test_elements_travel_to_their_owner_and_back_once(world_size: int) -> None:
+    """With equal shards, 4 ranks send half of the bytes of an all-gather, 8 ranks a quarter."""
     matrices = [by_rows((2 * world_size, 5), world_size) for _ in range(2 * world_size)]
     elements = sum(matrix.numel for matrix in matrices)
     with wires() as make_wire:
         wire = make_wire(world_size)
         exchanges = [wire.exchange(rank) for rank in range(world_size)]
         for round_ in planned(matrices, 10**6):
-            checked = Checked(round_, exchanges, [torch.zeros(each.shape) for each in matrices])
+            wholes = [torch.zeros(matrix.shape) for matrix in matrices]
+            checked = CheckedRound(round_, exchanges, wholes)
             for step in checked.steps:
                 step()
     sent = [exchange.bytes_sent for exchange in exchanges]
@@ -234,32 +235,32 @@ def test_each_element_is_sent_twice_where_its_owner_lacks_it(world_size: int) ->
 
 @pytest.fixture(scope="module")
 def outcomes(pool: RankPool) -> list[Outcome]:
-    """What real ranks found in every case."""
+    """The outcomes of all cases on all ranks."""
     return [
         outcome
         for world_size in exchange.WORLD_SIZES
-        for of_rank in pool.run(world_size, "tests.rank_programs.exchange:work")
-        for outcome in of_rank
+        for rank_outcomes in pool.run(world_size, "tests.rank_programs.exchange:work")
+        for outcome in rank_outcomes
     ]
 
 
-def test_real_ranks_find_what_an_all_gather_gives(outcomes: list[Outcome]) -> None:
+def test_real_ranks_agree_with_an_all_gather(outcomes: list[Outcome]) -> None:
     assert len(outcomes) == sum(exchange.WORLD_SIZES) * 7 * 2 * 3
     for outcome in outcomes:
         assert outcome.differences == [], outcome
-    # Enough to have three in flight.
-    assert min(each.rounds for each in outcomes if each.case.startswith("all kinds")) > 2
+    # At least three rounds can be in flight.
+    assert min(o.rounds for o in outcomes if o.case.startswith("all kinds")) > 2
 
 
 def test_real_ranks_send_less_than_an_all_gather(outcomes: list[Outcome]) -> None:
     for world_size in exchange.WORLD_SIZES:
-        of_world = [each for each in outcomes if each.world_size == world_size]
-        for case in {each.case for each in of_world}:
-            mine = [each for each in of_world if each.case == case]
-            sent = sum(each.bytes_sent for each in mine)
+        world_outcomes = [o for o in outcomes if o.world_size == world_size]
+        for case in {outcome.case for outcome in world_outcomes}:
+            case_outcomes = [outcome for outcome in world_outcomes if outcome.case == case]
+            sent = sum(outcome.bytes_sent for outcome in case_outcomes)
             if case.startswith("equal rows"):
                 itemsize = 2 if "bfloat16" in case else 4
                 elements = world_size * 2 * world_size * 6
                 assert sent * world_size == 2 * itemsize * elements * (world_size - 1)
             if world_size > 2:
-                assert sent < sum(each.reference_bytes for each in mine), case
+                assert sent < sum(o.reference_bytes for o in case_outcomes), case

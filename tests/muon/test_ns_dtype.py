@@ -1,4 +1,4 @@
-"""ns_dtype="auto": measured once, and kept by the run."""
+"""ns_dtype="auto": measured once and kept by the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import training
 def test_ns_dtype_is_measured_once_and_kept_by_the_run(
     compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resuming keeps the dtype of the run, whatever would be measured then."""
+    """A resumed run keeps its dtype, whatever a new measurement would say."""
     shapes: list[tuple[tuple[int, ...], str]] = []
 
     def measured(dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ def test_ns_dtype_is_measured_once_and_kept_by_the_run(
     with tierstore.TierStore(tmp_path, compute=compute) as store:
         optimizer = muon.Muon(training.make_groups(parameters), store=store, ns_dtype="auto")
         assert optimizer.param_groups[0]["ns_dtype"] == torch.float32
-        assert shapes == [((17, 61), "cpu"), ((24, 40), "cpu")]  # Of the two Muon groups.
+        assert shapes == [((17, 61), "cpu"), ((24, 40), "cpu")]  # The two Muon groups.
         training.train(optimizer, parameters, range(1, 3))
     expected = training.make_parameters()
     reference = muon.Muon(training.make_groups(expected), ns_dtype=torch.float32)
@@ -46,7 +46,7 @@ def test_ns_dtype_is_measured_once_and_kept_by_the_run(
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
 
 
-def test_float32_is_taken_where_it_measures_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_chosen_if_it_is_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     real = newton_schulz.orthogonalize_
     clock, calls = 0.0, 0
     slow: dict[torch.dtype, float] = {}
@@ -56,7 +56,7 @@ def test_float32_is_taken_where_it_measures_much_faster(monkeypatch: pytest.Monk
         nonlocal clock, calls
         calls += 1
         threads_seen.add(torch.get_num_threads())
-        # Other work keeps the processor busy in a stretch that meets both.
+        # Other work occupies the processor during several calls of both dtypes.
         clock += slow.get(matrix.dtype, 1.0) + (1000.0 if calls in range(5, 10) else 0.0)
         return real(matrix)
 
@@ -65,7 +65,7 @@ def test_float32_is_taken_where_it_measures_much_faster(monkeypatch: pytest.Monk
     threads = torch.get_num_threads()
     for dtype, slow in (
         (torch.bfloat16, {torch.float32: 300.0}),
-        (torch.bfloat16, {torch.bfloat16: 1.4}),  # No more than noise.
+        (torch.bfloat16, {torch.bfloat16: 1.4}),  # Within noise.
         (torch.float32, {torch.bfloat16: 1.7}),
         (torch.float32, {torch.bfloat16: 5000.0}),
     ):

@@ -1,4 +1,4 @@
-"""Muon as a user of torch.optim meets it: schedulers, hooks, scalers, and models."""
+"""Muon with schedulers, hooks, gradient scalers and models, as used with torch.optim."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_schedulers(name: str) -> None:
     pair.assert_identical()
 
 
-def test_one_cycle_turns_lr_and_momentum() -> None:
-    """Momentum is a default of Muon, so the scheduler cycles it and leaves AdamW's betas."""
+def test_one_cycle_schedules_lr_and_momentum() -> None:
+    """Momentum is a default of Muon, so the scheduler cycles momentum and not AdamW's betas."""
     pair = Pair()
     schedulers = [
         lr_scheduler.OneCycleLR(
@@ -210,14 +210,14 @@ def test_zero_grad_to_zero_steps_with_zeros() -> None:
 
 
 def test_closure() -> None:
-    """It is called once, with gradients enabled, and its loss is returned."""
+    """step() calls the closure once, with gradients enabled, and returns its loss."""
     mine, other = matrix(), matrix()
     optimizer, reference = muon.Muon([mine]), torch.optim.Muon([other])
     losses = []
 
-    def closure_of(each: torch.optim.Optimizer, weight: nn.Parameter) -> Callable[[], Any]:
+    def make_closure(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Callable[[], Any]:
         def closure() -> torch.Tensor:
-            each.zero_grad()
+            optimizer.zero_grad()
             loss = weight.square().sum()
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
@@ -226,9 +226,9 @@ def test_closure() -> None:
         return closure
 
     for _ in range(3):
-        loss = optimizer.step(closure_of(optimizer, mine))
+        loss = optimizer.step(make_closure(optimizer, mine))
         assert loss.item() == losses[-1]
-        reference.step(closure_of(reference, other))  # type: ignore[no-untyped-call]
+        reference.step(make_closure(reference, other))  # type: ignore[no-untyped-call]
     assert len(losses) == 6
     assert torch.equal(mine, other)
 
@@ -240,7 +240,7 @@ def test_gradient_accumulation() -> None:
             for factor in (step, 0.5):
                 loss = sum(p.sin().mul(factor).sum() for p in parameters.values())
                 loss.backward()  # type: ignore[union-attr]
-        pair.step_with_own_gradients()  # The gradients stay, and grow.
+        pair.step_with_own_gradients()  # Gradients accumulate.
     pair.assert_identical()
 
 
@@ -256,7 +256,7 @@ def scaled_step(
     scaler.update()
 
 
-def test_skipped_step_is_no_step(tmp_path: Path) -> None:
+def test_skipped_step_does_not_count(tmp_path: Path) -> None:
     weight = matrix()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     with tierstore.TierStore(tmp_path) as store:
@@ -296,8 +296,8 @@ def test_first_step_may_be_skipped(tmp_path: Path) -> None:
         assert torch.equal(restored, reference_weight)
 
 
-def test_run_of_skipped_steps_alone_begins_anew(tmp_path: Path) -> None:
-    """No step was done, so a restart finds none."""
+def test_run_with_only_skipped_steps_starts_again(tmp_path: Path) -> None:
+    """Without a step there is nothing to restore."""
     weight = matrix()
     scaler = torch.amp.GradScaler("cpu")
     with tierstore.TierStore(tmp_path) as store:
@@ -315,7 +315,7 @@ def test_run_of_skipped_steps_alone_begins_anew(tmp_path: Path) -> None:
 
 
 class Model(nn.Module):
-    """A small language model whose head is its embedding."""
+    """A small language model with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Model(nn.Module):
 
 
 def train_model(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[float]:
-    """Ten steps of guessing the next token; returns the losses."""
+    """Return the losses of ten steps of next-token prediction."""
     generator = torch.Generator().manual_seed(7)
     losses = []
     for _ in STEPS:
@@ -370,7 +370,7 @@ def test_model_with_tied_weights_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_transposed_parameters_and_gradients(algorithm: str) -> None:
-    """Strides change no bit: torch.optim over contiguous copies is the oracle."""
+    """Strides do not change results: torch.optim over contiguous copies is the oracle."""
     start = torch.randn(24, 10, generator=torch.Generator().manual_seed(0))
     mine, other = nn.Parameter(start.clone().T), nn.Parameter(start.T.contiguous())
     assert not mine.is_contiguous()
@@ -381,7 +381,7 @@ def test_transposed_parameters_and_gradients(algorithm: str) -> None:
     for step in STEPS:
         grad = torch.randn(10, 24, generator=torch.Generator().manual_seed(step))
         mine.grad, other.grad = grad, grad
-        if step % 2:  # Every other gradient is transposed too.
+        if step % 2:  # Every second gradient is transposed, too.
             mine.grad = grad.T.contiguous().T
         optimizer.step()
         reference.step()
@@ -452,7 +452,7 @@ def test_loaded_model_is_adopted_in_fp32() -> None:
 
 
 def test_loaded_model_is_adopted_in_bf16_with_one_warning(tmp_path: Path) -> None:
-    """The masters go on from the new values: torch.optim over fp32 copies of them."""
+    """Masters adopt the new values: torch.optim over fp32 copies is the oracle."""
     model = nn.Linear(12, 7).bfloat16()
     copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     references = [
@@ -465,8 +465,8 @@ def test_loaded_model_is_adopted_in_bf16_with_one_warning(tmp_path: Path) -> Non
         for parameter, other in zip(model.parameters(), copies, strict=True):
             parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
             other.grad = parameter.grad.float()
-        for each in (optimizer, *references):
-            each.step()
+        for stepped in (optimizer, *references):
+            stepped.step()
         for parameter, other in zip(model.parameters(), copies, strict=True):
             assert torch.equal(parameter, other.bfloat16())
 

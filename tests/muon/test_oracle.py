@@ -1,4 +1,4 @@
-"""Against torch.optim on the same gradients: bit for bit where it is right."""
+"""Muon and AdamW against torch.optim on the same gradients, bit for bit where it is exact."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_adamw_equals_torch(weight_decay: float, dtype: torch.dtype) -> None:
                 assert torch.equal(optimizer.state[mine][state], expected), (name, state)
 
 
-def test_both_with_groups_and_scheduler() -> None:
+def test_groups_and_schedulers_equal_torch() -> None:
     ours, theirs = training.make_parameters(), training.make_parameters()
     groups = training.make_groups(theirs)
     references: list[torch.optim.Optimizer] = []
@@ -99,8 +99,8 @@ def test_both_with_groups_and_scheduler() -> None:
     for step in range(1, STEPS + 1):
         training.set_gradients(ours, step)
         training.set_gradients(theirs, step)
-        for each in [optimizer, *references]:
-            each.step()
+        for stepped in [optimizer, *references]:
+            stepped.step()
         for scheduler in schedulers:
             scheduler.step()
     for name, mine in ours.items():
@@ -140,10 +140,11 @@ def test_bf16_adamw_equals_torch_over_fp32_copies() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_bf16_momentum_is_the_rounded_average(nesterov: bool) -> None:
-    """torch.optim.Muon 2.13 over bf16 parameters is no oracle: with ``nesterov=False`` it
-    normalizes the momentum buffer itself, in place. So the formula, in float64: the buffer
-    is within one rounding per step of the exact average, and the step is the one that
-    exact momentum gives up to that."""
+    """The oracle is the formula in float64: the buffer stays within one rounding per step.
+
+    torch.optim.Muon 2.13 over bf16 parameters cannot be the oracle: with ``nesterov=False`` it
+    normalizes the momentum buffer in place.
+    """
     mine = torch.nn.Parameter(torch.zeros(24, 40, dtype=torch.bfloat16))
     optimizer = muon.Muon([mine], lr=0.02, nesterov=nesterov, momentum=0.9, weight_decay=0.0)
     average = torch.zeros(24, 40, dtype=torch.float64)
@@ -153,8 +154,8 @@ def test_bf16_momentum_is_the_rounded_average(nesterov: bool) -> None:
         average = 0.9 * average + 0.1 * grad.double()
     buffer = optimizer.state[mine]["momentum_buffer"]
     assert buffer.dtype == torch.bfloat16
-    # Each step rounds to 8 bits (half an ulp, 2^-9 relative) and later ones decay it: the
-    # errors add up to at most 2^-9 / (1 - 0.9) of the largest average on the way, about 1.
+    # Each step rounds to 8 bits (half an ulp, 2^-9 relative), and later steps decay the error:
+    # errors add up to at most 2^-9 / (1 - 0.9) of the largest average, about 1.
     assert (buffer.double() - average).abs().max() < 2**-9 / (1 - 0.9)
 
 
@@ -163,8 +164,8 @@ def test_tiny_gradients_do_not_explode() -> None:
     parameter.grad = torch.full((8, 12), 1e-12)
     muon.Muon([parameter], lr=1.0, weight_decay=0.0).step()
     assert parameter.isfinite().all()
-    # 1e-12 is far below eps: what is left after division by eps, grown five times by at
-    # most the first coefficient, stays far from one.
+    # 1e-12 is far below eps: the quotient by eps, multiplied five times by at most the first
+    # coefficient, stays far below one.
     assert parameter.abs().max() < 1e-12 / 1e-7 * 3.5**5
 
 
@@ -179,7 +180,7 @@ SPECTRA = {
 
 
 def usual_newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return what the iteration gives when each step is done with the whole matrix."""
+    """Return the result of the iteration with the whole matrix in each step."""
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     wide = wide / wide.norm()
     for _ in range(steps):
@@ -191,7 +192,7 @@ def usual_newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(512, 1024), (1600, 512), (512, 512), (600, 512)])
 @pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
 def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[int, int]) -> None:
-    """It does other operations than torch.optim.Muon there, and is about as exact."""
+    """Other operations than those of torch.optim.Muon give about the same error."""
     generator = torch.Generator().manual_seed(1)
     u = torch.linalg.qr(torch.randn(512, 512, generator=generator, dtype=torch.float64))[0]
     v = torch.linalg.qr(torch.randn(max(shape), 512, generator=generator, dtype=torch.float64))[0]
@@ -210,7 +211,7 @@ def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[in
     parameter.grad = matrix.float()
     torch.optim.Muon(
         [parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False
-    ).step()  # In bfloat16.
+    ).step()  # torch.optim.Muon computes in bfloat16.
     stock = -parameter.detach() / max(1, matrix.size(0) / matrix.size(1)) ** 0.5
     ours = muon.orthogonalize_(matrix.bfloat16())
     assert error(ours) < 1.75 * error(stock)
@@ -221,7 +222,9 @@ def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[in
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 12])
 @pytest.mark.parametrize("spectrum", [SPECTRA["of a random matrix"], SPECTRA["decaying"]])
-def test_newton_schulz_of_large_matrices_in_other_steps(spectrum: torch.Tensor, steps: int) -> None:
+def test_newton_schulz_of_large_matrices_with_any_number_of_steps(
+    spectrum: torch.Tensor, steps: int
+) -> None:
     generator = torch.Generator().manual_seed(1)
     u, v = (torch.linalg.qr(torch.randn(size, 512, generator=generator))[0] for size in (512, 1536))
     matrix = u @ torch.diag(spectrum) @ v.T
@@ -232,7 +235,7 @@ def test_newton_schulz_of_large_matrices_in_other_steps(spectrum: torch.Tensor, 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_newton_schulz_of_large_matrices_passes_nan_on(value: float) -> None:
+def test_newton_schulz_of_large_matrices_propagates_nan(value: float) -> None:
     matrix = torch.randn(512, 1024, generator=torch.Generator().manual_seed(1))
     matrix[3, 4] = value
     assert muon.orthogonalize_(matrix).isnan().all()
@@ -249,7 +252,7 @@ def test_newton_schulz_of_large_matrices_may_diverge(
 
 
 def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
-    """Kernels for bfloat16 are compiled and kept for each factor that an addend has."""
+    """torch compiles and caches a bfloat16 kernel for each factor of an addend."""
     generator = torch.Generator().manual_seed(1)
 
     def resident_bytes() -> int:
@@ -257,11 +260,11 @@ def test_newton_schulz_of_large_matrices_keeps_no_memory() -> None:
 
     for number in range(70):
         matrix = torch.randn(512, 1024, generator=generator)
-        matrix[:, 0] += number  # Another spectrum each time.
+        matrix[:, 0] += number  # Changes the spectrum.
         muon.orthogonalize_(matrix.bfloat16())
         if number == 10:
             before = resident_bytes()
-    assert resident_bytes() - before < 60e6  # 280e6 with a factor of its own in each product.
+    assert resident_bytes() - before < 60e6  # 280e6 if every product had another factor.
 
 
 @pytest.mark.parametrize("coefficients", [(1.5, -0.5, 0.0), (1.2, 0.0, -0.2), (1.0, 0.0, 0.0)])
@@ -298,8 +301,8 @@ def test_newton_schulz_against_svd(shape: tuple[int, int]) -> None:
     assert torch.allclose(muon.orthogonalize_(matrix.clone()), u @ torch.diag(s) @ vh, atol=1e-12)
 
 
-def test_store_is_usable_by_hand() -> None:
-    """The Muon step again, by the store's public side and a float64 formula."""
+def test_a_step_written_with_the_public_store() -> None:
+    """A Muon step written with the public interface of the store and a float64 formula."""
     parameter = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     parameter.grad = torch.full((5,), 0.5, dtype=torch.bfloat16)
     store = tierstore.TierStore(None)

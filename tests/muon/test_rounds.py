@@ -1,4 +1,4 @@
-"""Owners and rounds, computed without any rank."""
+"""Owners and rounds of matrices, planned without communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def elements_on(matrix: SharedMatrix, rank: int) -> int:
 
 
 def cost(matrix: SharedMatrix) -> int:
-    """Multiplications of one step: X X^T, its square, and the polynomial with X."""
+    """Multiplications of one step: X X^T, its square, the product with X."""
     rows, columns = min(matrix.shape), max(matrix.shape)
     return rows * rows * columns + rows * rows * rows + rows * rows * columns
 
@@ -41,35 +41,37 @@ def cost(matrix: SharedMatrix) -> int:
 def test_owners_by_hand() -> None:
     whole = Chunk((0, 0), (4, 8))
     matrices = [
-        by_rows((4, 4), 3),  # Rank 2 has nothing of those of four rows.
+        by_rows((4, 4), 3),  # Rank 2 holds no part of a matrix of four rows.
         SharedMatrix(shape=(4, 8), chunks=[[whole], [], []]),
         by_rows((4, 10), 3),
         by_rows((1, 5), 3, dim=1),
     ]
     assert [newton_schulz.cost(matrix.shape) for matrix in matrices] == [192, 320, 384, 11]
-    # 320 stay on rank 0; 384 to rank 1; 192 would make 512 there, of 302 on the mean rank, and
-    # go to rank 2, and so do 11.
+    # 320 stay on rank 0, and 384 go to rank 1. With 192 more rank 0 would have 512, far above the
+    # mean of 302, so 192 go to rank 2, which holds no part of the matrix; 11 go there, too.
     assert assign_owners(matrices, [0, 0, 0]) == ([2, 0, 1, 2], [320, 384, 203])
     assert assign_owners(matrices, [1000, 0, 900]) == ([1, 0, 1, 1], [1320, 587, 900])
-    # Rank 2 has least to do, but nothing of this one, and 944 are near enough to the mean of 865.
+    # Rank 2 has the least load but no part of the matrix; 944 on rank 0 is close to the mean, 865.
     far = by_flat_ranges((4, 10), [20, 40])
     assert assign_owners([far], [560, 1100, 550]) == ([0], [944, 1100, 550])
-    # Of equal ranks the one that has most of it.
+    # Among equal loads the rank with the largest part owns the matrix.
     assert assign_owners([by_flat_ranges((2, 3), [1, 4])], [0, 0, 0])[0] == [1]
     assert assign_owners([], [1, 2]) == ([], [1, 2])
 
 
 @settings(deadline=None)
 @given(world_sizes, randoms)
-def test_the_costliest_go_to_the_rank_with_least(world_size: int, random: Random) -> None:
+def test_costly_matrices_go_to_the_rank_with_the_least_load(
+    world_size: int, random: Random
+) -> None:
     matrices = some_matrices(world_size, random)
     before = [random.randrange(500) for _ in range(world_size)]
     owners, sums = assign_owners(matrices, before)
     mean = Fraction(sum(before) + sum(map(cost, matrices)), world_size)
-    dealt = [index for index, matrix in enumerate(matrices) if matrix.whole_rank is None]
-    # Undone from the last to the first: what was given last went to the least of the holders,
-    # or of all ranks where that made more than a tenth above the mean.
-    for index in sorted(dealt, key=lambda index: (cost(matrices[index]), -index)):
+    assigned = [index for index, matrix in enumerate(matrices) if matrix.whole_rank is None]
+    # Undo assignments from the last to the first: each went to the holder with the least load, or
+    # to any rank with the least load if that holder would exceed the mean by more than a tenth.
+    for index in sorted(assigned, key=lambda index: (cost(matrices[index]), -index)):
         matrix, owner = matrices[index], owners[index]
         sums[owner] -= cost(matrix)
         holders = [rank for rank in range(world_size) if elements_on(matrix, rank)]
@@ -80,7 +82,7 @@ def test_the_costliest_go_to_the_rank_with_least(world_size: int, random: Random
         assert sums[owner] == sums[least[0]]
         most = max(elements_on(matrix, rank) for rank in least)
         assert owner == next(rank for rank in least if elements_on(matrix, rank) == most)
-    for index in set(range(len(matrices))) - set(dealt):
+    for index in set(range(len(matrices))) - set(assigned):
         assert elements_on(matrices[index], owners[index]) == matrices[index].numel
         sums[owners[index]] -= cost(matrices[index])
     assert sums == before
@@ -103,12 +105,14 @@ def test_a_matrix_is_whole_on_one_rank_in_any_number_of_chunks() -> None:
         ([[Chunk((0,), (6,))]], "does not lie within a matrix"),
     ],
 )
-def test_chunks_that_make_no_matrix_are_refused(chunks: list[list[Chunk]], message: str) -> None:
+def test_chunks_that_do_not_cover_the_matrix_are_refused(
+    chunks: list[list[Chunk]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         SharedMatrix(shape=(2, 3), chunks=chunks)
 
 
-def test_matrices_of_other_ranks_are_refused() -> None:
+def test_matrices_over_another_number_of_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="matrix 1 lies on 3 ranks, but there are 2 loads"):
         assign_owners([by_rows((4, 4), 2), by_rows((4, 4), 3)], [0, 0])
 
@@ -124,19 +128,19 @@ def llama(mlp: int) -> list[tuple[int, int]]:
 
 
 def busiest(mlp: int, world_size: int) -> tuple[float, float]:
-    """What the busiest rank has to do, and the largest matrix: both as parts of the mean."""
-    made = {shape: by_rows(shape, world_size) for shape in set(llama(mlp))}
-    matrices = [made[shape] for shape in llama(mlp)]
+    """Load of the busiest rank, and cost of the largest matrix, over the mean load."""
+    by_shape = {shape: by_rows(shape, world_size) for shape in set(llama(mlp))}
+    matrices = [by_shape[shape] for shape in llama(mlp)]
     _, loads = assign_owners(matrices, [0] * world_size)
     mean = sum(cost(matrix) for matrix in matrices) / world_size
     return max(loads) / mean, max(map(cost, matrices)) / mean
 
 
 @pytest.mark.parametrize("mlp", [11008, 14336])
-def test_ranks_have_about_as_much_to_do(mlp: int) -> None:
+def test_loads_are_balanced(mlp: int) -> None:
     assert busiest(mlp, 8)[0] < 1.01
     assert busiest(mlp, 64)[0] < 1.06
-    # With more ranks than matrices nothing beats one each.
+    # With more ranks than matrices, one matrix on a rank is optimal.
     most, largest = busiest(mlp, 512)
     assert most == largest
 
@@ -145,7 +149,7 @@ def test_ranks_have_about_as_much_to_do(mlp: int) -> None:
 
 
 def needed(matrices: list[SharedMatrix], owners: list[int], rank: int) -> int:
-    """Bytes that a rank needs when these are exchanged together."""
+    """Bytes that a rank needs to exchange these matrices together."""
     sent = sum(elements_on(matrix, rank) for matrix in matrices)
     owned = [
         matrix.shape[0] * matrix.shape[1]
@@ -158,7 +162,9 @@ def needed(matrices: list[SharedMatrix], owners: list[int], rank: int) -> int:
 
 @settings(deadline=None)
 @given(world_sizes, randoms, st.floats(0, 4))
-def test_rounds_are_as_long_as_memory_allows(world_size: int, random: Random, times: float) -> None:
+def test_rounds_are_as_large_as_memory_allows(
+    world_size: int, random: Random, times: float
+) -> None:
     matrices = some_matrices(world_size, random, 20)
     owners, _ = assign_owners(matrices, [0] * world_size)
     ranks = range(world_size)
@@ -171,12 +177,12 @@ def test_rounds_are_as_long_as_memory_allows(world_size: int, random: Random, ti
     smallest = max((most([index]) for index in shared), default=0)
     bytes_max = int(smallest * (1 + times))
     rounds = plan_rounds(matrices, owners, bytes_max=bytes_max, itemsize=ITEMSIZE)
-    cuts = [list(each.matrices) for each in rounds]
+    cuts = [list(round_.matrices) for round_ in rounds]
     assert list(itertools.chain.from_iterable(cuts)) == shared
-    for each in rounds:
-        assert each.matrices == {index: matrices[index] for index in each.matrices}
-        assert each.owners == {index: owners[index] for index in each.matrices}
-        assert most(list(each.matrices)) <= bytes_max
+    for round_ in rounds:
+        assert round_.matrices == {index: matrices[index] for index in round_.matrices}
+        assert round_.owners == {index: owners[index] for index in round_.matrices}
+        assert most(list(round_.matrices)) <= bytes_max
     for cut, following in itertools.pairwise(cuts):
         assert most([*cut, following[0]]) > bytes_max
     for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
@@ -186,14 +192,14 @@ def test_rounds_are_as_long_as_memory_allows(world_size: int, random: Random, ti
 
 @settings(deadline=None)
 @given(st.integers(2, 6), randoms)
-def test_what_is_sent_is_what_is_received(world_size: int, random: Random) -> None:
+def test_receivers_expect_what_senders_send(world_size: int, random: Random) -> None:
     matrices = some_matrices(world_size, random)
     owners, _ = assign_owners(matrices, [0] * world_size)
-    for each in plan_rounds(matrices, owners, bytes_max=1000, itemsize=ITEMSIZE):
-        received = [each.received(rank) for rank in range(world_size)]
+    for round_ in plan_rounds(matrices, owners, bytes_max=1000, itemsize=ITEMSIZE):
+        received = [round_.received(rank) for rank in range(world_size)]
         arrived: Counter[tuple[int, Chunk]] = Counter()
         for sender in range(world_size):
-            sent = each.sent(sender)
+            sent = round_.sent(sender)
             assert len(sent) == len(received[sender]) == world_size
             for owner in range(world_size):
                 assert sent[owner] == received[owner][sender]
@@ -201,14 +207,14 @@ def test_what_is_sent_is_what_is_received(world_size: int, random: Random) -> No
                 arrived.update(sent[owner])
         assert arrived == Counter(
             (index, chunk)
-            for index, matrix in each.matrices.items()
+            for index, matrix in round_.matrices.items()
             for chunks in matrix.chunks
             for chunk in chunks
         )
 
 
 @given(st.integers(0, 2**32))
-def test_every_rank_finds_the_same(seed: int) -> None:
+def test_planning_is_deterministic(seed: int) -> None:
     found = []
     for _ in range(2):
         matrices = some_matrices(4, Random(seed))

@@ -1,4 +1,4 @@
-"""muon.param_groups over models as they are written: which rule each parameter gets."""
+"""muon.param_groups over common models: the rule of each parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Embeddings, two blocks, and a head that is the embedding itself where tied."""
+    """Embeddings, two blocks, and a head, which may be tied to the embedding."""
 
     def __init__(self, *, tied: bool, head_name: str = "lm_head") -> None:
         super().__init__()
@@ -42,7 +42,7 @@ BLOCK_MATRICES = {f"blocks.{block}.{name}.weight" for block in range(2) for name
 
 
 def routed(groups: list[dict[str, object]]) -> dict[str, set[str]]:
-    """The names under each algorithm; each name is in one group only."""
+    """Parameter names of each algorithm; no name is in two groups."""
     result: dict[str, set[str]] = {}
     for group in groups:
         names = [name for name, _ in group["params"]]  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def test_convolution_is_refused_until_it_is_named() -> None:
     assert found == {"muon": {"3.weight"}, "adamw": named(model) - {"3.weight"}}
 
 
-def test_a_matrix_may_be_named_too() -> None:
+def test_a_matrix_may_be_named() -> None:
     found = routed(muon.param_groups(Gpt(tied=True), adamw_names={"blocks.0.up.weight"}))
     assert found["muon"] == BLOCK_MATRICES - {"blocks.0.up.weight"}
     assert "blocks.0.up.weight" in found["adamw"]
@@ -107,7 +107,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["lm_head", "head", "output", "embed_out", "classifier", "score"])
 def test_head_by_name(name: str) -> None:
-    """A head of two classes: only its name tells it from a hidden matrix."""
+    """Only its name distinguishes a head of two classes from a hidden matrix."""
     model = nn.Module()
     model.body = nn.Linear(WIDTH, WIDTH)
     model.add_module(name, nn.Linear(WIDTH, 2))
@@ -117,7 +117,7 @@ def test_head_by_name(name: str) -> None:
 
 
 def test_head_by_width() -> None:
-    """The last Linear layer, as wide as an embedding has entries; not any other so wide."""
+    """The head is the last Linear layer if its width is the vocabulary; earlier layers are not."""
     found = routed(muon.param_groups(Gpt(tied=False, head_name="to_logits")))
     assert "to_logits.weight" in found["adamw"]
     model = nn.Sequential(
@@ -127,7 +127,7 @@ def test_head_by_width() -> None:
 
 
 class WithOutputEmbeddings(nn.Module):
-    """A model that says which layer is its head, or that it has none."""
+    """A model with get_output_embeddings(), which may return None."""
 
     def __init__(self, *, has_head: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_table_names_every_parameter() -> None:
 
 
 def test_table_keeps_long_names() -> None:
-    """Names of deep models are longer than a terminal is wide."""
+    """Long names of deep models are not cut at the width of the terminal."""
     model = inner = nn.Module()
     for _ in range(8):
         inner.a_rather_long_module_name = nn.Module()
@@ -171,7 +171,7 @@ def test_table_keeps_long_names() -> None:
         assert name in table
 
 
-def test_groups_go_straight_into_the_optimizer() -> None:
+def test_groups_are_accepted_by_the_optimizer() -> None:
     model = Gpt(tied=True)
     groups = muon.param_groups(
         model, lr=0.02, adamw_lr=3e-4, weight_decay=0.3, adamw_weight_decay=0.2
@@ -188,7 +188,7 @@ def test_groups_go_straight_into_the_optimizer() -> None:
         assert not torch.equal(parameter, before[name]), name
 
 
-def test_defaults_are_those_of_torch() -> None:
+def test_defaults_equal_torch() -> None:
     matrices, others = muon.param_groups(Gpt(tied=True))
     weight = [nn.Parameter(torch.zeros(2, 2))]
     for group, reference in (
@@ -216,7 +216,7 @@ def test_unknown_name_is_refused() -> None:
         muon.param_groups(Gpt(tied=True), adamw_names=["tokens.weight", "blocks.9.up.weight"])
 
 
-def test_both_names_of_a_tied_parameter_are_known() -> None:
+def test_both_names_of_a_tied_parameter_are_accepted() -> None:
     model = nn.Module()
     model.first = nn.Linear(WIDTH, WIDTH, bias=False)
     model.second = nn.Linear(WIDTH, WIDTH, bias=False)

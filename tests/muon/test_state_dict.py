@@ -1,4 +1,4 @@
-"""state_dict() and load_state_dict(): torch.optim's format, to and from torch.optim's own."""
+"""state_dict() and load_state_dict() in the format of torch.optim, in both directions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bf16_optimizer(
 
 
 @pytest.mark.parametrize("group", range(4))
-def test_is_what_torch_gives(group: int) -> None:
+def test_equals_the_state_dict_of_torch(group: int) -> None:
     pair = Pair([group])
     pair.step(*range(1, 6))
     actual, expected = pair.optimizer.state_dict(), pair.references[0].state_dict()
@@ -43,15 +43,15 @@ def test_is_what_torch_gives(group: int) -> None:
     for index, state in actual["state"].items():
         assert list(state) == list(expected["state"][index])
     (mine,), (other,) = actual["param_groups"], expected["param_groups"]
-    # AdamW's choices of implementation, which we do not have.
+    # Implementation options of torch.optim.AdamW that muon.Muon ignores.
     choices = {"amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused"}
     for key in other.keys() - choices - {"decoupled_weight_decay"}:
         assert mine[key] == other[key]
 
 
 @pytest.mark.parametrize("group", range(4))
-def test_before_the_first_step_is_what_it_starts_from(group: int) -> None:
-    """torch.optim has nothing then, and goes on from ours as from nothing."""
+def test_before_the_first_step_has_the_initial_state(group: int) -> None:
+    """torch.optim has no state then, and continues from our zeros as from no state."""
     pair = Pair([group])
     saved = pair.optimizer.state_dict()
     assert len(saved["state"]) == len(pair.ours)
@@ -62,7 +62,7 @@ def test_before_the_first_step_is_what_it_starts_from(group: int) -> None:
 
 
 @pytest.mark.parametrize("group", range(4))
-def test_torch_goes_on_from_ours(group: int) -> None:
+def test_torch_continues_from_our_state_dict(group: int) -> None:
     pair = Pair([group])
     pair.step(1, 2)
     pair.references = Pair([group]).references
@@ -75,8 +75,8 @@ def test_torch_goes_on_from_ours(group: int) -> None:
     pair.assert_identical()
 
 
-def test_torch_goes_on_from_a_parameter_that_never_had_a_gradient() -> None:
-    """It has a step count of zero, without which torch.optim.AdamW could not use it."""
+def test_torch_continues_a_parameter_that_never_had_a_gradient() -> None:
+    """The saved step count is zero; torch.optim.AdamW requires one."""
     mine, others = ([nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
     optimizer = muon.Muon([{"params": mine, "algorithm": "adamw"}])
     reference = torch.optim.AdamW(others, foreach=False)
@@ -94,7 +94,7 @@ def test_torch_goes_on_from_a_parameter_that_never_had_a_gradient() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("group", range(4))
-def test_ours_goes_on_from_torch(group: int, begun: bool) -> None:
+def test_we_continue_from_the_state_dict_of_torch(group: int, begun: bool) -> None:
     pair = Pair([group])
     pair.step(1, 2)
     pair.references[0].param_groups[0]["lr"] = 0.123
@@ -103,7 +103,7 @@ def test_ours_goes_on_from_torch(group: int, begun: bool) -> None:
     if begun:
         optimizer.step(5, 6, 7)
     optimizer.optimizer.load_state_dict(saved)
-    assert_same(saved, pair.references[0].state_dict())  # It was not changed by loading.
+    assert_same(saved, pair.references[0].state_dict())  # Loading did not change the state dict.
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.123
     for name, mine in optimizer.ours.items():
         mine.data.copy_(pair.theirs[name])
@@ -130,7 +130,7 @@ def test_round_trip_of_bf16_keeps_every_dtype(momentum_dtype: torch.dtype | None
         parameter.data.copy_(parameters[name])
     other.load_state_dict(saved)
     assert_same(other.state_dict(), saved)
-    # Equal from here on only if the masters came along: the parameters are rounded.
+    # Further steps are equal only if the masters were loaded: the parameters are rounded.
     training.train(optimizer, parameters, range(6, 9))
     training.train(other, others, range(6, 9))
     training.assert_identical(
@@ -138,7 +138,7 @@ def test_round_trip_of_bf16_keeps_every_dtype(momentum_dtype: torch.dtype | None
     )
 
 
-def test_loading_keeps_the_dtypes_that_are_here() -> None:
+def test_loading_keeps_current_dtypes() -> None:
     source, source_parameters = bf16_optimizer(momentum_dtype=torch.float32)
     training.train(source, source_parameters, range(1, 3))
     optimizer, parameters = bf16_optimizer()
@@ -197,7 +197,7 @@ def test_is_a_copy() -> None:
     assert_same(saved["state"], before)
 
 
-def test_tensor_lr_is_not_shared_with_what_was_loaded() -> None:
+def test_tensor_lr_is_not_shared_with_the_loaded_state_dict() -> None:
     pair = Pair([0], lr=torch.tensor(0.5))
     saved = pair.optimizer.state_dict()
     other = Pair([0], lr=torch.tensor(0.25))
@@ -208,7 +208,7 @@ def test_tensor_lr_is_not_shared_with_what_was_loaded() -> None:
 
 
 def test_hooks() -> None:
-    """Each is called once, in torch's order; what the dict hooks return takes its place."""
+    """Each hook is called once, in torch's order; hooks may replace the state dict."""
     pair = Pair([0])
     pair.step(1)
     optimizer = pair.optimizer
@@ -235,13 +235,13 @@ def test_hooks() -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_helpers_of_dcp_take_no_phantom_step(flatten: bool) -> None:
-    """get_/set_optimizer_state_dict() step an optimizer that seems to have no state."""
+def test_helpers_of_dcp_do_not_step(flatten: bool) -> None:
+    """get_/set_optimizer_state_dict() would step an optimizer whose state is empty."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     models = [nn.Linear(5, 4), nn.Linear(5, 4)]
     optimizers = [muon.Muon(muon.param_groups(model, lr=0.02)) for model in models]
     fresh = set_and_get(models[1], optimizers[1], None, options)
-    if flatten:  # Nested, torch wants a state for every parameter.
+    if flatten:  # In the nested format torch requires a state for every parameter.
         set_and_get(models[1], optimizers[1], fresh, options)
     assert optimizers[1].store.step == 0
     for parameter in models[0].parameters():
@@ -257,7 +257,7 @@ def test_helpers_of_dcp_take_no_phantom_step(flatten: bool) -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_begins_from_what_dcp_saved_of_it(flatten: bool, tmp_path: Path) -> None:
+def test_starts_from_a_checkpoint_of_dcp(flatten: bool, tmp_path: Path) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flatten, cpu_offload=True)
     models = [nn.Linear(5, 4), nn.Linear(5, 4)]
     groups = [muon.param_groups(model, lr=0.02) for model in models]
@@ -272,9 +272,9 @@ def test_begins_from_what_dcp_saved_of_it(flatten: bool, tmp_path: Path) -> None
         other.restore(tmp_path / "dcp")
         assert_same(other.state_dict(), optimizer.state_dict())
         assert other.param_groups[0]["ns_dtype"] == torch.float32
-        for model, each in zip(models, (optimizer, other), strict=True):
+        for model, stepped in zip(models, (optimizer, other), strict=True):
             model(torch.ones(5)).sum().backward()
-            each.step()
+            stepped.step()
     assert_same(models[1].state_dict(), models[0].state_dict())
 
 
@@ -299,7 +299,7 @@ def test_state_is_truthy_and_listed_before_the_first_step() -> None:
         optimizer.state[pair.theirs["wide"]]
 
 
-def test_states_before_the_first_step_are_what_it_starts_from() -> None:
+def test_states_before_the_first_step_are_initial() -> None:
     optimizer, parameters = bf16_optimizer()
     states = optimizer.state[parameters["embedding"]]
     assert list(states) == ["step", "master", "exp_avg", "exp_avg_sq"]
@@ -398,7 +398,7 @@ def no_groups(saved: StateDict) -> None:
         (algorithm_swapped, "group 0.*'adamw'.*'muon'"),
         (lr_negative, "lr must not be negative"),
         (amsgrad, "amsgrad is not supported"),
-        (no_groups, "keys are \\['state'\\]"),
+        (no_groups, "got \\['state'\\]"),
     ],
 )
 def test_wrong_state_dict_changes_nothing(

@@ -1,4 +1,4 @@
-"""Which collectives a rank issues, in order, and whether ranks that wait in each could end."""
+"""Record of the collectives that a rank issues, and a check that their order cannot deadlock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Issued:
 
     kind: str
     ranks: tuple[int, ...]
-    """Of its group."""
+    """The ranks of its group."""
     what: tuple[int, ...] = ()
-    """What the ranks of the group must have in common."""
+    """Arguments on which the ranks of the group must agree."""
 
 
 @contextmanager
 def recorded(everyone: Sequence[int]) -> Iterator[list[Issued]]:
-    """List what the calling thread issues, with a store of these ranks."""
+    """Yield the list of collectives that the calling thread issues, with a store of these ranks."""
     issued: list[Issued] = []
     thread = threading.current_thread()
 
@@ -50,7 +50,7 @@ def recorded(everyone: Sequence[int]) -> Iterator[list[Issued]]:
         return real_new_group(ranks, **options)
 
     class Gloo:
-        """A channel of the store's own."""
+        """The gloo group of the store's control channel."""
 
         def __init__(self, *arguments: Any) -> None:
             self._group = real_gloo(*arguments)
@@ -71,13 +71,12 @@ def recorded(everyone: Sequence[int]) -> Iterator[list[Issued]]:
         yield issued
 
 
-def assert_one_order(of_ranks: Sequence[Sequence[Issued]]) -> None:
-    """Check that all ranks would come to the end if each waited in every collective for all.
+def assert_one_order(issued_by_rank: Sequence[Sequence[Issued]]) -> None:
+    """Check that all ranks would end if every collective waited for all ranks of its group.
 
-    As on a device, where a collective that is not the next one on another rank may wait for
-    ever.
+    On a device, a collective that is not the next one on another rank may wait forever.
     """
-    left = [deque(issued) for issued in of_ranks]
+    left = [deque(issued) for issued in issued_by_rank]
     while any(left):
         heads = [issued[0] if issued else None for issued in left]
         ready = next(
@@ -90,6 +89,6 @@ def assert_one_order(of_ranks: Sequence[Sequence[Issued]]) -> None:
             ),
             None,
         )
-        assert ready is not None, f"these wait for each other: {heads}"
+        assert ready is not None, f"these collectives wait for each other: {heads}"
         for member in ready.ranks:
             left[member].popleft()

@@ -1,4 +1,4 @@
-"""Real ranks that exchange matrices over gloo and compare with the all-gather reference."""
+"""Ranks that exchange matrices over gloo and compare with the all-gather reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one rank found when it exchanged the matrices of a case."""
+    """Result of one rank that exchanged the matrices of a case."""
 
     world_size: int
     rank: int
@@ -46,16 +46,16 @@ def cases(world_size: int) -> dict[str, list[SharedMatrix]]:
             by_flat_ranges((70, 33), [1000] * (world_size - 1)),
         ],
         "rectangles": [by_rectangles((12, 20), world_size, random) for _ in range(9)],
-        "a rank with nothing": [
-            SharedMatrix(shape=each.shape, chunks=[*each.chunks, []])
-            for each in (by_rows((8, 8), world_size - 1), by_rows((3, 4), world_size - 1))
+        "a rank without a part": [
+            SharedMatrix(shape=matrix.shape, chunks=[*matrix.chunks, []])
+            for matrix in (by_rows((8, 8), world_size - 1), by_rows((3, 4), world_size - 1))
         ],
         "all kinds": [any_matrix(world_size, random) for _ in range(16)],
     }
 
 
 def work() -> list[Outcome]:
-    """Be one rank of a world; return an outcome of each case."""
+    """Exchange the matrices of all cases on one rank; return one outcome for each."""
     return [
         outcome
         for name, matrices in cases(dist.get_world_size()).items()
@@ -65,16 +65,16 @@ def work() -> list[Outcome]:
 
 
 def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -> list[Outcome]:
-    """Exchange them with more and more rounds in flight at once."""
+    """Exchange matrices with one, two and three rounds in flight."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
     generator = torch.Generator().manual_seed(len(matrices))
-    wholes = [torch.randn(each.shape, generator=generator).to(dtype) for each in matrices]
+    wholes = [torch.randn(matrix.shape, generator=generator).to(dtype) for matrix in matrices]
     owners, _ = assign_owners(matrices, [0] * world_size)
-    bytes_max = 3 * dtype.itemsize * max(each.numel for each in matrices)
+    bytes_max = 3 * dtype.itemsize * max(matrix.numel for matrix in matrices)
     rounds = plan_rounds(matrices, owners, bytes_max=bytes_max, itemsize=dtype.itemsize)
-    exchanged = [index for each in rounds for index in each.matrices]
+    exchanged = [index for round_ in rounds for index in round_.matrices]
     inputs = [
         [chunk.select(wholes[index]) for chunk in matrices[index].chunks[rank]]
         for index in exchanged
@@ -82,13 +82,13 @@ def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -
     expected, reference_bytes = allgather_reference.updates(
         [matrices[index] for index in exchanged], inputs, dtype
     )
-    expected_of = dict(zip(exchanged, expected, strict=True))
-    inputs_of = dict(zip(exchanged, inputs, strict=True))
+    expected_updates = dict(zip(exchanged, expected, strict=True))
+    matrix_inputs = dict(zip(exchanged, inputs, strict=True))
 
     def begin(exchange: Exchange, round_: Round) -> RoundInFlight:
         in_flight = exchange.begin(round_, dtype)
         for index, views in in_flight.inputs.items():
-            for view, part in zip(views, inputs_of[index], strict=True):
+            for view, part in zip(views, matrix_inputs[index], strict=True):
                 view.copy_(part)
         in_flight.send_inputs()
         return in_flight
@@ -101,7 +101,7 @@ def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -
         updates = newton_schulz.orthogonalize_all(list(gathered.values()), batched=False)
         in_flight.send_updates(dict(zip(gathered, updates, strict=True)))
         for index, views in in_flight.receive_updates().items():
-            for view, part in zip(views, expected_of[index], strict=True):
+            for view, part in zip(views, expected_updates[index], strict=True):
                 if not torch.equal(view, part):
                     differences.append(f"update of matrix {index}")
         in_flight.release()

@@ -1,4 +1,4 @@
-"""What ranks take for matrices on their way, and how long pages stay valid."""
+"""Memory of ranks for matrices and parameters in flight, and the validity of pages in a window."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ ROWS, COLUMNS, COUNT = 64, 32, 8
 
 @dataclass(slots=True)
 class Live:
-    """Memory that was taken for exchanges."""
+    """Memory of tensors that exchanges allocated."""
 
     peak: int = 0
     rounds: int = 0
     storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Count what is there now."""
+        """Update the peak with the storages that are alive now."""
         self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.storages.values()))
 
 
 @contextmanager
 def watched() -> Iterator[Live]:
-    """Watch what rounds and gathered matrices take; not what computing with them does."""
+    """Track the memory of rounds and gathered matrices, without that of computations."""
     live = Live()
 
     class Watch(TorchDispatchMode):
@@ -59,15 +59,15 @@ def watched() -> Iterator[Live]:
     def begin(*arguments: Any) -> RoundInFlight:
         live.rounds += 1
         with Watch():
-            found = real_begin(*arguments)
+            flight = real_begin(*arguments)
         live.look()
-        return found
+        return flight
 
     def receive_matrices(in_flight: RoundInFlight) -> dict[int, torch.Tensor]:
         with Watch():
-            found = real_receive(in_flight)
+            matrices = real_receive(in_flight)
         live.look()
-        return found
+        return matrices
 
     with (
         mock.patch.object(Exchange, "begin", begin),
@@ -78,7 +78,7 @@ def watched() -> Iterator[Live]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """What came of steps with so much memory for matrices."""
+    """Result of steps with limited memory for matrices."""
 
     peak: int
     rounds: int
@@ -94,34 +94,34 @@ def matrices() -> list[torch.Tensor]:
 
 
 def groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
-    """One that exchanges bfloat16, and one that exchanges float32."""
+    """One group that exchanges bfloat16 and one that exchanges float32."""
     named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
     return [{"params": named[:COUNT]}, {"params": named[COUNT:], "ns_dtype": torch.float32}]
 
 
-def gather(of_ranks: list[int], directory: Path) -> Gathered:
-    """Do two steps with rows cut, given the ``gather_memory`` of each rank."""
+def gather(gather_memory: list[int], directory: Path) -> Gathered:
+    """Do two steps of parameters cut at rows, given the ``gather_memory`` of each rank."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = [
-        torch.nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in matrices()
+        torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)])) for matrix in matrices()
     ]
     error = None
-    before = [each.detach().to_local().clone() for each in parameters]
+    before = [parameter.detach().to_local().clone() for parameter in parameters]
     with (
         tierstore.TierStore(directory, peer_timeout=30.0) as store,
         watched() as live,
     ):
-        optimizer = muon.Muon(groups_of(parameters), store=store, gather_memory=of_ranks[rank])
+        optimizer = muon.Muon(groups_of(parameters), store=store, gather_memory=gather_memory[rank])
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         try:
             for _ in range(2):
                 optimizer.step()
-        except ValueError as found:
-            error = str(found)
+        except ValueError as refused:
+            error = str(refused)
         step = store.step
-    after = [each.detach().to_local() for each in parameters]
+    after = [parameter.detach().to_local() for parameter in parameters]
     return Gathered(
         peak=live.peak,
         rounds=live.rounds,
@@ -133,22 +133,22 @@ def gather(of_ranks: list[int], directory: Path) -> Gathered:
 
 
 def spread_peak(bytes_max: int) -> int:
-    """Spread 6 KiB from each rank, of which so much may be on its way; return the peak."""
-    # By what is waited for: gloo may have a buffer a moment longer than that.
-    on_their_way: dict[Any, int] = {}
+    """Send 6 KiB from each rank to its replicas, ``bytes_max`` in flight; return the peak."""
+    # Broadcasts end when they are waited for: gloo may keep a buffer a moment longer.
+    in_flight: dict[Any, int] = {}
     peak = 0
     real_broadcast, real_wait = dist.broadcast, Ranks.wait
 
     def broadcast(tensor: torch.Tensor, **options: Any) -> Any:
         nonlocal peak
         work = real_broadcast(tensor, **options)
-        on_their_way[work] = tensor.nbytes
-        peak = max(peak, sum(on_their_way.values()))
+        in_flight[work] = tensor.nbytes
+        peak = max(peak, sum(in_flight.values()))
         return work
 
     def wait(ranks: Ranks, work: dist.Work) -> None:
         real_wait(ranks, work)
-        del on_their_way[work]
+        del in_flight[work]
 
     parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(24)]
     with (
@@ -163,12 +163,12 @@ def spread_peak(bytes_max: int) -> int:
                 parameter.grad = torch.eye(16)
             optimizer.step()
     assert all(torch.equal(parameter, parameters[0]) for parameter in parameters)
-    assert not on_their_way
+    assert not in_flight
     return peak
 
 
 def step_late(directory: Path, present: set[int]) -> list[float]:
-    """Step pages as late as a window of three allows, some of them without gradients."""
+    """Step pages as late as a window of three allows; some parameters have no gradient."""
     parameters = [torch.nn.Parameter(torch.ones(9, 7, dtype=torch.bfloat16)) for _ in range(9)]
     groups = [
         tierstore.PagedGroup(
