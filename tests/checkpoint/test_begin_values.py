@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -12,13 +13,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
 
 import muon
 import tierstore
 from tests.run.test_tagged_json import same
+from tests.support.originals import edit, entry_of
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp
 from tests.support.toy import Toy
 from tierstore.checkpoint import dcp_reader
+from tierstore.inspection import run_reader, slices
+from tierstore.inspection import verify as verification
 from tierstore.inspection.verify import verify
 
 
@@ -248,6 +253,80 @@ def test_tensors_that_were_stored_transposed(tmp_path: Path) -> None:
     assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 1
     for name, parameter in ours.model.named_parameters():
         assert torch.equal(parameter, reference.model.get_parameter(name)), name
+    ours.store.close()
+
+
+def test_a_tensor_that_was_stored_with_a_longer_one(tmp_path: Path) -> None:
+    """A view that torch.save wrote as it is, with all elements of what it is a view of."""
+    reference = Reference("layers").train(1)
+    save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
+    weight = reference.model.get_parameter("hidden.weight").detach()
+    longer = torch.cat([torch.zeros(5), weight.reshape(-1)])
+    file = io.BytesIO()
+    torch.save(longer[5:].view(weight.shape), file)
+
+    def change(metadata: Metadata) -> None:
+        info = entry_of(metadata, "model.hidden.weight")
+        path = tmp_path / "stock" / info.relative_path
+        info.offset, info.length = path.stat().st_size, len(file.getvalue())
+        path.write_bytes(path.read_bytes() + file.getvalue())
+
+    edit(tmp_path / "stock", change)
+    assert verify(tmp_path / "stock").good
+    ours = Ours(tmp_path / "run", seed=3)
+    ours.optimizer.restore(checkpoint=tmp_path / "stock")
+    assert torch.equal(ours.model.get_parameter("hidden.weight"), weight)
+    ours.store.close()
+
+
+def test_tensors_that_were_stored_without_checksums(tmp_path: Path) -> None:
+    reference = Reference("layers").train(1)
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    ours = Ours(tmp_path / "run", seed=3)
+    assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 1
+    for name, parameter in ours.model.named_parameters():
+        assert torch.equal(parameter, reference.model.get_parameter(name)), name
+    ours.store.close()
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_everything_is_parsed_once(
+    published: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata and manifests, and each slice of a file, however many pages have a part of it."""
+    checkpoint = tmp_path / "checkpoint"
+    reference = Reference("layers").train(1)
+    if published:
+        source = Ours(tmp_path / "source").train(1)
+        source.store.checkpoint(checkpoint, model=source.model)
+        source.store.close()
+    else:
+        save_with_dcp(reference, checkpoint, flat=True, prefix=True)
+    ours = Ours(tmp_path / "run", seed=3)
+    parsed: Counter[Any] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            piece = arguments[1] if name == "_elements_start" else None
+            parsed[name, piece and (arguments[0].name, piece.offset, arguments[2])] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(slices, "_elements_start")
+    counted(verification, "read_metadata")
+    counted(run_reader, "read_manifest")
+    counted(run_reader, "read_marker")
+    assert ours.optimizer.restore(checkpoint=checkpoint) == 1
+    assert set(parsed.values()) == {1}
+    assert {name for name, _ in parsed} >= {"_elements_start", "read_metadata"}
+    assert ("read_manifest", None) in parsed or not published
     ours.store.close()
 
 

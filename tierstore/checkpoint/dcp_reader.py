@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import File, Reader
-from tierstore.inspection.slices import elements_offset
+from tierstore.inspection.slices import Slices
 from tierstore.layout.chunks import Chunk
 from tierstore.run import tagged_json
 from tierstore.units import format_bytes
@@ -31,16 +31,18 @@ EntryPath = tuple[str | int, ...]
 
 
 class StoredEntries:
-    """What ``.metadata`` names.
+    """The entries that ``.metadata`` names.
 
     Args:
         path: the directory.
         metadata: what its ``.metadata`` holds.
+        slices: the slices of files that it names, checked.
     """
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, slices: Slices) -> None:
         self.path = path
         self._metadata = metadata
+        self._slices = slices
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
 
@@ -94,7 +96,7 @@ class StoredEntries:
         assert item.storage_index.index is not None
         sizes = stored.chunks[item.storage_index.index].sizes
         info = self._metadata.storage_data[item.storage_index]
-        start = elements_offset(file, info, sizes, stored.properties.dtype)
+        start = self._slices.elements_start(file, info, sizes, stored.properties.dtype)
         if start is not None:
             read_box(
                 file, start, stored.properties.dtype, sizes, item.storage_offsets, target.detach()

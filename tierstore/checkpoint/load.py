@@ -7,22 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from tierstore.checkpoint.dcp_reader import StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.checkpoint.saved_values import CommittedValues, StockValues
 from tierstore.errors import CheckpointError, CorruptionError
-from tierstore.inspection.dcp_metadata import read_metadata
-from tierstore.inspection.reader import Reader
-from tierstore.inspection.run_reader import read_marker, read_published
-from tierstore.inspection.verify import verify
+from tierstore.inspection.verify import Contents, verify_contents
 from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers
-from tierstore.run.file_names import MARKER_NAME, METADATA_NAME
-from tierstore.run.manifest import Manifest
 
 
 class CheckpointSource:
@@ -53,10 +47,12 @@ class CheckpointSource:
         peers: Peers,
     ) -> None:
         self._path = Path(path)
-        metadata, manifests = _read_whole(self._path, peers)
-        self._entries = StoredEntries(self._path, metadata)
+        contents = _checked(self._path, peers)
+        self._entries = StoredEntries(self._path, contents.metadata, contents.slices)
         values = (
-            CommittedValues(self._entries, manifests) if manifests else StockValues(self._entries)
+            CommittedValues(self._entries, contents.manifests)
+            if contents.manifests
+            else StockValues(self._entries)
         )
         self._model_prefixes = values.model_prefixes
         specs = [parameter.spec for group in groups for parameter in group.parameters]
@@ -144,31 +140,18 @@ class CheckpointSource:
         return found
 
 
-def _read_whole(path: Path, peers: Peers) -> tuple[Metadata, list[Manifest]]:
-    """Return what the files of a checkpoint say, after checking this rank's part of it.
-
-    Returns:
-        The content of ``.metadata``; the manifests of all ranks, none if tierstore did not
-        publish it.
-    """
-    report = verify(path, rank=peers.rank, world_size=peers.world_size)
+def _checked(path: Path, peers: Peers) -> Contents:
+    """Return what a checkpoint holds, after checking this rank's part of it."""
+    report, contents = verify_contents(path, rank=peers.rank, world_size=peers.world_size)
     if report.kind == "run":
         raise CheckpointError(
             f"{path} is a run directory, not a checkpoint: open it with resume=True, or "
             "publish its last step with `tierstore checkpoint`"
         )
-    reader = Reader(path)
-    reader.faults += report.faults
-    manifests: list[Manifest] = []
-    if report.good:
-        with reader.noting(METADATA_NAME):
-            metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
-        if report.kind == "checkpoint":
-            with reader.noting(MARKER_NAME):
-                manifests = read_published(reader, reader.list(), read_marker(reader))
-    if reader.faults:
+    if contents is None:
+        fault = report.faults[0]
         raise CorruptionError(
-            f"{path}: {reader.faults[0].place}: {reader.faults[0].what}; nothing of it "
+            f"{path}: {fault.place}: {fault.what}; nothing of it "
             "was loaded. `tierstore verify` lists everything that is wrong"
         )
-    return metadata, manifests
+    return contents

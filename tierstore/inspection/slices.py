@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import struct
+import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ class _Slice:
     expected: dict[_Expected, str] = field(default_factory=dict)
 
 
-class Entries:
+class Slices:
     """The slices of files that a checkpoint's metadata names.
 
     Args:
@@ -63,6 +64,7 @@ class Entries:
         self._reader = reader
         self._metadata = metadata
         self._slices: dict[str, dict[tuple[int, int], _Slice]] = {}
+        self._starts: dict[tuple[str, int, int, _Expected], int | None] = {}
         self._unread = 0
         self._transformed = 0
         for key, item in metadata.state_dict_metadata.items():
@@ -104,6 +106,28 @@ class Entries:
                 "they are there was checked"
             )
 
+    def elements_start(
+        self, file: File, info: _StorageInfo, sizes: Sequence[int], dtype: torch.dtype
+    ) -> int | None:
+        """Return the byte of a file at which the elements of a stored tensor begin.
+
+        Slices that check() did not read are checked now, once, but for their data.
+
+        Returns:
+            None where the elements are not in row-major order as they are in memory.
+
+        Raises:
+            CorruptionError: the slice is not whole.
+        """
+        if info.transform_descriptors:
+            return None
+        expected = _Expected(tuple(sizes), dtype)
+        key = (file.name, info.offset, info.length, expected)
+        if key not in self._starts:
+            piece = _Slice(info.offset, info.length)
+            self._starts[key] = _elements_start(file, piece, expected, whole=False)
+        return self._starts[key]
+
     def _add_tensor(self, key: str, item: TensorStorageMetadata) -> None:
         chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
         for fault in tiling_faults(item.size, chunks):
@@ -140,8 +164,9 @@ class Entries:
             try:
                 if expected.dtype is None:
                     self._check_object(file, piece, whole)
-                elif not _is_page_record(file, piece, expected):
-                    _check_tensor(file, piece, expected, whole)
+                else:
+                    start = _elements_start(file, piece, expected, whole)
+                    self._starts[file.name, piece.offset, piece.nbytes, expected] = start
             except CorruptionError as error:
                 place = f"{format_bytes(piece.nbytes)} at offset {piece.offset} of {file.name}"
                 self._reader.fault(key, f"the {place}: {error}")
@@ -166,10 +191,16 @@ def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
     )
 
 
-def _check_tensor(file: File, piece: _Slice, expected: _Expected, whole: bool) -> torch.Tensor:
-    """Return the tensor that a slice holds, without its data, if it is the expected one."""
+def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool) -> int | None:
+    """Return where in the file the elements of a tensor begin, as elements_start() does.
+
+    Raises:
+        CorruptionError: the slice does not hold the expected tensor.
+    """
+    if _is_page_record(file, piece, expected):
+        return piece.offset + RECORD_PREFIX_BYTES
     try:
-        tensor, data_nbytes = _load(file, piece, whole)
+        tensor, data_nbytes, start = _load(file, piece, whole)
     except _UnknownClassError as error:
         raise CorruptionError(f"cannot be read: {error}") from None
     if not isinstance(tensor, torch.Tensor):
@@ -181,15 +212,27 @@ def _check_tensor(file: File, piece: _Slice, expected: _Expected, whole: bool) -
         )
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() != data_nbytes:
         raise CorruptionError(f"has {data_nbytes} bytes of data, which is not what it needs")
-    return tensor
+    return start if tensor.is_contiguous() and tensor.storage_offset() == 0 else None
 
 
 class _UnknownClassError(Exception):
     """An object of a class that torch.load(weights_only=True) does not make."""
 
 
-def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
-    """Return what torch.save wrote into a slice, tensors without data, and bytes of data.
+class _Loaded(NamedTuple):
+    """What torch.save wrote into a slice."""
+
+    value: object
+    """Tensors are on the meta device, without data."""
+    data_nbytes: int
+    """Bytes of data of all tensors."""
+    data_start: int | None
+    """Where in the file the data begins, if it is of one storage and in the byte order of this
+    machine."""
+
+
+def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
+    """Return what a slice holds.
 
     Raises:
         CorruptionError: it is not whole.
@@ -199,9 +242,11 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
     try:
         with zipfile.ZipFile(stream) as archive:
             data_nbytes = _check_archive(file, archive, whole)
+            data_start = _data_start(file, piece, archive)
         stream.seek(0)
         # On the meta device, storages are made but not read.
-        return torch.load(stream, map_location="meta", weights_only=True), data_nbytes
+        value = torch.load(stream, map_location="meta", weights_only=True)
+        return _Loaded(value, data_nbytes, data_start)
     except CorruptionError:
         raise
     except pickle.UnpicklingError as error:
@@ -216,35 +261,20 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int]:
         ) from error
 
 
-def elements_offset(
-    file: File, info: _StorageInfo, sizes: Sequence[int], dtype: torch.dtype
-) -> int | None:
-    """Return at which byte of a file the elements of a stored tensor begin, in row-major order.
-
-    Returns:
-        None where they lie there in another way.
-
-    Raises:
-        CorruptionError: it is not whole.
-    """
-    if info.transform_descriptors:
+def _data_start(file: File, piece: _Slice, archive: zipfile.ZipFile) -> int | None:
+    data = list(filter(_is_data, archive.infolist()))
+    orders = [entry for entry in archive.infolist() if entry.filename.endswith("/byteorder")]
+    if len(data) != 1 or len(orders) != 1:
         return None
-    offset: int = info.offset
-    piece = _Slice(offset, info.length)
-    expected = _Expected(tuple(sizes), dtype)
-    if _is_page_record(file, piece, expected):
-        return offset + RECORD_PREFIX_BYTES
-    tensor = _check_tensor(file, piece, expected, whole=False)
-    with zipfile.ZipFile(_BoundedReader(_SliceStream(file, piece), _READ_BYTES)) as archive:
-        (data,) = filter(_is_data, archive.infolist())
-        orders = [name for name in archive.namelist() if name.endswith("/byteorder")]
-        is_little = [archive.read(name) for name in orders] == [b"little"]
-    if not is_little or not tensor.is_contiguous():
-        return None
-    start = offset + data.header_offset
-    # Names and extra fields of the entry itself may be other than those in the list.
-    lengths = struct.unpack("<HH", file.read(start + 26, 4))
-    return start + 30 + int(sum(lengths))
+    order = file.read(_member_start(file, piece, orders[0]), len(sys.byteorder))
+    return _member_start(file, piece, data[0]) if order == sys.byteorder.encode() else None
+
+
+def _member_start(file: File, piece: _Slice, entry: zipfile.ZipInfo) -> int:
+    header = piece.offset + entry.header_offset
+    # Name and extra field of the entry itself may be longer than those in the list.
+    lengths = struct.unpack("<HH", file.read(header + 26, 4))
+    return header + 30 + int(sum(lengths))
 
 
 def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:

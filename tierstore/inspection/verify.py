@@ -10,10 +10,12 @@ import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import xxhash
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tierstore.errors import CheckpointError, CorruptionError, RunLockedError, TierstoreError
 from tierstore.inspection.coverage import coverage_faults
@@ -29,7 +31,7 @@ from tierstore.inspection.run_reader import (
     read_published,
     read_ranks,
 )
-from tierstore.inspection.slices import Entries
+from tierstore.inspection.slices import Slices
 from tierstore.layout.page_layout import PageLayout
 from tierstore.run.committer import read_mark
 from tierstore.run.file_names import (
@@ -50,6 +52,17 @@ _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the files of a checkpoint hold that has no fault; each of them was parsed once."""
+
+    metadata: Metadata
+    slices: Slices
+    """The slices that ``metadata`` names."""
+    manifests: Sequence[Manifest]
+    """Those of all ranks, in order; empty if tierstore did not publish the checkpoint."""
+
+
 def verify(
     path: str | os.PathLike[str],
     on_progress: Callable[[int, int], None] | None = None,
@@ -61,28 +74,41 @@ def verify(
 
     Args:
         path: the directory.
-        on_progress: told of the bytes that were checked, and of all that will be.
+        on_progress: called with the number of bytes that were checked, and that will be.
         rank: which of several processes this is that check it together: each reads a part of
             the pages and values, and finds what is wrong with that part.
-        world_size: how many they are.
+        world_size: the number of these processes.
 
     Raises:
         CheckpointError: ``path`` is neither, or this user may not read it.
         RunLockedError: it is a run in use.
         StorageError: the disk cannot even list it.
     """
+    report, _ = verify_contents(path, on_progress, rank=rank, world_size=world_size)
+    return report
+
+
+def verify_contents(
+    path: str | os.PathLike[str],
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[Report, Contents | None]:
+    """Check as verify() does; return also what a checkpoint without faults holds."""
     root = Path(path)
     kind = kind_of(root)
     reader = Reader(root, on_progress, rank=rank, world_size=world_size)
+    step: int | None = None
+    contents: Contents | None = None
     try:
         if kind == "run":
             step = _verify_run(reader)
         else:
-            kind, step = _verify_checkpoint(reader)
+            kind, step, contents = _verify_checkpoint(reader)
     except OSError as error:  # Of the directory itself; those of its files are noted.
         reader.fault(str(root), f"cannot be read: {error.strerror} (errno {error.errno})")
-        step = None
-    return Report(
+    report = Report(
         path=str(root),
         kind=kind,
         step=step,
@@ -91,6 +117,7 @@ def verify(
         faults=tuple(reader.faults),
         notes=tuple(reader.notes),
     )
+    return report, contents if report.good else None
 
 
 def kind_of(root: Path) -> str:
@@ -255,50 +282,54 @@ def _layouts(manifest: Manifest) -> list[PageLayout]:
 # -------------------------------------------------------------------------- a checkpoint
 
 
-def _verify_checkpoint(reader: Reader) -> tuple[str, int | None]:
-    """Return the kind of checkpoint and its step."""
+def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None]:
+    """Return the kind of checkpoint, its step, and what of it could be parsed."""
     names = reader.list()
     published = MARKER_NAME in names or published_manifest(0) in names
-    step = _check_published(reader, names) if published else None
+    step: int | None = None
+    manifests: list[Manifest] = []
+    contents: Contents | None = None
+    if published:
+        step, manifests = _check_published(reader, names)
     with reader.noting(METADATA_NAME):
         metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
-        entries = Entries(reader, metadata)
+        slices = Slices(reader, metadata)
         if published:  # All bytes were read already.
-            entries.check(whole=False)
+            slices.check(whole=False)
         else:
-            reader.expect(entries.nbytes)
-            entries.check(whole=True)
+            reader.expect(slices.nbytes)
+            slices.check(whole=True)
+        contents = Contents(metadata=metadata, slices=slices, manifests=manifests)
     if published:
-        return "checkpoint", step
+        return "checkpoint", step, contents
     reader.note(
         "tierstore did not publish it, so there are no checksums of whole files: data was "
         "compared with the CRC-32 that torch.save left in each record, where it did"
     )
-    return "plain checkpoint", None
+    return "plain checkpoint", None, contents
 
 
-def _check_published(reader: Reader, names: Sequence[str]) -> int | None:
-    """Check what tierstore adds to a checkpoint, and every file by it; return the step."""
+def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, list[Manifest]]:
+    """Check what tierstore adds to a checkpoint, and every file by it; return what it is of."""
     marker: Mapping[str, Any] | None = None
     with reader.noting(MARKER_NAME):
         marker = read_marker(reader)
     manifests = read_published(reader, names, marker)
-    if marker is not None and len(manifests) == marker["world_size"]:
-        _check_coverage(reader, manifests)
-    if marker is not None:
-        _note_parts(reader, names, marker["world_size"])
     pages = _Pages(reader)
     page_names: set[str] = set()
     for manifest in manifests:
         files = [published_page(manifest.rank, page) for page in range(len(manifest.pages))]
         pages.add(manifest, files)
         page_names.update(files)
+    step = manifests[0].step if manifests else None
     if marker is not None:
+        if len(manifests) == marker["world_size"]:
+            _check_coverage(reader, manifests)
+        _note_parts(reader, names, marker["world_size"])
         _check_files(reader, names, marker["files"], page_names)
+        step = cast(int, marker["step"])
     pages.check()
-    if marker is not None:
-        return cast(int, marker["step"])
-    return manifests[0].step if manifests else None
+    return step, manifests
 
 
 def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
