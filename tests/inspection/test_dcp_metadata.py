@@ -355,6 +355,12 @@ WITHIN: dict[str, tuple[bytes, str]] = {
         "a strange field",
     ),
     "fields again": (NEW_INDEX + 2 * (FQN + pickle.BUILD), "already"),
+    "fields and attributes": (NEW_INDEX + 2 * FQN + pickle.TUPLE2 + pickle.BUILD, "makes a Meta"),
+    "deep tuples in an object as a key": (
+        (pickle.EMPTY_DICT + NEW_INDEX + pickle.EMPTY_DICT + short("fqn") + DEEP + pickle.SETITEM)
+        + (pickle.BUILD + pickle.NONE + pickle.SETITEM),
+        "a strange kind",
+    ),
     "an object of arguments": (
         INDEX + pickle.NONE + pickle.TUPLE1 + pickle.NEWOBJ + FQN + pickle.BUILD,
         "makes an object",
