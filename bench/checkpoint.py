@@ -20,7 +20,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import typer
-from measuring import MIB, DirectoryOption, JsonOption, SmallOption, scratch_folder, write_report
+from measuring import (
+    MIB,
+    DirectoryOption,
+    JsonOption,
+    SmallOption,
+    drop_from_cache,
+    scratch_folder,
+    write_report,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -214,12 +222,9 @@ def measure_saving(job: Job, state: State, scratch: Path, rounds: int) -> list[R
 def forget(path: Path) -> None:
     """Drop the files of a checkpoint from the page cache, so that they are read from the disk."""
     for file in path.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+        drop_from_cache(file)
 
 
 def same(mine: Any, other: Any) -> bool:

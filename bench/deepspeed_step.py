@@ -23,6 +23,7 @@ from measuring import (
     JsonOption,
     SmallOption,
     ratio_text,
+    rotated,
     scratch_folder,
     spread,
     write_report,
@@ -204,8 +205,7 @@ def compare(plan: Plan, rule: str, settings: Settings, directory: Path) -> list[
         names = list(workers)
         steps: dict[str, list[Step]] = {name: [] for name in names}
         for index in track(range(plan.pairs), description=rule):
-            start = index % len(names)
-            for name in names[start:] + names[:start]:
+            for name in rotated(names, index):
                 steps[name].append(workers[name].ask("step"))
         facts = {name: worker.ask("facts") for name, worker in workers.items()}
     return rows_of(rule, steps, facts)

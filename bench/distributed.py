@@ -28,6 +28,7 @@ from measuring import (
     JsonOption,
     SmallOption,
     ratio_text,
+    rotated,
     scratch_folder,
     spread,
     write_report,
@@ -292,8 +293,7 @@ def take_turns(worlds: Mapping[int, World], rounds: int) -> dict[tuple[int, str]
     ]
     turns: dict[tuple[int, str], list[Turn]] = {each: [] for each in order}
     for index in track(range(rounds), description="steps on several ranks"):
-        first = index % len(order)
-        for ranks, case in order[first:] + order[:first]:
+        for ranks, case in rotated(order, index):
             asked = SHARDED if case == AGAIN else case
             turns[ranks, case].append(together(worlds[ranks].ask(asked)))
     return turns

@@ -23,6 +23,7 @@ from measuring import (
     DirectoryOption,
     JsonOption,
     SmallOption,
+    profile_threads,
     ratio_text,
     scratch_folder,
     spread,
@@ -31,10 +32,10 @@ from measuring import (
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from step import Contender, Model, compare, now_s, report
+from step import Contender, Model, compare, linear_pairs, now_s, report
 from sweep import MOMENTUM, Idle, make_parameters
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 import muon
 import tierstore
@@ -83,12 +84,8 @@ class Tower(Model):
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         torch.manual_seed(0)
-        width = plan.width
-        layers: list[nn.Module] = [nn.Embedding(plan.rows, width)]
-        for _ in range(plan.pairs):
-            layers += [nn.Linear(width, 4 * width, bias=False), nn.ReLU()]
-            layers += [nn.Linear(4 * width, width, bias=False)]
-        super().__init__(*layers)
+        embedding = nn.Embedding(plan.rows, plan.width)
+        super().__init__(embedding, *linear_pairs(plan.width, plan.pairs))
         self.to(device, torch.bfloat16)
         self.inputs = torch.randint(plan.rows, (plan.batch,), device=device)
 
@@ -200,11 +197,10 @@ def make_contenders(
 
 def write_trace(contender: Contender, path: Path) -> None:
     """Write what the profiler sees of one training step, for bench/timeline.py."""
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, experimental_config=every_thread) as profiled:
+    with profile_threads(*activities) as profiled:
         contender.turn()
     profiled.export_chrome_trace(str(path))
 

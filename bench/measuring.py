@@ -8,15 +8,20 @@ import os
 import platform
 import resource
 import shutil
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
 import typer
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -39,6 +44,42 @@ def cpu_seconds() -> float:
     """Return the processor time that all threads of this process have taken."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def peak_anonymous_bytes() -> int:
+    """Return the peak memory of this process, without mapped files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "RssFile")}
+    return (kib["VmHWM"] - kib["RssFile"]) * 1024
+
+
+def drop_from_cache(path: Path) -> None:
+    """Remove a file, whose content is durable, from the page cache."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def profile_threads(*activities: ProfilerActivity) -> profile:
+    """Return a profiler of all threads of this process."""
+    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=activities, experimental_config=every_thread)
+
+
+def rotated(cases: Sequence[T], round_number: int) -> list[T]:
+    """Return the cases, with another one first in each round.
+
+    The first case after a pause may find the disk faster.
+    """
+    first = round_number % len(cases)
+    return [*cases[first:], *cases[:first]]
+
+
+def medians(results: Sequence[Any]) -> dict[str, float]:
+    """Return the median of each field over dataclasses of one class."""
+    return {
+        field.name: statistics.median(getattr(result, field.name) for result in results)
+        for field in fields(results[0])
+    }
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, ...]:

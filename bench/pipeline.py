@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import typer
 from distributed import Plan, make_optimizer, make_parameters
-from measuring import MIB, DirectoryOption, SmallOption, scratch_folder
+from measuring import MIB, DirectoryOption, SmallOption, profile_threads, scratch_folder
 from ranks import start_world
 from timeline import draw, read_spans
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 import tierstore
 from muon.newton_schulz import fastest_dtype
@@ -64,13 +64,12 @@ def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Callable[
             for _ in range(steps_before):
                 optimizer.step()
             store.synchronize()
-            every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-            with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as it:
+            with profile_threads(ProfilerActivity.CPU) as profiled:
                 dist.barrier()
                 optimizer.step()
                 store.synchronize()
             trace = folder / f"trace-{dist.get_rank()}.json"
-            it.export_chrome_trace(str(trace))
+            profiled.export_chrome_trace(str(trace))
             return trace
 
         yield profile_step

@@ -9,7 +9,6 @@ how much of any other ratio is noise.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +24,9 @@ from measuring import (
     DirectoryOption,
     JsonOption,
     SmallOption,
+    medians,
     ratio_text,
+    rotated,
     scratch_folder,
     spread,
     write_report,
@@ -125,19 +126,23 @@ class Model(nn.Sequential):
     inputs: torch.Tensor
 
 
+def linear_pairs(width: int, count: int) -> list[nn.Module]:
+    """Return pairs of matrices, the one four times as wide as the other."""
+    layers: list[nn.Module] = []
+    for _ in range(count):
+        layers += [nn.Linear(width, 4 * width, bias=False), nn.ReLU()]
+        layers += [nn.Linear(4 * width, width, bias=False)]
+    return layers
+
+
 class Matrices(Model):
     """A model of wide matrices, in bfloat16."""
 
     def __init__(self, plan: Plan) -> None:
         torch.manual_seed(0)
-        width = plan.width
-        layers: list[nn.Module] = []
-        for _ in range(plan.layers):
-            layers += [nn.Linear(width, 4 * width, bias=False), nn.ReLU()]
-            layers += [nn.Linear(4 * width, width, bias=False)]
-        super().__init__(*layers)
+        super().__init__(*linear_pairs(plan.width, plan.layers))
         self.bfloat16()
-        self.inputs = torch.randn(BATCH, width, dtype=torch.bfloat16)
+        self.inputs = torch.randn(BATCH, plan.width, dtype=torch.bfloat16)
 
 
 class Embedding(Model):
@@ -240,8 +245,7 @@ def compare(
     order = [*contenders, bound + AGAIN]
     turns: dict[str, list[Turn]] = {case: [] for case in order}
     for index in track(range(rounds), description=title):
-        first = index % len(order)
-        for case in order[first:] + order[:first]:
+        for case in rotated(order, index):
             turns[case].append(contenders[case.removesuffix(AGAIN)].turn())
 
     def seconds(turn: Turn) -> float:
@@ -250,11 +254,7 @@ def compare(
     rows = []
     for case, taken in turns.items():
         ratios = [seconds(a) / seconds(b) for a, b in zip(taken, turns[bound], strict=True)]
-        medians = {
-            key: statistics.median(getattr(turn, key) for turn in taken)
-            for key in Turn.__dataclass_fields__
-        }
-        rows.append(Row(case=case, rounds=rounds, ratio=spread(ratios), **medians))
+        rows.append(Row(case=case, rounds=rounds, ratio=spread(ratios), **medians(taken)))
     contender = contenders["on NVMe"]
     return Comparison(
         title=title,

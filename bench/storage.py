@@ -31,7 +31,9 @@ from measuring import (
     JsonOption,
     SmallOption,
     cpu_seconds,
+    drop_from_cache,
     ratio_text,
+    rotated,
     scratch_folder,
     spread,
     write_report,
@@ -147,9 +149,7 @@ class Pages:
         """Have the system forget what it cached of the files."""
         for names in self.names.values():
             for name in names:
-                fd = os.open(self.directory / name, os.O_RDONLY)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
+                drop_from_cache(self.directory / name)
 
     def sequence(self, operation: str) -> Iterator[tuple[str, str]]:
         """Yield (read or write, file name) without end."""
@@ -268,9 +268,7 @@ def measure_series(
     for index in track(
         range(plan.rounds), description=f"{operation} {format_bytes(pages.page_bytes)}"
     ):
-        # Who goes first changes: the first after a pause may find the device faster.
-        first = index % len(turns)
-        speeds = {name: measure() for name, measure in turns[first:] + turns[:first]}
+        speeds = {name: measure() for name, measure in rotated(turns, index)}
         for storage in storages:
             series.engines.setdefault(storage.engine, []).append(speeds[storage.engine])
         if with_fio:

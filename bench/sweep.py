@@ -29,7 +29,10 @@ from measuring import (
     JsonOption,
     SmallOption,
     cpu_seconds,
+    medians,
+    peak_anonymous_bytes,
     ratio_text,
+    rotated,
     scratch_folder,
     spread,
     write_report,
@@ -248,10 +251,7 @@ def measure_beside_fio(
                 pages.create(storage)
             turns["fio"] = turns["fio again"] = partial(measure_fio, pages, "mixed")
         for index in track(range(plan.rounds), description="beside fio"):
-            # Who goes first changes: the first after a pause may find the device faster.
-            first = index % len(turns)
-            order = [*turns][first:] + [*turns][:first]
-            results = {case: turns[case]() for case in order}
+            results = {case: turns[case]() for case in rotated([*turns], index)}
             for case in taken:
                 taken[case].append(results[case])
             if "fio" in turns:
@@ -267,13 +267,8 @@ def rows_of(taken: dict[str, list[Taken]], fio_mib_per_s: list[tuple[float, floa
             turn.mib_per_s / statistics.mean(fio)
             for turn, fio in zip(turns, fio_mib_per_s, strict=False)
         ]
-        medians = {
-            key: statistics.median(getattr(turn, key) for turn in turns)
-            for key in Taken.__dataclass_fields__
-        }
-        rows.append(
-            Row(case=case, rounds=len(turns), ratio=spread(ratios) if ratios else None, **medians)
-        )
+        ratio = spread(ratios) if ratios else None
+        rows.append(Row(case=case, rounds=len(turns), ratio=ratio, **medians(turns)))
     return rows
 
 
@@ -292,13 +287,6 @@ def serve(connection: Connection, directory: Path, plan: Plan, state_bytes: int)
             connection.send(measure_sweep(idle, 1, commits=False))
         nbytes = sum(parameter.nbytes for parameter in parameters.values())
         connection.send((store.stats(), peak_anonymous_bytes() - nbytes))
-
-
-def peak_anonymous_bytes() -> int:
-    """Return the most memory that this process had, without what is mapped from files."""
-    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    kib = {key: int(status[key].split()[0]) for key in ("VmHWM", "RssFile")}
-    return (kib["VmHWM"] - kib["RssFile"]) * 1024
 
 
 def measure_growth(directory: Path, plan: Plan) -> list[Growth]:

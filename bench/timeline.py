@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from measuring import MIB, DirectoryOption, SmallOption, scratch_folder
+from measuring import MIB, DirectoryOption, SmallOption, profile_threads, scratch_folder
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
 
 import muon
 import tierstore
@@ -105,12 +105,11 @@ def profile_training(directory: Path, plan: Plan, trace: Path) -> None:
 
         for _ in range(2):  # Whoever writes a place for the first time pays more.
             train()
-        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        with profile(activities=[ProfilerActivity.CPU], experimental_config=every_thread) as it:
+        with profile_threads(ProfilerActivity.CPU) as profiled:
             for _ in range(plan.steps):
                 train()
             store.synchronize()
-    it.export_chrome_trace(str(trace))
+    profiled.export_chrome_trace(str(trace))
 
 
 def read_spans(trace: Path) -> list[Span]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import cpu_seconds
+from measuring import cpu_seconds, peak_anonymous_bytes
 from torch import nn
 from torch.nn import functional
 
@@ -317,13 +317,6 @@ def one_step(contender: Contender) -> Step:
     )
 
 
-def peak_bytes() -> int:
-    """Return the most memory that this process has had at once, without mapped files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    status = dict(line.split(":", 1) for line in lines)
-    return 1024 * (int(status["VmHWM"].split()[0]) - int(status["RssFile"].split()[0]))
-
-
 def work(connection: Connection, log: Path, kind: type[Contender], arguments: Any) -> None:
     """Be a contender: a step for each message "step", and its facts for "facts"."""
     with log.open("w") as file:  # DeepSpeed talks.
@@ -333,14 +326,14 @@ def work(connection: Connection, log: Path, kind: type[Contender], arguments: An
         contender = kind(*arguments)
         for _ in range(WARMUP_STEPS):
             one_step(contender)
-        start_bytes = peak_bytes()
+        start_bytes = peak_anonymous_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # From here on the peak is of steps.
         connection.send("ready")
         while (message := connection.recv()) != "stop":
             if message == "step":
                 connection.send(one_step(contender))
             else:
-                facts = {"peak_bytes": peak_bytes(), "start_peak_bytes": start_bytes}
+                facts = {"peak_bytes": peak_anonymous_bytes(), "start_peak_bytes": start_bytes}
                 connection.send(facts | contender.facts())
     except Exception:
         connection.send(RuntimeError(traceback.format_exc()))

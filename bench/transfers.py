@@ -29,7 +29,9 @@ from measuring import (
     JsonOption,
     SmallOption,
     cpu_seconds,
+    drop_from_cache,
     ratio_text,
+    rotated,
     scratch_folder,
     spread,
     write_report,
@@ -203,12 +205,6 @@ def open_ways(directory: Path, nbytes: int) -> tuple[dict[str, Way], list[str]]:
     return ways, absent
 
 
-def drop_from_cache(path: Path) -> None:
-    """Have the system forget what it cached of a file whose content is durable."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def measure(way: Way, operation: str, expected: torch.Tensor) -> tuple[float, float]:
     """Return wall and processor seconds; nothing is left in the page cache."""
     if operation == "read":
@@ -236,9 +232,8 @@ def measure_all(ways: dict[str, Way], nbytes: int, rounds: int) -> list[Row]:
     for name in ways:
         measure(ways[name], "write", expected)  # The first write of a place costs more.
     for index in track(range(rounds), description=format_bytes(nbytes)):
-        start = index % len(turns)
         for operation in ("write", "read"):
-            for turn in turns[start:] + turns[:start]:
+            for turn in rotated(turns, index):
                 taken = measure(ways[turn.removesuffix(" again")], operation, expected)
                 measured.setdefault((turn, operation), []).append(taken)
     return [
