@@ -1,4 +1,4 @@
-"""What the exchange is to equal: every rank gets every matrix whole and orthogonalizes all."""
+"""Reference for the exchange: every rank gathers and orthogonalizes all matrices."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from muon.rounds import SharedMatrix
 def gather_everywhere(
     matrix: SharedMatrix, parts: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, int]:
-    """Return a whole matrix from this rank's chunks, and how many bytes it sent to others.
+    """Gather a matrix of shape (rows, columns); return it and the bytes sent to other ranks.
 
-    What a rank has is padded to the most that one has.
+    The part of each rank is padded to the largest part.
     """
-    most = max(sum(chunk.numel for chunk in chunks) for chunks in matrix.chunks)
-    padded = torch.zeros(most, dtype=dtype)
-    flat = torch.cat([torch.empty(0, dtype=dtype), *(part.flatten() for part in parts)])
+    largest = max(sum(chunk.numel for chunk in chunks) for chunks in matrix.chunks)
+    padded = torch.zeros(largest, dtype=dtype)  # (largest,)
+    flat = torch.cat([torch.empty(0, dtype=dtype), *(part.flatten() for part in parts)])  # (own,)
     padded[: flat.numel()] = flat
     world_size = dist.get_world_size()
     everything = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(everything, padded)
-    whole = torch.empty(matrix.shape, dtype=dtype)
+    whole = torch.empty(matrix.shape, dtype=dtype)  # (rows, columns)
     for chunks, received in zip(matrix.chunks, everything, strict=True):
         start = 0
         for chunk in chunks:
@@ -39,7 +39,7 @@ def gather_everywhere(
 def updates(
     matrices: Sequence[SharedMatrix], inputs: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
 ) -> tuple[list[list[torch.Tensor]], int]:
-    """Return the update of each of this rank's chunks, and how many bytes it sent to others."""
+    """Return the updates of this rank's chunks and the bytes sent to other ranks."""
     found, bytes_sent = [], 0
     for matrix, parts in zip(matrices, inputs, strict=True):
         with record_function("reference::gather"):

@@ -1,7 +1,7 @@
-"""How evenly ranks share the work of a step: computed, with no rank and no device.
+"""Balance of the work of a step over ranks, computed without ranks or devices.
 
-The matrices of a model of 32 layers are laid out, given owners and cut into rounds as a step
-does it. Work is counted in multiplications of Newton-Schulz.
+The matrices of a model of 32 layers are laid out, assigned to owners and cut into rounds as in a
+step. Work is counted in multiplications of Newton-Schulz.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTITIONS = ("sharded", "flat", "by_parameter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the program computes."""
+    """Parameters of one run of the program."""
 
     world_sizes: tuple[int, ...]
     mlps: tuple[int, ...]
@@ -49,7 +49,7 @@ PLANS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the result. Work is in parts of the mean of the ranks."""
+    """One line of the result. Work is relative to the mean of the ranks."""
 
     mlp: int
     partition: str
@@ -57,11 +57,11 @@ class Row:
     pages: int
     rounds: int
     busiest: float
-    """What the rank with most has to do."""
+    """Work of the busiest rank."""
     bound: float
-    """What it has to do at least: the mean, or the largest matrix."""
+    """Lower bound of the busiest rank's work: the mean, or the largest matrix."""
     makespan: float
-    """How long all ranks take together, sending included as if it took no time."""
+    """Time until the last rank ends, if sending takes no time."""
 
 
 def shapes(mlp: int) -> list[tuple[int, int]]:
@@ -99,17 +99,17 @@ def subgroups(
 def work(
     pages: Sequence[tierstore.SharedSubgroup], rounds: Sequence[Sequence[Round]], world_size: int
 ) -> list[list[list[int]]]:
-    """Return what each rank has to do of each page: first whole matrices, then round by round."""
+    """Return the work of each rank for each page: first whole matrices, then each round."""
     found = []
-    for page, of_page in zip(pages, rounds, strict=True):
+    for page, page_rounds in zip(pages, rounds, strict=True):
         whole = [0] * world_size
-        exchanged = {index for round_ in of_page for index in round_.matrices}
+        exchanged = {index for round_ in page_rounds for index in round_.matrices}
         for index, shard in enumerate(page.shards):
             if index not in exchanged:
                 (owner,) = (rank for rank, (start, stop) in enumerate(shard.ranges) if start < stop)
                 whole[owner] += newton_schulz.cost(_matrix(shard.spec.shape))
         parts = [whole]
-        for round_ in of_page:
+        for round_ in page_rounds:
             owned = [0] * world_size
             for index, owner in round_.owners.items():
                 owned[owner] += newton_schulz.cost(round_.matrices[index].shape)
@@ -124,14 +124,15 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def makespan(pages: Sequence[Sequence[Sequence[int]]], world_size: int) -> int:
-    """Return when the last rank is ready, in the order in which muon.pipeline does its work.
+    """Return when the last rank ends, with the order of work of muon.pipeline.
 
-    A round is sent; whole matrices of its page are worked on; the round before is waited for
-    and worked on, and its updates are sent; those of the round before that are waited for.
+    A round is sent. Whole matrices of its page are orthogonalized. The previous round is
+    received and orthogonalized, and its updates are sent. The updates of the round before the
+    previous one are received.
     """
     clocks = [0] * world_size
-    rounds: list[tuple[Sequence[int], int]] = []  # Work, and when all ranks had sent it.
-    back: list[int] = []  # When all updates of a round had been sent.
+    rounds: list[tuple[Sequence[int], int]] = []  # Work, and when all ranks have sent the round.
+    back: list[int] = []  # When all updates of a round have been sent.
 
     def wait(until: int) -> None:
         clocks[:] = [max(clock, until) for clock in clocks]
@@ -159,7 +160,7 @@ def makespan(pages: Sequence[Sequence[Sequence[int]]], world_size: int) -> int:
 
 
 def compute(mlp: int, partition: str, world_size: int) -> Row:
-    """Plan a step of one model on so many ranks."""
+    """Plan a step of one model on ``world_size`` ranks."""
     matrices = shapes(mlp)
     pages = subgroups(matrices, partition, world_size)
     rounds = plan_pages(
@@ -187,8 +188,8 @@ def compute(mlp: int, partition: str, world_size: int) -> Row:
 
 
 def report(rows: list[Row]) -> Table:
-    """Return what was computed as a table."""
-    table = Table(title="Work of a step, in parts of the mean of the ranks")
+    """Return the result as a table."""
+    table = Table(title="Work of a step, relative to the mean of the ranks")
     for heading in ("mlp", "partition", "ranks", "pages", "rounds"):
         table.add_column(heading, justify="left" if heading == "partition" else "right")
     for heading in ("busiest", "lower bound", "makespan"):

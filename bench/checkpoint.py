@@ -1,8 +1,7 @@
-"""Publishing a committed step beside saving the same state, and loading what each wrote.
+"""Publishing a committed step compared with saving the same state, and loading of both.
 
-Savers take turns, so that a drift of the machine meets all, and each turn gives one ratio.
-dcp.save against itself shows how much of a ratio is noise. The step's own writes are done
-before: they are the price of committing, which is paid with or without a checkpoint.
+Savers take turns, and every turn gives one ratio; dcp.save over itself shows the noise. The writes
+of the step end before: they are the cost of the commit, with or without a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     state_bytes: int
-    """About how much is published and saved."""
+    """Approximate bytes that are published and saved."""
     page_bytes: int
     rounds: int
     """Turns of each saver and each loader; medians are taken over them."""
     grid_state_bytes: tuple[int, int]
-    """Two sizes of a state, ..."""
+    """Two sizes of a state."""
     grid_pages: tuple[int, int]
-    """... each of them in about so many pages: what does the time grow with?"""
+    """Approximate numbers of pages for each of the two sizes."""
 
 
 PLANS = {
@@ -87,16 +86,16 @@ class Row:
     seconds_min: float
     seconds_max: float
     cpu_s: float
-    """Of all threads of this process: other work on the machine changes it little."""
+    """Processor time of all threads of this process."""
     ratio_median: float
-    """Of its seconds to those of the first case in the same round."""
+    """Seconds over those of the first case in the same round."""
     ratio_min: float
     ratio_max: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What publishing takes for one size and number of pages."""
+    """Time of publishing for one size and number of pages."""
 
     state_bytes: int
     pages: int
@@ -107,7 +106,7 @@ class Point:
 
 
 class Job:
-    """A model under AdamW with its state in a run, whose every step changes all of it."""
+    """A model under AdamW with its state in a run; a step changes the whole state."""
 
     def __init__(self, directory: Path, state_bytes: int, page_bytes: int) -> None:
         rows = max(1, state_bytes // (BYTES_PER_ELEMENT * COLUMNS * PARAMETERS))
@@ -124,7 +123,7 @@ class Job:
         self.optimizer = muon.Muon([group], store=self.store)
 
     def step(self) -> None:
-        """Do a step and return when it is durable and the machine idle."""
+        """Do a step and return when it is durable and the machine is idle."""
         self.optimizer.step()
         self.store.synchronize()
         os.sync()
@@ -141,14 +140,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What one call took."""
+    """Cost of one call."""
 
     seconds: float
     cpu_s: float
 
 
 def timed(action: Callable[[], object]) -> Taken:
-    """Call it and return what it took."""
+    """Call an action and return its cost."""
     began, cpu_began = time.perf_counter(), time.process_time()
     action()
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
@@ -158,7 +157,7 @@ def timed(action: Callable[[], object]) -> Taken:
 def take_turns(
     actions: dict[str, Callable[[int], Taken]], rounds: int, before: Callable[[], None]
 ) -> list[Row]:
-    """Let each action report what it took in each round; who begins alternates."""
+    """Measure all actions in each round; the order alternates."""
     taken: dict[str, list[Taken]] = {case: [] for case in actions}
     for number in range(rounds):
         before()
@@ -200,7 +199,7 @@ def measure_saving(job: Job, state: State, scratch: Path, rounds: int) -> list[R
         def act(number: int) -> Taken:
             path = scratch / f"{name}-{number}"
             taken = timed(lambda: save(path))
-            # Space is given back outside of what is timed.
+            # Files are removed outside of the timed call.
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             os.sync()
             return taken
@@ -235,7 +234,7 @@ def same(mine: Any, other: Any) -> bool:
 
 
 def measure_loading(job: Job, scratch: Path, rounds: int) -> list[Row]:
-    """Load with stock dcp.load what was published, and what dcp.save wrote of the same state."""
+    """Load a published checkpoint, and one of dcp.save of the same state, with stock dcp.load."""
     job.step()
     state = job.state()
     job.store.checkpoint(scratch / "published")
@@ -256,7 +255,7 @@ def measure_loading(job: Job, scratch: Path, rounds: int) -> list[Row]:
             forget(scratch / name)
             taken = timed(lambda: dcp.load(target, checkpoint_id=scratch / name, no_dist=True))
             if not same(target, state):
-                raise RuntimeError(f"{name} was not loaded as it was saved")
+                raise RuntimeError(f"{name} was loaded with other values than were saved")
             target["model"]["layers.0.weight"].zero_()
             return taken
 
@@ -274,7 +273,7 @@ def measure_loading(job: Job, scratch: Path, rounds: int) -> list[Row]:
 
 
 def measure_point(scratch: Path, state_bytes: int, pages: int, rounds: int) -> Point:
-    """Publish a state of one size in about so many pages."""
+    """Publish a state of one size in about ``pages`` pages."""
     job = Job(scratch / "run", state_bytes, state_bytes // pages)
     seconds = []
     with job.store as store:
@@ -311,7 +310,7 @@ def report(title: str, heading: str, rows: list[Row]) -> Table:
 
 
 def report_points(points: list[Point]) -> Table:
-    """Return what publishing takes for each size and number of pages as a table."""
+    """Return the times of publishing as a table."""
     table = Table(title="Publishing, by size")
     for column in ("MB", "pages", "ms (min..max)"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -330,7 +329,7 @@ def main(
     small: SmallOption = False,
     json_path: JsonOption = None,
 ) -> None:
-    """Compare publishing with dcp.save and torch.save, and loading what each wrote."""
+    """Compare publishing with dcp.save and torch.save, and loading of both."""
     plan = PLANS["small" if small else "default"]
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with scratch_folder(directory) as scratch:

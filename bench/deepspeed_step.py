@@ -1,8 +1,8 @@
-"""A training step with optimizer state on disk, beside the same step with DeepSpeed's.
+"""Training steps with optimizer state on disk, compared with DeepSpeed.
 
-DeepSpeed has ZeRO-3 with the optimizer on NVMe, in the best of the settings that are tried
-first. The contenders take turns, step by step. Ours takes two turns in each round: how much it
-differs from itself is noise.
+DeepSpeed runs ZeRO-3 with the optimizer on NVMe, with the fastest of the settings that are tried
+first. The contenders take turns, step by step; tierstore has two turns in each round to show the
+noise.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ PLANS = {
 
 
 def settings_to_try(plan: Plan, rule: str) -> list[Settings]:
-    """Return what DeepSpeed is tried with.
+    """Return the settings of DeepSpeed to try.
 
-    The first has the values of its documentation, but for the size of a subgroup, which
-    without a limit keeps all state of an optimizer in memory at once.
+    The first has the values of DeepSpeed's documentation, except for the size of a subgroup:
+    without a limit all state would be in memory at once.
     """
     documented = Settings(
         group_elements=plan.group_elements,
@@ -95,7 +95,7 @@ def settings_to_try(plan: Plan, rule: str) -> list[Settings]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How DeepSpeed did with one of its settings: medians, or why it did not work."""
+    """Result of one setting of DeepSpeed: medians, or an error."""
 
     rule: str
     settings: Settings
@@ -108,7 +108,7 @@ class Trial:
 
 
 def try_settings(plan: Plan, rule: str, settings: Settings, directory: Path) -> Trial:
-    """Train for a few steps in a process that then ends."""
+    """Train for a few steps in a new process."""
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         try:
             with Worker(Path(scratch), DeepSpeed, plan, rule, settings) as worker:
@@ -142,11 +142,11 @@ class Row:
     read_bytes: float
     written_bytes: float
     peak_bytes: int
-    """Of the steps, without mapped files."""
+    """Peak memory of the steps, without mapped files."""
     start_peak_bytes: int
-    """The same of the start and of the steps that warm up."""
+    """Peak memory of startup and warm-up steps, without mapped files."""
     optimizer_ratio: tuple[float, ...]
-    """Time of the step and what follows it: quartiles, with the extremes around them."""
+    """Time of the step until it is durable: extremes and quartiles."""
     whole_ratio: tuple[float, ...]
     bytes_ratio: float
     peak_ratio: float
@@ -192,7 +192,7 @@ def rows_of(rule: str, steps: dict[str, list[Step]], facts: dict[str, dict[str, 
 
 
 def compare(plan: Plan, rule: str, settings: Settings, directory: Path) -> list[Row]:
-    """Have the contenders take turns; DeepSpeed is the first row."""
+    """Measure the contenders in turn; DeepSpeed is the first row."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         workers = {
@@ -212,13 +212,13 @@ def compare(plan: Plan, rule: str, settings: Settings, directory: Path) -> list[
 
 
 def ours_against_itself(rows: list[Row]) -> tuple[float, ...]:
-    """Return how the two turns that ours takes in each round differ."""
+    """Return the ratio of both turns of tierstore in each round."""
     first, second = (row.steps for row in rows if row.contender != "DeepSpeed")
     return spread([b.whole_s / a.whole_s for a, b in zip(first, second, strict=True)])
 
 
 def print_trials(console: Console, trials: list[Trial], parameters: int) -> None:
-    """Print how DeepSpeed did with each of its settings."""
+    """Print the results of all settings of DeepSpeed."""
     table = Table(title="DeepSpeed's settings: a training step, medians")
     columns = ("rule", "group M", "buffers", "pipelined", "block MiB", "depth", "NS")
     for column in (*columns, "s", "read / written B/param", "peak MB"):
@@ -305,7 +305,7 @@ def main(
             compared = compare(plan, rule, best.settings, scratch)
             print_rows(console, compared, parameters)
             rows += compared
-            write_report(  # After each rule, since both take long.
+            write_report(  # After each rule, because a rule takes long.
                 json_path,
                 plan=asdict(plan),
                 parameters=parameters,

@@ -1,11 +1,10 @@
-"""What a step costs on several ranks, and where its time goes.
+"""Cost of a step on several ranks, and the parts of its time.
 
-Ranks are processes that talk over loopback, with one thread each. The same model, with its state
-on disk, is stepped by 1, 2 and 4 of them: cut at rows as FSDP2 does, with matrices exchanged
-all-to-all as ``muon`` does or gathered on all ranks, which then all orthogonalize all of them; and
-held whole by every rank, each of which steps some of the parameters. They take turns, and what
-the others are divided by runs twice in each round. A turn is a step that is timed and another that
-is profiled, to see where its time goes.
+Ranks are processes with one thread each that talk over loopback. 1, 2 and 4 ranks step the same
+model with its state on disk in three cases: "sharded", cut at rows as FSDP2 does; "sharded,
+all-gather", where every rank gathers and orthogonalizes all matrices; and "replicated", where every
+rank holds the model and steps its part. Cases take turns, and the reference runs twice in each
+round to show the noise. A turn is a timed step and a profiled step.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ SHARDED, AGAIN, ALL_GATHER, REPLICATED = (
     "replicated",
 )
 
-# What takes time in a step -> the ranges of the profiler that are it.
+# Part of a step -> its ranges in the profiler.
 SPLIT = {
     "page": ("tierstore::stall", "tierstore::check", "tierstore::checksums"),
     "exchange": ("muon::gather", "muon::scatter", "reference::gather"),
@@ -68,7 +67,7 @@ STEP = "bench::step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures. The shapes are those of Llama 3.1 8B, smaller."""
+    """Parameters of one run. Shapes have the proportions of Llama 3.1 8B."""
 
     width: int
     key_width: int
@@ -109,11 +108,11 @@ class Turn:
     """One turn, in seconds."""
 
     step_s: float
-    """Of the step that was not profiled, until the last rank was through."""
+    """Of the timed step, until the last rank has ended."""
     parts_s: dict[str, float]
-    """Of the other step, what each part took of the training thread; the mean of the ranks.
+    """Of the profiled step, the time of the training thread in each part; the mean of the ranks.
 
-    What a thread waits for others belongs to the part in which it waits.
+    Waiting for other ranks belongs to the part that waits.
     """
 
 
@@ -126,13 +125,13 @@ class Row:
     step_s: float
     parts_s: dict[str, float]
     ratio: tuple[float, ...]
-    """Over the sharded one of as many ranks in the same round: extremes, quartiles, median."""
+    """Over "sharded" on as many ranks in the same round: extremes, quartiles, median."""
     ratio_to_one_rank: tuple[float, ...]
-    """Over the sharded one of one rank."""
+    """Over "sharded" on one rank."""
 
 
 def make_parameters(plan: Plan, *, sharded: bool) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a model in bfloat16, with gradients; the same on all ranks."""
+    """Return parameters in bfloat16 with gradients, the same on all ranks."""
     shapes = {"embedding": (plan.vocabulary, plan.width)}
     for layer in range(plan.layers):
         shapes |= {
@@ -163,8 +162,8 @@ def make_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     ns_dtype: torch.dtype,
 ) -> muon.Muon:
-    """Return what steps such parameters."""
-    matrices = [(name, each) for name, each in parameters.items() if name != "embedding"]
+    """Return the optimizer of these parameters."""
+    matrices = [(name, p) for name, p in parameters.items() if name != "embedding"]
     groups = [
         {"params": matrices},
         {"params": [("embedding", parameters["embedding"])], "algorithm": "adamw"},
@@ -216,7 +215,7 @@ class AllGather:
 
 @contextlib.contextmanager
 def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Any]:
-    """Be one rank: yields what does a turn of a case, and returns it."""
+    """Serve one rank: yields a function that does a turn of a case."""
     with contextlib.ExitStack() as stack:
         optimizers = {}
         for case in (SHARDED, ALL_GATHER, REPLICATED)[:: 2 if dist.get_world_size() == 1 else 1]:
@@ -231,14 +230,14 @@ def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Any]:
             optimizer = optimizers[case] = make_optimizer(store, parameters, ns_dtype)
             if case == ALL_GATHER:
                 optimizer._pipeline = AllGather()
-            for _ in range(2):  # Whoever writes a place for the first time pays more.
+            for _ in range(2):  # The first write of a file costs more.
                 optimizer.step()
                 store.synchronize()
         yield lambda case: turn(optimizers[case])
 
 
 def turn(optimizer: muon.Muon) -> Turn:
-    """Do a step that is timed and one that is profiled; all ranks call this."""
+    """Do a timed step and a profiled step; all ranks call this."""
     dist.barrier()
     began = time.perf_counter()
     optimizer.step()
@@ -253,14 +252,14 @@ def turn(optimizer: muon.Muon) -> Turn:
 
 
 def split(profiled: profile) -> dict[str, float]:
-    """Return what each part took of a profiled step, in seconds, without what lies within it."""
+    """Return the seconds of each part of a profiled step, without nested parts."""
     ranges = sorted(
         (event.time_range.start, -event.time_range.end, event.name)
         for event in profiled.events()
         if event.name in PART_OF or event.name == STEP
     )
     parts = dict.fromkeys([*SPLIT, "other"], 0.0)
-    around: list[tuple[float, str]] = []  # End and part of each range that is not over.
+    around: list[tuple[float, str]] = []  # End and part of each open range.
     for start, negative_end, name in ranges:
         seconds = (-negative_end - start) / 1e6
         while around and around[-1][0] <= start:
@@ -274,28 +273,28 @@ def split(profiled: profile) -> dict[str, float]:
 
 
 def together(turns: Sequence[Turn]) -> Turn:
-    """Return one turn from what the ranks say of it."""
+    """Combine the turns of all ranks."""
     return Turn(
-        step_s=max(each.step_s for each in turns),
+        step_s=max(turn.step_s for turn in turns),
         parts_s={
-            part: statistics.mean(each.parts_s[part] for each in turns) for part in turns[0].parts_s
+            part: statistics.mean(turn.parts_s[part] for turn in turns) for part in turns[0].parts_s
         },
     )
 
 
 def take_turns(worlds: Mapping[int, World], rounds: int) -> dict[tuple[int, str], list[Turn]]:
-    """Let all cases on all numbers of ranks take turns."""
+    """Measure all cases on all numbers of ranks in turn."""
     order = [
         (ranks, case)
         for ranks in worlds
         for case in (SHARDED, AGAIN, ALL_GATHER, REPLICATED)
         if ranks > 1 or case != ALL_GATHER
     ]
-    turns: dict[tuple[int, str], list[Turn]] = {each: [] for each in order}
+    turns: dict[tuple[int, str], list[Turn]] = {case: [] for case in order}
     for index in track(range(rounds), description="steps on several ranks"):
         for ranks, case in rotated(order, index):
-            asked = SHARDED if case == AGAIN else case
-            turns[ranks, case].append(together(worlds[ranks].ask(asked)))
+            measured = SHARDED if case == AGAIN else case
+            turns[ranks, case].append(together(worlds[ranks].ask(measured)))
     return turns
 
 
@@ -309,9 +308,9 @@ def rows_of(turns: Mapping[tuple[int, str], Sequence[Turn]]) -> list[Row]:
         Row(
             ranks=ranks,
             case=case,
-            step_s=statistics.median(each.step_s for each in taken),
+            step_s=statistics.median(turn.step_s for turn in taken),
             parts_s={
-                part: statistics.median(each.parts_s[part] for each in taken)
+                part: statistics.median(turn.parts_s[part] for turn in taken)
                 for part in taken[0].parts_s
             },
             ratio=ratios(taken, turns[ranks, SHARDED]),
@@ -348,7 +347,7 @@ def main(
     small: SmallOption = False,
     json_path: JsonOption = None,
 ) -> None:
-    """Compare steps on several ranks, and say where their time goes."""
+    """Compare steps on several ranks, and the parts of their time."""
     plan = PLANS["small" if small else "default"]
     torch.set_num_threads(1)
     ns_dtype = fastest_dtype((plan.mlp_width, plan.width), torch.device("cpu"))
@@ -372,7 +371,7 @@ def main(
         ns_dtype=str(ns_dtype),
         rows=[asdict(row) for row in rows],
         turns=[
-            {"ranks": ranks, "case": case, "turns": [asdict(each) for each in taken]}
+            {"ranks": ranks, "case": case, "turns": [asdict(turn) for turn in taken]}
             for (ranks, case), taken in turns.items()
         ],
     )

@@ -1,9 +1,9 @@
-"""Training steps on a GPU with the optimizer's state in each tier, and pages over its bus.
+"""Training steps on a GPU with the optimizer's state in each tier, and copies of pages.
 
-Pages: a sweep that computes nothing, over state in page-locked host memory, beside copies of
-as many bytes that torch alone makes, in both directions at once. Steps: a model of about 1.1B
-parameters whose state rests on the GPU, in host memory or on NVMe, or is stepped on the host.
-All take turns; the reference runs twice in each round, to show what is noise.
+Copies: a sweep that computes nothing over state in page-locked host memory, compared with copies
+of as many bytes by torch, in both directions at once. Steps: a model of about 1.1B parameters with
+its state on the GPU, in host memory or on NVMe, or stepped on the host. All cases take turns; the
+reference runs twice in each round to show the noise.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ import tierstore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     copied_bytes: int
-    """In each direction, by pages and by torch."""
+    """Bytes in each direction, by pages and by torch."""
     width: int
     pairs: int
-    """Of matrices for Muon, the one four times as wide as the other."""
+    """Pairs of matrices for Muon, the one four times as wide as the other."""
     rows: int
-    """Of the embedding, which AdamW steps."""
+    """Rows of the embedding, which AdamW steps."""
     batch: int
     page_bytes: int
     rounds: int
@@ -91,7 +91,7 @@ class Tower(Model):
 
 
 def copy_by_torch(device: torch.device, page_bytes: int, copied_bytes: int) -> Callable[[], float]:
-    """Return what copies pages both ways at once, and says how many GiB/s each way took."""
+    """Return a function that copies pages both ways at once and returns GiB/s each way."""
     on_gpu = device.type == "cuda"
     hosts = [torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
     memories = [torch.zeros(page_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -110,7 +110,7 @@ def copy_by_torch(device: torch.device, page_bytes: int, copied_bytes: int) -> C
 
 
 def open_in_memory(page_bytes: int, tier: str | None = None) -> tierstore.TierStore:
-    """Return a store without files, with its pages in a tier, or else where steps are computed."""
+    """Return a store without files, with pages in a tier; None: where steps are computed."""
     store = tierstore.TierStore(None, page_bytes=page_bytes)
     if tier is not None:
         store.move(tier)
@@ -120,7 +120,7 @@ def open_in_memory(page_bytes: int, tier: str | None = None) -> tierstore.TierSt
 def copy_by_pages(
     store: tierstore.TierStore, device: torch.device, copied_bytes: int
 ) -> Callable[[], float]:
-    """Return a sweep that computes nothing, and says how many GiB/s each way took."""
+    """Return a sweep that computes nothing and returns GiB/s each way."""
     idle = Idle(make_parameters(copied_bytes, device), MOMENTUM, store)
 
     def sweep() -> float:
@@ -134,20 +134,20 @@ def copy_by_pages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Both ways at once: medians, each way."""
+    """Copies in both directions at once: medians, each way."""
 
     torch_gib_per_s: float
     pages_gib_per_s: float
     ratio: tuple[float, ...]
-    """Pages over torch in the same round: quartiles, with the extremes around them."""
+    """Pages over torch in the same round: extremes and quartiles."""
     torch_ratio: tuple[float, ...]
-    """The same of torch's second turn over its first."""
+    """Torch's second turn over its first."""
     pages_in: dict[str, int]
     """Tier -> number of pages that rested there."""
 
 
 def measure_copies(device: torch.device, plan: Plan) -> Copies:
-    """Let pages and torch take turns."""
+    """Measure pages and torch in turn."""
     by_torch = copy_by_torch(device, plan.page_bytes, plan.copied_bytes)
     with open_in_memory(plan.page_bytes, "host") as store:
         by_pages = copy_by_pages(store, device, plan.copied_bytes)
@@ -169,7 +169,7 @@ def measure_copies(device: torch.device, plan: Plan) -> Copies:
 def make_contenders(
     directory: Path, stack: ExitStack, plan: Plan, device: torch.device
 ) -> dict[str, Contender]:
-    """Return one contender for each place where state can be, each with a model of its own."""
+    """Return one contender for each tier of the state, each with its own model."""
 
     def contender(store: tierstore.TierStore, **options: Any) -> Contender:
         stack.enter_context(store)
@@ -196,7 +196,7 @@ def make_contenders(
 
 
 def write_trace(contender: Contender, path: Path) -> None:
-    """Write what the profiler sees of one training step, for bench/timeline.py."""
+    """Write a profiler trace of one training step, for bench/timeline.py."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -225,7 +225,7 @@ def main(
         Path | None, typer.Option(help="Where to write a trace of one step with state on NVMe.")
     ] = None,
     device_name: Annotated[
-        str, typer.Option("--device", help="cpu only shows that the program works.")
+        str, typer.Option("--device", help="cpu is only a test of the program.")
     ] = "cuda",
 ) -> None:
     """Measure page copies and training steps on a GPU."""
@@ -234,7 +234,7 @@ def main(
         typer.echo("not measured: there is no CUDA device")
         return
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # The one that now_s() waits for.
+        torch.cuda.set_device(device.index or 0)  # now_s() waits for this device.
     plan = PLANS["small" if small else "default"]
     console = Console(width=120)
     copies = measure_copies(device, plan)

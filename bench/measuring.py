@@ -1,4 +1,4 @@
-"""What the programs of this folder share: options, ratios with their spread, reports."""
+"""Options, turns, ratios and reports that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ DirectoryOption = Annotated[
     Path, typer.Option(help="A folder on the disk to measure; a temporary one is made inside.")
 ]
 SmallOption = Annotated[bool, typer.Option("--small", help="A few seconds, to see it work.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Where to write it all.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Where to write all results.")]
 
 
 @contextlib.contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Make a folder, and remove it with all that is in it."""
+    """Make a temporary folder inside a directory and remove it at the end."""
     with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
         yield Path(scratch)
 
 
 def cpu_seconds() -> float:
-    """Return the processor time that all threads of this process have taken."""
+    """Return the processor time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -83,12 +83,12 @@ def medians(results: Sequence[Any]) -> dict[str, float]:
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Return the least, the quartiles and the greatest."""
+    """Return the minimum, the quartiles and the maximum."""
     return tuple(float(value) for value in np.quantile(ratios, (0, 0.25, 0.5, 0.75, 1)))
 
 
 def ratio_text(values: tuple[float, ...] | None, digits: int = 2) -> str:
-    """Return the median of a spread with its quartiles, to be read."""
+    """Format the median and quartiles of a spread."""
     if values is None:
         return "-"
     _, low, median, high, _ = (f"{value:.{digits}f}" for value in values)
@@ -96,7 +96,7 @@ def ratio_text(values: tuple[float, ...] | None, digits: int = 2) -> str:
 
 
 def write_report(path: Path | None, **measured: Any) -> None:
-    """Write what was measured as JSON, and on what; None: nowhere."""
+    """Write results as JSON, with facts of the machine; None writes nothing."""
     if path is None:
         return
     report = {"machine": machine(), **measured}
@@ -104,7 +104,7 @@ def write_report(path: Path | None, **measured: Any) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on besides the program."""
+    """Return facts of the machine and software that results depend on."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     facts = {
         "cpu": next((line.split(": ")[1] for line in cpuinfo if "model name" in line), "unknown"),

@@ -1,7 +1,7 @@
-"""How long Newton-Schulz takes on this CPU, beside the iteration as it is usually written.
+"""Time of Newton-Schulz on this CPU, compared with the iteration as it is usually written.
 
-Both take turns on the same matrix, the usual iteration twice. The distance of each result to
-that in float64 shows what the shorter way costs in exactness.
+Both take turns on the same matrix, the usual iteration twice. The distance of each result to the
+result in float64 shows the error of the shorter computation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import muon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     shapes: tuple[tuple[int, int], ...]
     rounds: int
@@ -46,16 +46,16 @@ class Row:
     usual_s: float
     ours_s: float
     ratio: tuple[float, ...]
-    """Ours over the mean of the usual one's two turns: quartiles, with the extremes."""
+    """Ours over the mean of both turns of the usual iteration: extremes and quartiles."""
     usual_ratio: tuple[float, ...]
-    """The usual one's second turn over its first."""
+    """Second turn of the usual iteration over its first."""
     usual_error: float
-    """Distance to the result in float64, of its norm."""
+    """Distance to the result in float64, over the norm of that result."""
     ours_error: float
 
 
 def usual(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthogonalize a matrix by five iterations, each with products as large as it is."""
+    """Orthogonalize a matrix by five iterations with full products."""
     wide = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     wide = wide / wide.norm()
     for _ in range(5):
@@ -67,7 +67,7 @@ def usual(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def seconds(function: Callable[[torch.Tensor], torch.Tensor], matrix: torch.Tensor) -> float:
-    """Return how long a function takes with a copy of a matrix."""
+    """Return the seconds of a function on a copy of a matrix."""
     copy = matrix.clone()
     began_s = time.perf_counter()
     function(copy)
@@ -84,7 +84,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> Row:
 
     usual_error, ours_error = error(usual(matrix)), error(muon.orthogonalize_(matrix.clone()))
     turns = [
-        [seconds(each, matrix) for each in (usual, muon.orthogonalize_, usual)]
+        [seconds(function, matrix) for function in (usual, muon.orthogonalize_, usual)]
         for _ in range(rounds)
     ]
     return Row(
@@ -100,7 +100,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> Row:
 
 
 def report(rows: list[Row]) -> Table:
-    """Return what was measured as a table."""
+    """Return the results as a table."""
     table = Table(title="Newton-Schulz, medians (quartiles)")
     for heading in ("matrix", "dtype"):
         table.add_column(heading)

@@ -1,7 +1,7 @@
-"""Draws one step on two ranks: what each computes while pages and matrices are on their way.
+"""Timeline of one step on two ranks: computation while pages and matrices are in flight.
 
-The model is cut at rows, as FSDP2 does. Ranks are processes that talk over loopback. An
-exchange begins when it is asked for and ends when this rank has what was sent to it.
+The model is cut at rows, as FSDP2 does. Ranks are processes that talk over loopback. An exchange
+begins when it is issued and ends when the rank has received its messages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PLANS = {
 
 @contextlib.contextmanager
 def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Callable[[int], Path]]:
-    """Be one rank: yields what profiles a step, and returns where its trace is."""
+    """Serve one rank: yields a function that profiles a step and returns the path of its trace."""
     with tierstore.TierStore(
         folder / "run",
         host_memory=8 * plan.page_bytes,
@@ -76,11 +76,11 @@ def serve(folder: Path, plan: Plan, ns_dtype: torch.dtype) -> Iterator[Callable[
 
 
 def main(
-    picture: Annotated[Path, typer.Option(help="Where to draw it.")] = Path("pipeline.png"),
+    picture: Annotated[Path, typer.Option(help="The picture to write.")] = Path("pipeline.png"),
     directory: DirectoryOption = Path("."),
     small: SmallOption = False,
 ) -> None:
-    """Draw what goes on at once in one step on two ranks."""
+    """Draw the timeline of one step on two ranks."""
     plan = PLANS["small" if small else "default"]
     torch.set_num_threads(1)
     ns_dtype = fastest_dtype((plan.mlp_width, plan.width), torch.device("cpu"))
@@ -88,8 +88,8 @@ def main(
         scratch_folder(directory) as scratch,
         start_world(RANKS, scratch, serve, plan, ns_dtype) as world,
     ):
-        traces = world.ask(3)  # Whoever writes a place for the first time pays more.
-        draw({f"rank {rank}: ": read_spans(each) for rank, each in enumerate(traces)}, picture)
+        traces = world.ask(3)  # The first write of a file costs more.
+        draw({f"rank {rank}: ": read_spans(trace) for rank, trace in enumerate(traces)}, picture)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real ranks of torch.distributed for the programs of this folder: gloo between processes."""
+"""Ranks of torch.distributed as processes that talk over gloo."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 ANSWER_TIMEOUT_S = 300
 
-# A server that has imported everything forks the ranks, or each would take seconds to start.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Else a profiler tells of its starts.
+# Ranks are forked by a server that has imported all modules, because importing takes seconds.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # The profiler would log its start.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "muon"])
 
@@ -26,13 +26,13 @@ Serve = Callable[..., contextlib.AbstractContextManager[Callable[[Any], Any]]]
 
 
 class World:
-    """The ranks of one job, which wait without using a processor until they are asked."""
+    """The ranks of one job, which wait idle until they are asked."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._connections = connections
 
     def ask(self, question: Any) -> list[Any]:
-        """Ask all ranks the same thing; return what each answers.
+        """Send a question to all ranks; return their answers by rank.
 
         Raises:
             RuntimeError: a rank failed, with its traceback, or did not answer in time.
@@ -55,11 +55,11 @@ def start_world(world_size: int, folder: Path, serve: Serve, *arguments: Any) ->
     """Start the ranks of a job, on loopback and with one thread each.
 
     Args:
-        world_size: how many.
-        folder: an empty one that all may use.
-        serve: called on each rank with ``folder`` and ``arguments``, when torch.distributed is
-            initialized; yields what answers a question.
-        arguments: further arguments of it.
+        world_size: number of ranks.
+        folder: an empty folder for all ranks.
+        serve: called on each rank with ``folder`` and ``arguments`` once torch.distributed is
+            initialized; yields a function that answers a question.
+        arguments: more arguments of ``serve``.
     """
     with contextlib.ExitStack() as stack:
         connections = []

@@ -1,10 +1,8 @@
-"""A training step with the state on disk, beside what bounds it from below.
+"""Training steps with the state on disk, compared with a lower bound.
 
-Where the step computes for longer than its state takes to pass, that is the same step with
-the state in memory; where it does not, a sweep over the same bytes that computes nothing. All
-do a real forward and backward before each step. They take turns, so that a drift of the
-machine meets all, and the bound runs twice in each round: how much it differs from itself is
-how much of any other ratio is noise.
+If computing takes longer than paging, the bound is the same step with the state in memory; else it
+is a sweep over the same bytes that computes nothing. All cases do a real forward and backward
+before each step and take turns; the bound runs twice in each round to show the noise.
 """
 
 from __future__ import annotations
@@ -50,13 +48,13 @@ MUON_STATES = {"momentum_buffer": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     width: int
     layers: int
     """Pairs of matrices for Muon, the one four times as wide as the other."""
     rows: int
-    """Of an embedding for AdamW."""
+    """Rows of the embedding for AdamW."""
     muon_page_bytes: int
     adamw_page_bytes: int
     rounds: int
@@ -84,11 +82,11 @@ class Turn:
     backward_s: float
     """Forward and backward."""
     step_s: float
-    """Until step() has returned: parameters are right, and writes may be under way."""
+    """Until step() has returned: parameters are updated, writes may be in flight."""
     drain_s: float
-    """From then until the state is in its files."""
+    """From then until all writes have ended."""
     commit_s: float
-    """From then until it is durable: flush and commit."""
+    """From then until the step is durable: flush and commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +100,18 @@ class Row:
     drain_s: float
     commit_s: float
     ratio: tuple[float, ...]
-    """Over the bound's in the same round: quartiles, with the extremes around them."""
+    """Time over that of the bound in the same round: extremes and quartiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What takes turns, and what it is compared by."""
+    """Cases that took turns, with the bound that they are compared with."""
 
     title: str
     bound: str
-    """The case whose time the others' is divided by."""
+    """The case that all times are divided by."""
     drained: bool
-    """Whether that time ends when the writes have, and not when step() returns."""
+    """Whether times end when the writes have ended, instead of when step() returns."""
     parameters: int
     state_bytes: int
     rows: list[Row]
@@ -121,7 +119,7 @@ class Comparison:
 
 
 class Model(nn.Sequential):
-    """What is trained."""
+    """A model with its inputs."""
 
     inputs: torch.Tensor
 
@@ -155,18 +153,18 @@ class Embedding(Model):
 
 
 def now_s() -> float:
-    """Return the time once all that was given to a GPU has ended."""
+    """Return the time after all work of the GPU has ended."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Contender:
-    """A model with its optimizer, which does a training step whenever it is its turn.
+    """A model with its optimizer, which does one training step per turn.
 
     Args:
-        model: made for it.
-        optimizer: steps its parameters; a store with a directory commits each step.
+        model: a model that no other contender trains.
+        optimizer: steps the model's parameters; a store with a directory commits each step.
     """
 
     def __init__(self, model: Model, optimizer: muon.Muon | Idle) -> None:
@@ -174,7 +172,7 @@ class Contender:
         self._optimizer = optimizer
         self.store = optimizer.store
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        for _ in range(2):  # Whoever writes a place for the first time pays more.
+        for _ in range(2):  # The first write of a file costs more.
             self.turn()
 
     def turn(self) -> Turn:
@@ -189,7 +187,7 @@ class Contender:
         times_s.append(now_s())
         is_paged = self.store.stats().engine != "none"
         if is_paged:
-            self.store.move("nvme")  # All of it is there, or on its way.
+            self.store.move("nvme")  # Waits for the writes.
         times_s.append(now_s())
         if is_paged:
             self.store.synchronize()
@@ -202,7 +200,7 @@ class Contender:
 def make_contenders(
     directory: Path, stack: ExitStack, make: Callable[[], Matrices | Embedding], plan: Plan
 ) -> dict[str, Contender]:
-    """Return everyone who takes turns, each with a model of its own."""
+    """Return the contenders by name, each with its own model."""
     is_muon = isinstance(make(), Matrices)
 
     def open_store(name: str) -> tierstore.TierStore:
@@ -241,7 +239,7 @@ def make_contenders(
 def compare(
     title: str, contenders: dict[str, Contender], *, bound: str, drained: bool, rounds: int
 ) -> Comparison:
-    """Let all take turns, the bound twice."""
+    """Measure all contenders in turn, and the bound twice per round."""
     order = [*contenders, bound + AGAIN]
     turns: dict[str, list[Turn]] = {case: [] for case in order}
     for index in track(range(rounds), description=title):

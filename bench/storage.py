@@ -50,20 +50,20 @@ from tierstore.units import align_up, format_bytes
 HUGE_PAGE_BYTES = 2 * MIB
 ENGINES = ("io_uring", "libaio", "aiofiles")
 OPERATIONS = ("read", "write", "mixed")
-# Of fio, and of the blocks that a checksum is of.
+# Size of requests of fio and of blocks with a checksum.
 REQUEST_BYTES = 8 * MIB
 REQUESTS_IN_FLIGHT = 8
-# Of pages in flight, but two pages at least.
+# Bytes of pages in flight; at least two pages.
 IN_FLIGHT_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     page_bytes: tuple[int, ...]
     bytes_per_run: int
-    """What is read or written in one measurement, by mixed both; two pages at least."""
+    """Bytes read or written in one measurement, with "mixed" both; at least two pages."""
     rounds: int
 
 
@@ -90,13 +90,13 @@ class Series:
     page_bytes: int
     engines: dict[str, list[Speed]] = field(default_factory=dict)
     fio: list[tuple[Speed, Speed]] = field(default_factory=list)
-    """Both runs of each round; empty where fio is not installed."""
+    """Both runs of each round; empty without fio."""
     checksum_s_per_gib: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the result: medians over all rounds. None where fio is not installed."""
+    """One line of the result: medians over all rounds; None without fio."""
 
     engine: str
     operation: str
@@ -105,22 +105,22 @@ class Row:
     mib_per_s: float
     cpu_s_per_gib: float
     checksum_s_per_gib: float
-    """Processor time of checking what was moved, which is not part of the other figures."""
+    """Processor time of checksums, which other figures do not include."""
     fio_mib_per_s: float | None
     fio_cpu_s_per_gib: float | None
     ratio: tuple[float, ...] | None
-    """Speed over that of fio in the same round: quartiles, with the extremes around them."""
+    """Speed over that of fio in the same round: extremes and quartiles."""
     fio_ratio: tuple[float, ...] | None
-    """The same of fio's second run over its first."""
+    """Speed of fio's second run over its first."""
 
 
 class Pages:
-    """Files of pages to read and others to write, and buffers that share one arena.
+    """Files of pages to read, files of pages to write, and buffers in one arena.
 
     Args:
-        directory: where the files are made.
-        page_bytes: size of each file, and of each buffer.
-        count: how many there are of each kind.
+        directory: folder of the files.
+        page_bytes: size of each file and buffer.
+        count: number of files to read, and of files to write.
     """
 
     def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
@@ -138,7 +138,7 @@ class Pages:
         ]
 
     def create(self, storage: Storage) -> None:
-        """Make all files, and write each once: the first write of a place costs more."""
+        """Create all files and write each once: the first write of a file costs more."""
         names = [name for names in self.names.values() for name in names]
         for name in names:
             storage.create(name, self.page_bytes)
@@ -146,13 +146,13 @@ class Pages:
         storage.flush(names)
 
     def drop_from_cache(self) -> None:
-        """Have the system forget what it cached of the files."""
+        """Remove the files from the page cache."""
         for names in self.names.values():
             for name in names:
                 drop_from_cache(self.directory / name)
 
     def sequence(self, operation: str) -> Iterator[tuple[str, str]]:
-        """Yield (read or write, file name) without end."""
+        """Yield ("read" or "write", file name) forever."""
         while True:
             for read, write in zip(self.names["read"], self.names["write"], strict=True):
                 if operation in ("read", "mixed"):
@@ -163,7 +163,7 @@ class Pages:
 
 def huge_memory(nbytes: int) -> memoryview:
     """Return populated memory of ``nbytes`` that starts at a multiple of 2 MiB."""
-    # Private: huge pages of shared memory are off on most machines.
+    # Private, because most machines disable huge pages of shared memory.
     mapping = mmap.mmap(
         -1,
         align_up(nbytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES,
@@ -180,7 +180,7 @@ def huge_memory(nbytes: int) -> memoryview:
 
 
 def measure_engine(storage: Storage, pages: Pages, operation: str, nbytes: int) -> Speed:
-    """Move ``nbytes`` by pages; a buffer begins with its next one as soon as it is free."""
+    """Move ``nbytes`` in pages; a buffer starts its next page as soon as it is free."""
     buffered = storage.engine == "aiofiles"
     if buffered:
         pages.drop_from_cache()
@@ -198,13 +198,13 @@ def measure_engine(storage: Storage, pages: Pages, operation: str, nbytes: int) 
         transfer.wait()
     wall_s, cpu_s = time.perf_counter() - began_s, cpu_seconds() - began_cpu_s
     if buffered:
-        pages.drop_from_cache()  # Else direct I/O of the others would have to.
+        pages.drop_from_cache()  # Direct I/O of other engines would have to do it.
     return Speed(mib_per_s=nbytes / MIB / wall_s, cpu_s_per_gib=cpu_s / (nbytes / GIB))
 
 
 def measure_fio(pages: Pages, operation: str) -> Speed:
-    """Let fio move the same files once, with direct I/O on huge pages."""
-    # Reads alone as a mix of reads alone: only then fio touches its buffers before it begins.
+    """Move the same files once with fio, with direct I/O on huge pages."""
+    # Reads as a mix of 100% reads: only then fio touches its buffers before it starts.
     kinds = {"read": ("--rw=rw", "--rwmixread=100"), "write": ("--rw=write",)}
     if operation != "mixed":
         kinds = {operation: kinds[operation]}
@@ -243,7 +243,7 @@ def measure_fio(pages: Pages, operation: str) -> Speed:
 
 
 def measure_checksums(pages: Pages) -> float:
-    """Return the processor seconds per GiB that checking one buffer's blocks takes."""
+    """Return the processor seconds per GiB of the checksums of one buffer."""
     buffer = pages.buffers[0]
     began_cpu_s = cpu_seconds()
     for offset in range(0, len(buffer), REQUEST_BYTES):
@@ -255,7 +255,7 @@ def measure_checksums(pages: Pages) -> float:
 def measure_series(
     storages: list[Storage], pages: Pages, operation: str, plan: Plan, *, with_fio: bool
 ) -> Series:
-    """Measure one operation and page size with everyone in turn, round after round."""
+    """Measure one operation and page size with all engines and fio in turn."""
     nbytes = len(pages.names["read"]) * pages.page_bytes * (2 if operation == "mixed" else 1)
     series = Series(operation, pages.page_bytes)
     turns: list[tuple[str, Callable[[], Speed]]] = [
@@ -304,7 +304,7 @@ def rows_of(series: Series) -> list[Row]:
 
 
 def measure_all(directory: Path, plan: Plan, *, with_fio: bool) -> tuple[list[Series], list[str]]:
-    """Return all series with the engines that work, and why the others do not."""
+    """Return all series of the engines that work, and errors of the other engines."""
     all_series: list[Series] = []
     absent: list[str] = []
     with ExitStack() as stack:
@@ -331,7 +331,7 @@ def measure_all(directory: Path, plan: Plan, *, with_fio: bool) -> tuple[list[Se
 
 
 def print_table(rows: list[Row]) -> None:
-    """Print what was measured, one line for each row."""
+    """Print the results as a table."""
 
     def number(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -360,7 +360,7 @@ def main(
     directory: DirectoryOption = Path("."),
     small: SmallOption = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Pages of 1 GiB too, and 15 rounds: half an hour.")
+        bool, typer.Option("--full", help="With pages of 1 GiB and 15 rounds: half an hour.")
     ] = False,
     json_path: JsonOption = None,
 ) -> None:

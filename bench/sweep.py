@@ -1,8 +1,8 @@
-"""A whole sweep whose update computes nothing, beside fio reading and writing as many bytes.
+"""Sweeps that compute nothing, compared with fio that reads and writes as many bytes.
 
-What is left of a step is paging: transfers, checksums, and keeping parameters and masters
-alike. Both take turns, so that a drift of the device meets both, and fio runs twice in each
-round to show what is noise. States of several sizes under one ``host_memory`` show what grows.
+Such a sweep measures paging: transfers, checksums, and copies between masters and parameters.
+Sweeps and fio take turns, and fio runs twice in each round to show the noise. States of several
+sizes under one ``host_memory`` show which costs grow with the state.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ MOMENTUM = {"momentum_buffer": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     state_bytes: int
-    """Read by each step, and written."""
+    """Bytes that each step reads, and writes."""
     page_bytes: int
     rounds: int
     steps: int
-    """In a row, in each round."""
+    """Consecutive steps in each round."""
     growth_bytes: tuple[int, ...]
-    """States of these sizes take turns, too."""
+    """Sizes of states that take turns."""
     growth_rounds: int
 
 
@@ -91,9 +91,9 @@ class Idle:
     """An optimizer that computes nothing.
 
     Args:
-        parameters: by name; those with a gradient are stepped.
-        states: besides the master.
-        store: where they live.
+        parameters: by name; parameters with a gradient are stepped.
+        states: name and dtype of each state besides the master.
+        store: keeps the states.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Idle:
         store.attach([tierstore.PagedGroup(parameters=paged, hyperparameters={})])
 
     def step(self) -> None:
-        """Have all pages pass."""
+        """Page all states in and out."""
         with self.store.sweep() as pages:
             for _ in pages:
                 pass
@@ -119,7 +119,7 @@ class Idle:
 def make_parameters(
     state_bytes: int, device: torch.device | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return parameters that have so many bytes of state, and gradients that take no memory."""
+    """Return parameters with ``state_bytes`` of state, and gradients that take no memory."""
     rows = math.ceil(state_bytes / 6 / COLUMNS / PARAMETERS)
     parameters = {}
     for index in range(PARAMETERS):
@@ -133,22 +133,22 @@ def make_parameters(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What some steps in a row took, and what followed."""
+    """Cost of consecutive steps, and of what follows them."""
 
     mib_per_s: float
     cpu_s_per_gib: float
     stall: float
-    """The part of the time in which the training thread waited."""
+    """Fraction of the time in which the training thread waited."""
     commit_s: float
-    """Of each step: what commit() took of the training thread; 0 where it was not called."""
+    """Seconds of the training thread in commit() per step; 0 if it was not called."""
     drain_s: float
-    """Until the writes that the last step left behind had ended."""
+    """Seconds until the writes of the last step had ended."""
     synchronize_s: float
-    """From then until the step was durable: flush and commit, or what was left of them."""
+    """Seconds from then until the step was durable: the rest of flush and commit."""
 
 
 def measure_sweep(idle: Idle, steps: int, *, commits: bool) -> Taken:
-    """Measure some steps after another one: as many writes are under way before as after."""
+    """Measure consecutive steps after one more step, which leaves as many writes in flight."""
     store = idle.store
     idle.step()
     before = store.stats()
@@ -162,7 +162,7 @@ def measure_sweep(idle: Idle, steps: int, *, commits: bool) -> Taken:
         idle.step()
     ended_s, ended_cpu_s = time.perf_counter(), cpu_seconds()
     after = store.stats()
-    store.move("nvme")  # All is there, or on its way.
+    store.move("nvme")  # Waits for the writes.
     drained_s = time.perf_counter()
     store.synchronize()
     durable_s = time.perf_counter()
@@ -179,13 +179,13 @@ def measure_sweep(idle: Idle, steps: int, *, commits: bool) -> Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the comparison: medians over all rounds, with None where there is no fio."""
+    """One line of the comparison: medians over all rounds; None without fio."""
 
     case: str
     rounds: int
     mib_per_s: float
     ratio: tuple[float, ...] | None
-    """Speed over the mean of fio's two in the same round: quartiles, with the extremes."""
+    """Speed over the mean of both runs of fio in the same round: extremes and quartiles."""
     cpu_s_per_gib: float
     stall: float
     commit_s: float
@@ -195,7 +195,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What a state of one size costs: medians."""
+    """Costs of a state of one size: medians."""
 
     state_bytes: int
     pages: int
@@ -203,14 +203,14 @@ class Growth:
     ratio: tuple[float, ...]
     """Speed over that of the smallest state in the same round: quartiles and extremes."""
     peak_bytes: int
-    """Most anonymous memory of the process, without the parameters."""
+    """Peak anonymous memory of the process, without the parameters."""
     start_s: float
-    """Making the store and allocating its files."""
+    """Seconds to open the store and allocate its files."""
     synchronize_s: float
 
 
 def open_store(directory: Path, plan: Plan, *, commits: bool) -> tierstore.TierStore:
-    """Return a store whose pages all stream, and with two files each where it commits."""
+    """Return a store that streams all pages; with ``commits`` each page has two files."""
     buffers = max(4, 256 * MIB // plan.page_bytes)
     return tierstore.TierStore(
         directory,
@@ -222,10 +222,10 @@ def open_store(directory: Path, plan: Plan, *, commits: bool) -> tierstore.TierS
 
 
 def begin(directory: Path, plan: Plan, state_bytes: int, *, commits: bool) -> Idle:
-    """Return an optimizer that has its state in files."""
+    """Return an optimizer with its state in files."""
     store = open_store(directory, plan, commits=commits)
     idle = Idle(make_parameters(state_bytes), MOMENTUM, store)
-    for _ in range(2):  # Whoever writes a place for the first time pays more.
+    for _ in range(2):  # The first write of a file costs more.
         idle.step()
         store.synchronize()
     return idle
@@ -234,7 +234,7 @@ def begin(directory: Path, plan: Plan, state_bytes: int, *, commits: bool) -> Id
 def measure_beside_fio(
     directory: Path, plan: Plan
 ) -> tuple[dict[str, list[Taken]], list[tuple[float, float]]]:
-    """Return what each turn of the sweeps took, and both speeds of fio in each round."""
+    """Return the turns of each kind of sweep, and both speeds of fio in each round."""
     taken: dict[str, list[Taken]] = {}
     fio_mib_per_s: list[tuple[float, float]] = []
     turns: dict[str, Callable[[], Any]] = {}
@@ -273,7 +273,7 @@ def rows_of(taken: dict[str, list[Taken]], fio_mib_per_s: list[tuple[float, floa
 
 
 def serve(connection: Connection, directory: Path, plan: Plan, state_bytes: int) -> None:
-    """Sweep over a state of one size, in a process of its own, whenever asked to."""
+    """Sweep over a state of one size in this process whenever asked to."""
     parameters = make_parameters(state_bytes)
     began_s = time.perf_counter()
     store = open_store(directory, plan, commits=False)
@@ -290,16 +290,16 @@ def serve(connection: Connection, directory: Path, plan: Plan, state_bytes: int)
 
 
 def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
-    """Let states of several sizes take turns."""
+    """Measure states of several sizes in turn."""
     context = multiprocessing.get_context("spawn")
     ends, start_s, taken = [], [], []
     for state_bytes in plan.growth_bytes:
-        mine, its = context.Pipe()
+        ours, theirs = context.Pipe()
         run = directory / f"run-{state_bytes}"
-        context.Process(target=serve, args=(its, run, plan, state_bytes), daemon=True).start()
-        its.close()  # Should the process die, recv() ends.
-        ends.append(mine)
-        start_s.append(mine.recv())
+        context.Process(target=serve, args=(theirs, run, plan, state_bytes), daemon=True).start()
+        theirs.close()  # recv() ends if the process dies.
+        ends.append(ours)
+        start_s.append(ours.recv())
     for _ in track(range(plan.growth_rounds), description="growth"):
         turns = []
         for end in ends:
@@ -351,7 +351,7 @@ def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]
 
 
 def report_growth(growths: list[Growth]) -> Table:
-    """Return what grows with the state as a table."""
+    """Return the costs of all sizes as a table."""
     table = Table(title="States of several sizes under one host_memory, medians (quartiles)")
     for heading in ("MB", "pages", "MiB/s", "of the smallest", "peak MB without parameters"):
         table.add_column(heading, justify="right")

@@ -1,8 +1,8 @@
-"""Draws what goes on at once in a few training steps: computation, transfers, commits.
+"""Timeline of a few training steps: computation, transfers and commits that overlap.
 
-Without ``--trace`` it profiles a small model that trains with its state on disk. With it, it
-draws a trace of ``torch.profiler`` from any run: one of all threads, as docs/guide/tiers.md says,
-with ``record_function("forward")`` and ``record_function("backward")`` around these.
+Without ``--trace`` a small model with its state on disk is profiled. With ``--trace`` a trace of
+``torch.profiler`` from any run is drawn: a trace of all threads, as in docs/guide/tiers.md, with
+``record_function("forward")`` and ``record_function("backward")`` around these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, record_function
 import muon
 import tierstore
 
-# Kind -> lane and colour. What lies within another range comes after it, and so on top.
+# Kind -> lane and colour. Nested ranges come after the outer range and are drawn on top.
 KINDS = {
     "forward": ("training thread", "#9ecae1"),
     "backward": ("training thread", "#4292c6"),
@@ -53,16 +53,16 @@ TRAINING = {kind for kind, (lane, _) in KINDS.items() if lane == "training threa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is trained."""
+    """Parameters of the profiled training."""
 
     width: int
     layers: int
     rows: int
-    """Of the embedding, which AdamW steps; Muon steps the matrices."""
+    """Rows of the embedding, which AdamW steps; Muon steps the matrices."""
     batch: int
     page_bytes: int
     steps: int
-    """To be drawn."""
+    """Number of steps to draw."""
 
 
 PLANS = {
@@ -81,7 +81,7 @@ class Span:
 
 
 def profile_training(directory: Path, plan: Plan, trace: Path) -> None:
-    """Write the trace of some training steps that follow each other."""
+    """Write the trace of consecutive training steps."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Embedding(plan.rows, plan.width)]
     for _ in range(plan.layers):
@@ -103,7 +103,7 @@ def profile_training(directory: Path, plan: Plan, trace: Path) -> None:
             store.commit()
             optimizer.zero_grad()
 
-        for _ in range(2):  # Whoever writes a place for the first time pays more.
+        for _ in range(2):  # The first write of a file costs more.
             train()
         with profile_threads(ProfilerActivity.CPU) as profiled:
             for _ in range(plan.steps):
@@ -113,10 +113,10 @@ def profile_training(directory: Path, plan: Plan, trace: Path) -> None:
 
 
 def read_spans(trace: Path) -> list[Span]:
-    """Return the ranges of a trace that are to be drawn.
+    """Return the ranges of a trace to draw.
 
     Raises:
-        typer.BadParameter: there are none.
+        typer.BadParameter: the trace has no such ranges.
     """
     data = trace.read_bytes()
     events = json.loads(gzip.decompress(data) if trace.suffix == ".gz" else data)["traceEvents"]
@@ -127,7 +127,7 @@ def read_spans(trace: Path) -> list[Span]:
     ]
     if not found:
         raise typer.BadParameter(f"{trace} has no ranges of tierstore or muon")
-    # On a GPU a thread of its own makes them, when pages have come back from there.
+    # With a GPU, a separate thread computes checksums after pages are copied back.
     training = {event.get("tid") for kind, event in found if kind in TRAINING}
     return [
         Span(
@@ -156,15 +156,15 @@ def draw(spans: Mapping[str, Sequence[Span]], picture: Path) -> None:
     """Draw one lane for each thread, with time to the right.
 
     Args:
-        spans: whose -> what is drawn of them; "" where there are no others.
-        picture: the file.
+        spans: prefix of lanes, such as "rank 0: " -> ranges.
+        picture: the file to write.
     """
     from matplotlib import pyplot
 
     lanes = list(
         dict.fromkeys(
-            f"{whose}{lane}"
-            for whose, ranges in spans.items()
+            f"{prefix}{lane}"
+            for prefix, ranges in spans.items()
             for kind, (lane, _) in KINDS.items()
             if any(span.kind == kind for span in ranges)
         )
@@ -174,10 +174,10 @@ def draw(spans: Mapping[str, Sequence[Span]], picture: Path) -> None:
     labels = set[str]()
     figure, axes = pyplot.subplots(figsize=(13, 1 + 0.4 * len(lanes)), layout="constrained")
     for kind, (lane, colour) in KINDS.items():
-        for whose, ranges in spans.items():
+        for prefix, ranges in spans.items():
             bars = [(s.start_s - began_s, s.duration_s) for s in ranges if s.kind == kind]
             if bars:
-                bottom = -lanes.index(f"{whose}{lane}") - 0.4
+                bottom = -lanes.index(f"{prefix}{lane}") - 0.4
                 label = None if kind in labels else kind
                 labels.add(kind)
                 axes.broken_barh(bars, (bottom, 0.8), color=colour, label=label, linewidth=0)
@@ -191,14 +191,14 @@ def draw(spans: Mapping[str, Sequence[Span]], picture: Path) -> None:
 
 
 def main(
-    picture: Annotated[Path, typer.Option(help="Where to draw it.")] = Path("timeline.png"),
+    picture: Annotated[Path, typer.Option(help="The picture to write.")] = Path("timeline.png"),
     trace: Annotated[
         Path | None, typer.Option(help="A trace to draw, from export_chrome_trace().")
     ] = None,
     directory: DirectoryOption = Path("."),
     small: SmallOption = False,
 ) -> None:
-    """Draw what goes on at once in a few training steps."""
+    """Draw the timeline of a few training steps."""
     with scratch_folder(directory) as scratch:
         if trace is None:
             trace = scratch / "trace.json"

@@ -1,7 +1,7 @@
-"""One model, trained by this library or by DeepSpeed in a process of its own, step by step.
+"""One model, trained step by step by tierstore or by DeepSpeed, each in its own process.
 
-What both are given is the same: parameters, tokens, rule and hyperparameters. A process of its
-own has memory and bytes of its own, and waits without work while others have their turn.
+Both get the same parameters, tokens, rule and hyperparameters. Separate processes have separate
+counters of memory and bytes, and wait idle for their turn.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from measuring import cpu_seconds, peak_anonymous_bytes
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 import muon
 import tierstore
@@ -32,45 +33,45 @@ import tierstore
 LR = 1e-3
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 2
-"""Steps that make state, and in which DeepSpeed compiles."""
+"""Steps that create state and in which DeepSpeed compiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of the benchmark measures."""
+    """Parameters of one run of the benchmark."""
 
     width: int
     layers: int
     vocabulary: int
     tokens: int
     tuning_steps: int
-    """Steps that each of DeepSpeed's settings is tried for."""
+    """Steps per trial of DeepSpeed's settings."""
     pairs: int
     page_bytes: str
-    """Of ours, with four buffers and nothing else in memory."""
+    """Page size of tierstore, which has four buffers and no resident pages."""
     group_elements: int
-    """Of a DeepSpeed subgroup, at least; the smallest that is tried."""
+    """Smallest size of a DeepSpeed subgroup that is tried."""
     block_bytes: int
-    """The largest block of DeepSpeed's that is tried. It pages nothing smaller than a block."""
+    """Largest block size of DeepSpeed that is tried. DeepSpeed pages at least one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How DeepSpeed is set up; what is not here has its default, page-locked memory included."""
+    """Settings of DeepSpeed. Other settings, such as page-locked memory, have their defaults."""
 
     group_elements: int
-    """Parameters that are paged and stepped together, at least (``sub_group_size``)."""
+    """Minimum of parameters that are paged and stepped together (``sub_group_size``)."""
     buffer_count: int
     pipelined: bool
     """``pipeline_read`` and ``pipeline_write``."""
     block_bytes: int
     queue_depth: int
     ns_method: str = "gram"
-    """Of its Newton-Schulz: "gram", the default, or "standard"."""
+    """Newton-Schulz of DeepSpeed: "gram", the default, or "standard"."""
 
 
 class Model(nn.Module):
-    """A GPT, named so that both libraries send its embedding and its head to AdamW."""
+    """A GPT whose embedding and head have names that both libraries route to AdamW."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what comes out of the block, of the shape (1, tokens, width) of ``x``."""
+        """Return the output, of the shape (1, tokens, width) of ``x``."""
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 64))  # (1, tokens, 3, heads, 64)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -109,12 +110,12 @@ class Block(nn.Module):
 
 
 class Contender(ABC):
-    """One way to train the model; lives in a process of its own.
+    """One way to train the model, in its own process.
 
     Args:
-        plan: says which model.
-        rule: "muon", with AdamW for what is no hidden matrix, or "adamw" for all.
-        directory: where its files go.
+        plan: shape of the model.
+        rule: "muon", with AdamW for all but hidden matrices, or "adamw" for all parameters.
+        directory: folder of its files.
     """
 
     def __init__(self, plan: Plan, rule: str, directory: Path) -> None:
@@ -130,19 +131,19 @@ class Contender(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Step the optimizer, until the parameters are right."""
+        """Step the optimizer until the parameters are updated."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until nothing of the step is left to do."""
+        """Wait until the step has ended completely."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what else is to know of it."""
+        """Return facts for the report."""
 
 
 class Ours(Contender):
-    """This library, committing each step and checking what it reads."""
+    """tierstore, with a commit of each step and checksums on reading."""
 
     def __init__(self, plan: Plan, rule: str, directory: Path) -> None:
         super().__init__(plan, rule, directory)
@@ -164,24 +165,25 @@ class Ours(Contender):
             groups, lr=LR, store=self.store, ns_dtype="auto", prefetch_in_backward=True
         )
 
+    @override
     def forward_backward(self) -> float:
-        """See Contender."""
         loss = self.model(self.tokens)
         loss.backward()
         return float(loss.detach())
 
+    @override
     def step(self) -> None:
-        """See Contender."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @override
     def synchronize(self) -> None:
-        """See Contender. What the next step would do meanwhile is waited for here."""
+        # commit() would overlap the next step; here it is waited for.
         self.store.commit()
         self.store.synchronize()
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See Contender."""
         return {
             "engine": self.store.stats().engine,
             "ns_dtype": str(self.optimizer.param_groups[0].get("ns_dtype")),
@@ -189,11 +191,11 @@ class Ours(Contender):
 
 
 class DeepSpeed(Contender):
-    """DeepSpeed's engine as the only process: what it shares out stays with it."""
+    """DeepSpeed's engine as the only process, which keeps all shards."""
 
     def __init__(self, plan: Plan, rule: str, directory: Path, settings: Settings) -> None:
         super().__init__(plan, rule, directory)
-        # Its builds look for ninja, which pip puts beside the interpreter.
+        # DeepSpeed's builds need ninja, which pip installs beside the interpreter.
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -210,7 +212,7 @@ class DeepSpeed(Contender):
         )[0]
 
     def _config(self, settings: Settings) -> dict[str, Any]:
-        # Its Muon has other defaults than its AdamW.
+        # DeepSpeed's Muon and AdamW have different defaults.
         optimizer: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
         optimizer |= {"lr": LR, "weight_decay": WEIGHT_DECAY}
         if self.rule == "muon":
@@ -220,7 +222,7 @@ class DeepSpeed(Contender):
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": 10**9,
             "bf16": {"enabled": True},
-            # Its default of 1 would clip the update of Muon, not the gradient.
+            # DeepSpeed's default of 1 would clip the update of Muon, not the gradient.
             "gradient_clipping": 0.0,
             "optimizer": {
                 "type": "Muon" if self.rule == "muon" else "AdamW",
@@ -228,7 +230,7 @@ class DeepSpeed(Contender):
             },
             "zero_optimization": {
                 "stage": 3,
-                # It refuses to scatter gradients that Muon needs whole.
+                # DeepSpeed refuses to scatter gradients that Muon needs whole.
                 "reduce_scatter": self.rule != "muon",
                 "sub_group_size": settings.group_elements,
                 "offload_optimizer": {
@@ -248,27 +250,30 @@ class DeepSpeed(Contender):
             },
         }
 
+    @override
     def forward_backward(self) -> float:
-        """See Contender. Gradients that are large enough are written to disk as they come."""
+        # Large gradients are written to disk during the backward.
         loss = self.engine(self.tokens)
         self.engine.backward(loss)
         return float(loss.detach())
 
+    @override
     def step(self) -> None:
-        """See Contender. It returns when all is written, though not yet durable."""
+        # It returns when the state is written but not durable.
         self.engine.step()
 
+    @override
     def synchronize(self) -> None:
-        """See Contender."""
+        pass  # step() has written everything.
 
+    @override
     def facts(self) -> dict[str, Any]:
-        """See Contender."""
         return {"deepspeed": version("deepspeed")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one training step took."""
+    """Cost of one training step."""
 
     loss: float
     forward_backward_s: float
@@ -280,7 +285,7 @@ class Step:
 
     @property
     def optimizer_s(self) -> float:
-        """Seconds of the optimizer, with all that it wrote written."""
+        """Seconds of the optimizer until all its writes have ended."""
         return self.step_s + self.synchronize_s
 
     @property
@@ -290,7 +295,7 @@ class Step:
 
 
 def io_bytes() -> tuple[int, int]:
-    """Return the bytes that this process had read and written on disks, by the kernel."""
+    """Return the bytes that this process read from and wrote to disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     counters = dict(line.split(": ") for line in lines)
     return int(counters["read_bytes"]), int(counters["write_bytes"])
@@ -318,8 +323,8 @@ def one_step(contender: Contender) -> Step:
 
 
 def work(connection: Connection, log: Path, kind: type[Contender], arguments: Any) -> None:
-    """Be a contender: a step for each message "step", and its facts for "facts"."""
-    with log.open("w") as file:  # DeepSpeed talks.
+    """Serve a contender: a step for the message "step", its facts for "facts"."""
+    with log.open("w") as file:  # DeepSpeed prints.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
@@ -327,7 +332,7 @@ def work(connection: Connection, log: Path, kind: type[Contender], arguments: An
         for _ in range(WARMUP_STEPS):
             one_step(contender)
         start_bytes = peak_anonymous_bytes()
-        Path("/proc/self/clear_refs").write_text("5")  # From here on the peak is of steps.
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
         connection.send("ready")
         while (message := connection.recv()) != "stop":
             if message == "step":
@@ -340,7 +345,7 @@ def work(connection: Connection, log: Path, kind: type[Contender], arguments: An
 
 
 class Worker:
-    """The process of a contender, seen from outside; a context manager that ends it.
+    """Context manager of a contender's process.
 
     Raises:
         RuntimeError: the contender raised or died; the message is its traceback.
@@ -358,7 +363,7 @@ class Worker:
         theirs.close()
 
     def receive(self) -> Any:
-        """Return what it answers."""
+        """Return the next answer."""
         try:
             answer = self._connection.recv()
         except EOFError:
@@ -369,7 +374,7 @@ class Worker:
         return answer
 
     def ask(self, message: str) -> Any:
-        """Return what it answers to a message."""
+        """Return the answer to a message."""
         self._connection.send(message)
         return self.receive()
 
@@ -377,8 +382,8 @@ class Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # It may have died.
+        with contextlib.suppress(OSError):  # The process may have died.
             self._connection.send("stop")
         self._process.join(timeout=60)
-        self._process.kill()  # Threads that it left do not keep it.
+        self._process.kill()  # Remaining threads do not keep it alive.
         self._process.join()

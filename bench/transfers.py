@@ -1,8 +1,7 @@
-"""How fast plain memory is written and read back, beside what else Python programs use for it.
+"""Speed of writing and reading plain memory with storage engines and other Python libraries.
 
-Each rewrites a file of its own in place until it is durable, and reads it from the device.
-They take turns, and the first engine has two turns in each round, so that its difference to
-itself shows the noise.
+Every way rewrites its own file in place until it is durable, and reads it from the device. The ways
+take turns; the first engine has two turns in each round to show the noise.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from storage import huge_memory
+from typing_extensions import override
 
 from tierstore.errors import RunDirectoryError
 from tierstore.storage import Extent, open_storage
@@ -50,7 +50,7 @@ class Way(ABC):
     """One way to move the bytes of a buffer.
 
     Args:
-        directory: where its file is.
+        directory: folder of its file.
         nbytes: size of the file and of the buffer.
     """
 
@@ -60,18 +60,18 @@ class Way(ABC):
 
     @abstractmethod
     def write(self) -> None:
-        """Rewrite the file from the buffer; it need not be durable yet."""
+        """Rewrite the file from the buffer, not necessarily durably."""
 
     @abstractmethod
     def read(self) -> None:
-        """Read the file into the buffer, or have the buffer be what was read."""
+        """Read the file into the buffer, or replace the buffer by what was read."""
 
     def close(self) -> None:  # noqa: B027
-        """Release what was opened; nothing by default."""
+        """Release resources; nothing by default."""
 
 
 class StorageWay(Way):
-    """An engine of ours, told about its buffer as a store tells it about its pool."""
+    """A storage engine of tierstore with a registered buffer, as in a store."""
 
     def __init__(self, directory: Path, nbytes: int, engine: str) -> None:
         super().__init__(directory, nbytes)
@@ -81,41 +81,41 @@ class StorageWay(Way):
         self._storage.register(self._memory)
         self._storage.create("file", nbytes)
 
+    @override
     def write(self) -> None:
-        """See Way.write."""
         self._storage.write("file", self._extent, self._memory).wait()
 
+    @override
     def read(self) -> None:
-        """See Way.read."""
         self._storage.read("file", self._extent, self._memory).wait()
 
+    @override
     def close(self) -> None:
-        """See Way.close."""
         self._storage.close()
 
 
 class TorchWay(Way):
     """torch.save and torch.load of one tensor."""
 
+    @override
     def write(self) -> None:
-        """See Way.write."""
         with self.path.open("r+b" if self.path.exists() else "wb") as file:
             torch.save(self.buffer, file)
 
-    def read(self) -> None:
-        """See Way.read. It reads into memory of its own."""
+    @override
+    def read(self) -> None:  # torch.load() allocates the buffer.
         self.buffer = torch.load(self.path, weights_only=True)
 
 
 class AiofilesWay(Way):
-    """The package aiofiles, used directly."""
+    """The aiofiles package."""
 
+    @override
     def write(self) -> None:
-        """See Way.write."""
         asyncio.run(self._move("r+b" if self.path.exists() else "wb"))
 
+    @override
     def read(self) -> None:
-        """See Way.read."""
         asyncio.run(self._move("rb"))
 
     async def _move(self, mode: Literal["r+b", "wb", "rb"]) -> None:
@@ -128,39 +128,39 @@ class AiofilesWay(Way):
 
 
 class MemmapWay(Way):
-    """numpy.memmap, copied to and from."""
+    """Copies to and from numpy.memmap."""
 
+    @override
     def write(self) -> None:
-        """See Way.write."""
         array = self.buffer.numpy()
         mode: Literal["r+", "w+"] = "r+" if self.path.exists() else "w+"
         mapped = np.memmap(self.path, np.uint8, mode, shape=array.shape)
         mapped[:] = array
         mapped.flush()
 
+    @override
     def read(self) -> None:
-        """See Way.read."""
         self.buffer.numpy()[:] = np.memmap(self.path, np.uint8, "r")
 
 
 class DeepSpeedWay(Way):
-    """DeepSpeed's aio_handle with page-locked memory of its own; built at the first use."""
+    """DeepSpeed's aio_handle with its own page-locked memory; built at the first use."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         super().__init__(directory, nbytes)
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        # Blocks, requests in flight, one submission for many, overlapped with waiting, threads.
+        # block_size, queue_depth, single_submit, overlap_events, threads.
         self._handle = AsyncIOBuilder().load().aio_handle(8 * MIB, 32, False, True, 1)
         locked = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
         self.buffer = locked.copy_(self.buffer)
 
+    @override
     def write(self) -> None:
-        """See Way.write."""
         self._handle.sync_pwrite(self.buffer, str(self.path), 0)
 
+    @override
     def read(self) -> None:
-        """See Way.read."""
         self._handle.sync_pread(self.buffer, str(self.path), 0)
 
 
@@ -177,7 +177,7 @@ class Row:
 
 
 def open_ways(directory: Path, nbytes: int) -> tuple[dict[str, Way], list[str]]:
-    """Return all ways that work here, ours first, and why the others do not."""
+    """Return all ways that work here, tierstore's first, and why other ways do not."""
     ways: dict[str, Way] = {}
     absent = []
 
@@ -206,9 +206,9 @@ def open_ways(directory: Path, nbytes: int) -> tuple[dict[str, Way], list[str]]:
 
 
 def measure(way: Way, operation: str, expected: torch.Tensor) -> tuple[float, float]:
-    """Return wall and processor seconds; nothing is left in the page cache."""
+    """Return wall and processor seconds, and leave nothing in the page cache."""
     if operation == "read":
-        way.buffer[:: 64 * MIB] += 1  # What is not read would show.
+        way.buffer[:: 64 * MIB] += 1  # Detects parts that are not read.
     began_cpu_s, began_s = cpu_seconds(), time.perf_counter()
     if operation == "write":
         way.write()
@@ -219,18 +219,18 @@ def measure(way: Way, operation: str, expected: torch.Tensor) -> tuple[float, fl
     wall_s, cpu_s = time.perf_counter() - began_s, cpu_seconds() - began_cpu_s
     drop_from_cache(way.path)
     if not torch.equal(way.buffer, expected):
-        raise RuntimeError(f"{type(way).__name__} read something else than it wrote")
+        raise RuntimeError(f"{type(way).__name__} did not read the bytes that it wrote")
     return wall_s, cpu_s
 
 
 def measure_all(ways: dict[str, Way], nbytes: int, rounds: int) -> list[Row]:
-    """Measure all ways in turn, round after round; the first of them twice."""
+    """Measure all ways in turn, and the first way twice per round."""
     first = next(iter(ways))
     expected = ways[first].buffer.clone()
     turns = [*ways, f"{first} again"]
     measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for name in ways:
-        measure(ways[name], "write", expected)  # The first write of a place costs more.
+        measure(ways[name], "write", expected)  # The first write of a file costs more.
     for index in track(range(rounds), description=format_bytes(nbytes)):
         for operation in ("write", "read"):
             for turn in rotated(turns, index):
@@ -244,8 +244,10 @@ def measure_all(ways: dict[str, Way], nbytes: int, rounds: int) -> list[Row]:
             cpu_s_per_gib=statistics.median(cpu_s for _, cpu_s in taken) / (nbytes / GIB),
             ratio=spread(
                 [
-                    mine[0] / its[0]
-                    for mine, its in zip(taken, measured[first, operation], strict=True)
+                    wall_s / first_s
+                    for (wall_s, _), (first_s, _) in zip(
+                        taken, measured[first, operation], strict=True
+                    )
                 ]
             ),
         )
@@ -254,7 +256,7 @@ def measure_all(ways: dict[str, Way], nbytes: int, rounds: int) -> list[Row]:
 
 
 def print_table(rows: list[Row], nbytes: int) -> None:
-    """Print what was measured, one line for each row."""
+    """Print the results as a table."""
     table = Table(title=f"Plain transfers of {format_bytes(nbytes)}, medians (quartiles)")
     for heading in ("way", "operation"):
         table.add_column(heading, no_wrap=True)
@@ -276,8 +278,8 @@ def main(
     small: SmallOption = False,
     json_path: JsonOption = None,
 ) -> None:
-    """Measure writing and reading of one buffer in each way."""
-    torch.set_num_threads(1)  # Others would spin for a while after each comparison.
+    """Measure every way of writing and reading one buffer."""
+    torch.set_num_threads(1)  # Other threads would spin after each comparison.
     nbytes, rounds = (16 * MIB, 2) if small else (GIB, 15)
     with scratch_folder(directory) as scratch:
         ways, absent = open_ways(scratch, nbytes)

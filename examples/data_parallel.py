@@ -1,8 +1,7 @@
-"""Trains a byte-level GPT on several ranks, each of which has its part of every batch.
+"""Training of a byte-level GPT on several ranks with data parallelism.
 
-``train_ddp.py`` and ``train_fsdp2.py`` say how the ranks share the model; all else is here,
-and the lines that use the library are in ``train()``. A batch is the same windows of the
-same text on any number of ranks.
+``train_ddp.py`` and ``train_fsdp2.py`` define how ranks share the model; ``train()`` uses the
+library. A batch has the same windows of the text on any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ Share = Callable[[GPT], nn.Module]
 
 
 def mean_of_ranks(value: Tensor | float) -> float:
-    """Return the mean of what the ranks have."""
+    """Return the mean of a value over ranks."""
     mean = torch.as_tensor(value, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.item()
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return a parameter as it is without ranks; all of them call this."""
+    """Return the whole parameter; all ranks call this."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def say(text: str) -> None:
-    """Print something, once."""
+    """Print a text on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
@@ -61,10 +60,10 @@ def train(
     checkpoint_every: int,
     from_checkpoint: Path | None,
 ) -> None:
-    """Train from the start, or from what ``store`` has committed, or from a checkpoint."""
+    """Train from the start, from the last committed step of ``store``, or from a checkpoint."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_text, validation_text = standard_library_text()
-    torch.manual_seed(options.seed)  # Ranks that have the same parameters begin with one value.
+    torch.manual_seed(options.seed)  # All ranks start from the same parameters.
     model = GPT(options)
     shared_model = share(model)
     optimizer = muon.Muon(muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR), store=store)
@@ -100,12 +99,11 @@ def train(
 
 
 def run(share: Share, directory: Path) -> None:
-    """Be the program that trains a model which the ranks share in some way.
+    """Run the training program.
 
     Args:
-        share: returns the model as it is to be called; the parameters to be stepped are those
-            of the model that it got.
-        directory: where the pages live, unless the user says otherwise.
+        share: prepares a model for its ranks in place, and returns the module to call.
+        directory: default directory of the pages.
     """
     default = directory
 
@@ -119,7 +117,7 @@ def run(share: Share, directory: Path) -> None:
         ] = 100,
         resume: Annotated[
             bool,
-            typer.Option("--resume", help="Go on from the last commit, on any number of ranks."),
+            typer.Option("--resume", help="Resume from the last commit, on any number of ranks."),
         ] = False,
         from_checkpoint: Annotated[
             Path | None,
@@ -146,7 +144,7 @@ def run(share: Share, directory: Path) -> None:
                 batch=batch,
                 context=context,
                 seed=seed,
-                dropout=0.0,  # What is dropped would depend on the number of ranks.
+                dropout=0.0,  # Dropout would depend on the number of ranks.
             )
             with tierstore.TierStore(
                 directory,

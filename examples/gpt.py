@@ -1,4 +1,4 @@
-"""What the training programs share: a byte-level GPT, how it is judged, its learning rate."""
+"""Byte-level GPT with its validation loss and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALIDATION_WINDOWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a run is made of; a resumed run needs the same values to end in the same bits."""
+    """Options of a run. A resumed run needs the same values to end with the same bits."""
 
     steps: int
     layers: int
@@ -40,14 +40,14 @@ def rotary_angles(context: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn pairs of features of (batch, heads, context, HEAD_DIM) by their positions' angles."""
+    """Rotate pairs of features of (batch, heads, context, HEAD_DIM) by the angles of positions."""
     cos, sin = rotary.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP, each behind a norm and added to the stream."""
+    """Causal attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Block(nn.Module):
         nn.init.zeros_(self.mlp_out.weight)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Return the stream after this block, (batch, context, width)."""
+        """Return the residual stream after this block, (batch, context, width)."""
         normed = self.attention_norm(x)
         query, key, value = (
             projection(normed).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
@@ -92,12 +92,12 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(options.width, bias=False)
         self.lm_head = nn.Linear(options.width, BYTE_VALUES, bias=False)
         self.register_buffer("rotary", rotary_angles(options.context), persistent=False)
-        # A fact of the processor, not a timing, so that a resumed run decides alike.
+        # A property of the processor and not a measurement, so a resumed run decides alike.
         features = torch.cpu.get_capabilities()
         self.bf16 = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats per byte, a fp32 scalar; (batch, context) each."""
+        """Return the mean loss in nats per byte, fp32 (); arguments are (batch, context)."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
             x = self.embedding(inputs)
             for block in self.blocks:
@@ -112,7 +112,7 @@ def validation_loss(
 ) -> float:
     """Return the mean loss in nats per byte over windows spread evenly over the text.
 
-    With several ranks that is the mean over a rank's own: each has as many of them.
+    On several ranks it is the mean over this rank's windows; all ranks have equally many.
     """
     count = (len(text) - 1) // options.context
     chosen = list(range(0, count, max(1, count // VALIDATION_WINDOWS)))[:VALIDATION_WINDOWS]
@@ -128,7 +128,7 @@ def validation_loss(
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Return what the learning rates are multiplied by: linear warm-up, then a cosine to 0."""
+    """Return the factor of the learning rates: linear warm-up, then a cosine to 0."""
     warmup_steps = max(1, steps // 20)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -136,7 +136,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def parameter_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 of all parameters, to compare two runs by eye."""
+    """Return the SHA-256 of all parameters, to compare two runs."""
     digest = hashlib.sha256()
     for name, tensor in named_tensors:
         digest.update(name.encode() + tensor.detach().view(torch.uint8).numpy().tobytes())

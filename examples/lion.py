@@ -1,8 +1,8 @@
 """Lion over paged state: how to build an optimizer on a TierStore.
 
-Lion (https://arxiv.org/abs/2302.06675) keeps one running average per parameter and moves
-by the sign of its blend with the gradient. Run this file to see it train from disk; run it
-again to see it go on::
+Lion (https://arxiv.org/abs/2302.06675) keeps one running average per parameter and steps by the
+sign of a blend of average and gradient. Run this file to train with state on disk; run it again
+to resume::
 
     python examples/lion.py /path/to/a/new/directory
 """
@@ -16,7 +16,7 @@ import tierstore
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion whose averages, and masters of low-precision parameters, live in a store."""
+    """Lion with its averages, and masters of low-precision parameters, in a store."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step every chunk of every page that has a gradient."""
+        """Step every chunk that has a gradient."""
         with self.store.sweep() as pages:
             for page in pages:
                 for shard in page.shards:
@@ -41,7 +41,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def paged_group(group: dict[str, Any]) -> tierstore.PagedGroup:
-    """Say which states to keep; a parameter stepped element by element may span pages."""
+    """Describe the states to keep. An elementwise parameter may span pages."""
     parameters = [
         tierstore.PagedParameter(
             name=name, tensor=tensor, states={"exp_avg": torch.float32}, elementwise=True
@@ -55,7 +55,7 @@ def lion_(chunk: tierstore.ChunkView, group: dict[str, Any]) -> None:
     """Apply the rule to one chunk of a parameter, in place."""
     if chunk.grad is not None:
         beta1, beta2 = group["betas"]
-        grad, average = chunk.grad.float(), chunk.states["exp_avg"]
+        grad, average = chunk.grad.float(), chunk.states["exp_avg"]  # the chunk's shape
         chunk.master.mul_(1 - group["lr"] * group["weight_decay"])
         chunk.master.sub_(average.lerp(grad, 1 - beta1).sign_() * group["lr"])
         average.lerp_(grad, 1 - beta2)

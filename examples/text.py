@@ -1,4 +1,4 @@
-"""The training text: the source of Python's own standard library, as windows of bytes."""
+"""Training text: the source of Python's standard library, as windows of bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 def standard_library_text() -> tuple[Tensor, Tensor]:
     """Return the training and validation text, uint8 (bytes,) each.
 
-    Whole files are held out, about one in twenty, chosen by a hash of their names: the
-    choice is the same in every run and no validation file is partly trained on.
+    About one file in twenty is held out whole, chosen by a hash of its name, so the choice is the
+    same in every run.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -37,7 +37,7 @@ def windows(text: Tensor, indices: list[int], context: int) -> tuple[Tensor, Ten
 
 
 def shuffled_windows(count: int, seed: int, position: int) -> Iterator[int]:
-    """Yield window indices for ever, shuffled anew each epoch, starting at any position."""
+    """Yield window indices forever from a position on, in a new random order each epoch."""
     while True:
         epoch, start = divmod(position, count)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))

@@ -1,11 +1,11 @@
-"""Train a byte-level GPT with DDP: each rank has the model, and steps its part of it.
+"""Train a byte-level GPT with DDP: each rank holds the model and steps a part of it.
 
-Parameters and gradients are float32. A matrix is orthogonalized on one rank, which keeps its
-state and sends the result to the others::
+Parameters and gradients are float32. One rank owns each matrix: it keeps the state,
+orthogonalizes, and sends the result to the other ranks::
 
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
 
-Start it again with ``--resume`` to go on from the last committed step, on any number of ranks.
+Pass ``--resume`` to continue from the last committed step, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def share(model: GPT) -> nn.Module:
-    """Have gradients averaged over the ranks."""
+    """Wrap the model so that gradients are averaged over ranks."""
     return DistributedDataParallel(model)
 
 

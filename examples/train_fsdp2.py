@@ -5,7 +5,7 @@ are reduced in float32::
 
     torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py
 
-Start it again with ``--resume`` to go on from the last committed step, on any number of ranks.
+Pass ``--resume`` to continue from the last committed step, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def share(model: GPT) -> nn.Module:
-    """Cut the parameters at rows, and have each block gathered when it computes."""
+    """Shard the parameters at rows; each block is gathered when it computes."""
     model.bfloat16()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
-        # A processor without instructions for bfloat16 is quicker in float32.
+        # float32 is faster on a processor without instructions for bfloat16.
         param_dtype=torch.bfloat16 if model.bf16 else torch.float32,
         reduce_dtype=torch.float32,
     )

@@ -1,9 +1,9 @@
 """Train a byte-level GPT with Muon while its optimizer state stays on disk.
 
-The text is the source of Python's own standard library, so there is nothing to download.
-Stop the program at any moment, kill -9 included, and start it again with ``--resume``: it
-goes on from the last committed step and ends with the same parameters, bit for bit. The
-lines that use the library are in ``train()``; the rest is an ordinary PyTorch program.
+The text is the source of Python's standard library, so there is nothing to download. Stop the
+program at any moment, also with kill -9, and start it again with ``--resume``: it continues from
+the last committed step and ends with the same parameters, bit for bit. ``train()`` uses the
+library; the rest is an ordinary PyTorch program.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
     torch.manual_seed(options.seed)
     model = GPT(options)
     optimizer = muon.Muon(muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR), store=store)
-    # Before restore(): a new scheduler sets learning rates, and restore() puts back the real ones.
+    # Made before restore(), because a new scheduler overwrites the learning rates.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
@@ -98,17 +98,17 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
 
 def main(
     directory: Annotated[Path, typer.Option(help="Where the pages live.")] = Path("runs/train-gpt"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last commit.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last commit.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an old run.")] = False,
     steps: Annotated[int, typer.Option(min=1)] = 400,
     layers: Annotated[int, typer.Option(min=1)] = 6,
     width: Annotated[int, typer.Option(min=HEAD_DIM, help=f"A multiple of {HEAD_DIM}.")] = 384,
     batch: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Bytes in a window.")] = 256,
-    seed: Annotated[int, typer.Option(help="Decides initial weights, order and dropout.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Another number, other last bits.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights, order and dropout.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Changes the last bits of results.")] = 2,
 ) -> None:
-    """Train a byte-level GPT on Python's standard library, its optimizer state on disk."""
+    """Train a byte-level GPT on Python's standard library with its optimizer state on disk."""
     if width % HEAD_DIM:
         raise typer.BadParameter(
             f"must be a multiple of {HEAD_DIM}, got {width}", param_hint="--width"
