@@ -313,7 +313,7 @@ class Muon(torch.optim.Optimizer):
             return newton_schulz.fastest_dtype(shape, device)
         # Measurements of ranks may differ, but all ranks must compute in the same dtype.
         measured = newton_schulz.fastest_dtype(shape, device) if ranks.rank == 0 else None
-        dtype: torch.dtype = ranks.training.gather(measured)[0]
+        dtype: torch.dtype = ranks.gather(measured)[0]
         return dtype
 
     def _check_parameters(self, number: int) -> None:

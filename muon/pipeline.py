@@ -129,7 +129,7 @@ class Pipeline:
             return
         device = compute_device(self._store, matrices[0])
         # Every rank must cut its matrices into the same rounds, so the least memory counts.
-        self._gather_memory = min(ranks.training.gather(self._gather_memory))
+        self._gather_memory = min(ranks.gather(self._gather_memory))
         # The backend of a GPU does not send tensors that lie on the CPU.
         backend = "gloo" if device.type == "cpu" else None
         process_group = ranks.new_group(range(ranks.world_size), backend=backend)

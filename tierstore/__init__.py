@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from tierstore.layout.parameters import PagedGroup, PagedParameter
     from tierstore.paging.sweep import SteppedPages
     from tierstore.paging.views import ChunkView, PageView, ShardView
-    from tierstore.ranks.job import Ranks
-    from tierstore.ranks.peers import Peers
+    from tierstore.ranks.peers import Peers, Ranks
     from tierstore.store import Stats, TierStore
     from tierstore.units import parse_bytes
 
@@ -42,7 +41,7 @@ _MODULES = {
     "PagedParameter": "layout.parameters",
     "Peers": "ranks.peers",
     "Publication": "checkpoint.publication",
-    "Ranks": "ranks.job",
+    "Ranks": "ranks.peers",
     "SharedShard": "layout.ownership",
     "SharedSubgroup": "layout.ownership",
     "ShardView": "paging.views",

@@ -21,7 +21,7 @@ from tierstore.paging.page_table import (
     LocalSubgroup,
     check_groups,
     device_of,
-    make_subgroups,
+    local_subgroups,
     pages_of,
 )
 from tierstore.paging.pager import Pager
@@ -36,8 +36,7 @@ from tierstore.paging.whole_states import (
     read_states,
     write_pages,
 )
-from tierstore.ranks.job import Ranks
-from tierstore.ranks.peers import Alone, Peers, together
+from tierstore.ranks.peers import Ranks, together
 from tierstore.run.committer import Commits, History
 from tierstore.run.page_files import create_files
 from tierstore.run.recovery import abandon_in_children, open_run
@@ -55,9 +54,7 @@ class PagedStates:
         storage: the rank's files; closed if the run cannot be opened. None keeps every page
             in memory, where nothing is committed.
         config: the settings.
-        peers: all ranks, to agree with.
-        ranks: all ranks of a job whose parameters are one model's; None: this rank's parameters
-            are its own.
+        ranks: all ranks of the job, which have the same parameters.
         resume: go on with the run that is there.
         overwrite: delete it and begin a new one.
     """
@@ -66,24 +63,20 @@ class PagedStates:
         self,
         storage: Storage | None,
         config: StoreConfig,
-        peers: Peers,
-        ranks: Ranks | None,
+        ranks: Ranks,
         *,
         resume: bool,
         overwrite: bool,
     ) -> None:
         self._config = config
         self._page_bytes = config.page_bytes
-        self._peers = peers
         self._ranks = ranks
-        # Those that step together: other ranks go their own way from one commit to the next.
-        self._sharers: Peers = Alone() if ranks is None else peers
-        self._spread = None if ranks is None else Spread(ranks)
-        self._guard = Guard(on_failure=self._tell_others)
+        self._spread = Spread(ranks)
+        self._guard = Guard(on_failure=ranks.fail)
         self._groups: list[PagedGroup] = []
         self._subgroups: list[LocalSubgroup] = []
         # Most pages that are stepped at once, whatever the buffers are, and with these.
-        self._held = self._window_max = 1 if ranks is None else _WINDOW_MAX
+        self._held = self._window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
         self._device: Device | None = None  # That of the parameters.
         self._mirrors: Mirrors | None = None  # Only where that is not where steps are computed.
         self._tier: Tier | None = None  # Where move() brought all pages.
@@ -101,7 +94,7 @@ class PagedStates:
         try:
             self._identity, found = open_run(
                 storage,
-                self._peers,
+                self._ranks,
                 resume=resume,
                 overwrite=overwrite,
                 page_bytes=self._config.page_bytes,
@@ -114,7 +107,7 @@ class PagedStates:
         self._pager = Pager(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
         self._commits = Commits(
             storage,
-            self._peers if self._ranks is None else self._ranks.commits,
+            self._ranks.commits,
             found,
             single_copy=self._config.commit_every is None,
         )
@@ -135,38 +128,35 @@ class PagedStates:
         """
         self._guard.require_usable()
         specs = together(
-            self._sharers,
+            self._ranks,
             "check the param groups",
             lambda: check_groups(groups, self._specs, first_group=len(self._groups)),
         )
-        shared = rank_checks.share_groups(
+        shared = rank_checks.partition_groups(
             self._ranks,
             groups,
             earlier=self._shared,
             first_group=len(self._groups),
             page_bytes=self._page_bytes,
         )
-        self._may_differ = shared is not None and not self._guard.awaits_restore
-        subgroups = together(self._sharers, "lay out pages", lambda: self._laid_out(groups, shared))
-        if self._spread is not None and shared is not None:
-            self._spread.prepare(shared)
+        self._may_differ = self._ranks.world_size > 1 and not self._guard.awaits_restore
+        subgroups = together(self._ranks, "lay out pages", lambda: self._laid_out(groups, shared))
+        self._spread.prepare(shared)
         self._groups += groups
         self._subgroups += subgroups
         self._specs |= specs
         self._agree_on_window()
 
     def _laid_out(
-        self, groups: Sequence[PagedGroup], shared: Sequence[SharedSubgroup] | None
+        self, groups: Sequence[PagedGroup], shared: Sequence[SharedSubgroup]
     ) -> list[LocalSubgroup]:
         """Return the subgroups of some groups, and have room for their pages."""
-        subgroups = make_subgroups(
+        subgroups = local_subgroups(
             groups,
             shared,
-            rank=self._sharers.rank,
-            first_group=len(self._groups),
+            rank=self._ranks.rank,
             first_subgroup=len(self._subgroups),
             first_page=len(self._pages),
-            page_bytes=self._page_bytes,
         )
         pages = pages_of(subgroups)
         all_pages = [*self._pages, *pages]
@@ -185,9 +175,8 @@ class PagedStates:
 
     def _agree_on_window(self) -> None:
         """Have as many subgroups in flight as the rank with the fewest buffers can."""
-        if self._ranks is not None:
-            limits = self._sharers.gather(self._pager.held_max)
-            self._window_max = min([self._held, *(each for each in limits if each is not None)])
+        limits = self._ranks.gather(self._pager.held_max)
+        self._window_max = min([self._held, *(limit for limit in limits if limit is not None)])
 
     @contextlib.contextmanager
     def sweep(self, window: int = 1) -> Iterator[SteppedPages]:
@@ -223,7 +212,7 @@ class PagedStates:
             raise ValueError(f"window must be from 1 to {self._window_max}, got {window}")
         self._place_again()
         self._compare_values()
-        present = rank_checks.names_with_gradient(self._sharers, self._groups, self._specs)
+        present = rank_checks.names_with_gradient(self._ranks, self._groups, self._specs)
         self._changes.warn(wait=True)
         if self._commit_is_due():
             self._begin_commit()
@@ -279,7 +268,7 @@ class PagedStates:
     @property
     def ranks(self) -> Ranks | None:
         """All ranks of the job that the parameters are one model of; None where there is one."""
-        return self._ranks
+        return self._ranks if self._ranks.world_size > 1 else None
 
     @property
     def window_max(self) -> int:
@@ -321,7 +310,7 @@ class PagedStates:
         """
         self._guard.require_restored()
         wanted = self._specs.keys() if names is None else names
-        agree_to_read(self._sharers, wanted)
+        agree_to_read(self._ranks, wanted)
         self._place_again()
         try:
             return read_states(self._pager, self._groups, self._subgroups, self._spread, wanted)
@@ -346,7 +335,7 @@ class PagedStates:
             ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
         """
         self._guard.require_restored()
-        agree_to_write(self._sharers, self._groups, values)
+        agree_to_write(self._ranks, self._groups, values)
         self._place_again()
         self._write_pages(lambda view: fill_states(view, values), scalars or {})
 
@@ -448,15 +437,14 @@ class PagedStates:
 
     def _spread_all(self) -> None:
         """Send all parameters from their owners to the other ranks that hold them."""
-        if self._spread is not None:
-            for subgroup in self._subgroups:
-                self._spread.begin(subgroup, subgroup.direct, subgroup.parameters)
-            self._spread.finish()
-            self._may_differ = False
+        for subgroup in self._subgroups:
+            self._spread.begin(subgroup, subgroup.direct, subgroup.parameters)
+        self._spread.finish()
+        self._may_differ = False
 
     @property
     def _shared(self) -> list[SharedSubgroup]:
-        return [each.shared for each in self._subgroups if each.shared is not None]
+        return [subgroup.shared for subgroup in self._subgroups]
 
     def _commit_is_due(self) -> bool:
         every = self._config.commit_every
@@ -466,12 +454,12 @@ class PagedStates:
 
     def _compare_values(self) -> None:
         if self._may_differ:
-            rank_checks.require_same_values(self._sharers, self._groups, self._shared)
+            rank_checks.require_same_values(self._ranks, self._groups, self._shared)
             self._may_differ = False
 
     def _begin_commit(self) -> None:
         self._compare_values()
-        rank_checks.require_same_commit(self._sharers, self._groups, self._history.scalars)
+        rank_checks.require_same_commit(self._ranks, self._groups, self._history.scalars)
         with self._guard.failing(interrupts=True):
             for page in self._pages:
                 if page.is_changed:
@@ -483,7 +471,7 @@ class PagedStates:
             before=self._commits.begun,
             groups=self._groups,
             pages=[(page.layout, page.entry) for page in self._pages],
-            shared=self._ranks is not None,
+            shared=self._ranks.world_size > 1,
         )
         with self._pager.stalled(), self._guard.failing(interrupts=False):
             self._commits.begin(manifest, writes)
@@ -491,16 +479,12 @@ class PagedStates:
 
     def _may_retry(self, error: BaseException) -> bool:
         """Whether a call that only read leaves everything as it was, despite an error."""
-        alone = self._ranks is None  # Other ranks may stand in the middle of the step.
+        alone = self._ranks.world_size == 1  # Other ranks may stand in the middle of the step.
         # (An interrupt may have come anywhere within the pager.)
         return alone and isinstance(error, TierstoreError) and not self._pager.lost_write
-
-    def _tell_others(self, error: BaseException) -> None:
-        if self._ranks is not None:
-            self._ranks.fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self._storage:
             self._guard.fail(error)
         else:  # There is nothing to go back to, so this rank may go on; the others cannot.
-            self._tell_others(error)
+            self._ranks.fail(error)

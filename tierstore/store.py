@@ -24,7 +24,7 @@ from tierstore.paging.rank_checks import require_same_options
 from tierstore.paging.tier_plan import Tier
 from tierstore.paging.whole_states import restore_parameters
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Alone, Peers, on_rank_0, together
+from tierstore.ranks.peers import Ranks, on_rank_0, together
 from tierstore.run.directories import open_directories
 from tierstore.run.manifest import Manifest
 from tierstore.run.page_files import check_files, check_same_model
@@ -63,7 +63,8 @@ class TierStore(PagedStates):
             which gradients are copied then.
         free_gradients: set each ``.grad`` to None as soon as it was used.
         process_group: the ranks of the job that have a part of the parameters; None: all
-            ranks where torch.distributed is initialized, else this process alone.
+            ranks where torch.distributed is initialized, else this process alone. ``Ranks``
+            are used as they are.
         peer_timeout: seconds after which a rank that does not answer is given up, and this
             one fails.
 
@@ -92,7 +93,7 @@ class TierStore(PagedStates):
         reshard: bool = False,
         compute: str = "device",
         free_gradients: bool = False,
-        process_group: dist.ProcessGroup | Peers | None = None,
+        process_group: dist.ProcessGroup | Ranks | None = None,
         peer_timeout: float = 600.0,
     ) -> None:
         config = StoreConfig(
@@ -115,14 +116,14 @@ class TierStore(PagedStates):
         directories = [Path(each) for each in paths] if isinstance(paths, Sequence) else []
         if reshard and not directories:
             raise ValueError("reshard=True needs the path of a run directory")
-        ranks, peers = ranks_of(process_group, timeout_s=peer_timeout)
+        ranks = ranks_of(process_group, timeout_s=peer_timeout)
 
         def open_storage() -> Storage | None:
             if not isinstance(paths, Sequence):
                 return paths
             return open_directories(
                 directories,
-                peers.rank,
+                ranks.rank,
                 engine=engine,
                 page_bytes=config.page_bytes,
                 overwrite=overwrite,
@@ -135,26 +136,22 @@ class TierStore(PagedStates):
             "number of directories": len(directories),
             **modes,
         }
-        sharers: Peers = Alone() if ranks is None else peers
         try:
-            require_same_options(sharers, options)
+            require_same_options(ranks, options)
             self._resharded: Path | None = None
             if directories:
-                self._resharded, directories = look_for_other_ranks(
-                    directories, peers, sharers, **modes
-                )
-            storage = together(sharers, "open the run directory", open_storage)
-            super().__init__(storage, config, peers, ranks, resume=resume, overwrite=overwrite)
+                self._resharded, directories = look_for_other_ranks(directories, ranks, **modes)
+            storage = together(ranks, "open the run directory", open_storage)
+            super().__init__(storage, config, ranks, resume=resume, overwrite=overwrite)
         except BaseException:
-            if ranks is not None:
-                ranks.close()
+            ranks.close()
             raise
         self._publication: Publication | None = None  # One that is being copied.
         if self._resharded is not None:
             self._guard.awaits_restore = True
         elif directories and not self._guard.awaits_restore:
             try:
-                remove_other_ranks(directories, peers, sharers, overwrite=overwrite)
+                remove_other_ranks(directories, ranks, overwrite=overwrite)
             except BaseException:
                 self._close(synchronize=False)
                 raise
@@ -265,7 +262,7 @@ class TierStore(PagedStates):
                 )
             )
         committed = Committed(
-            peers=self._peers,
+            peers=self._ranks,
             commits=commits,
             contents=lambda: contents_of(model, self._groups[: self._history.groups_written]),
             model_prefix=model_prefix,
@@ -277,7 +274,7 @@ class TierStore(PagedStates):
         try:
             return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
         except BaseException as error:
-            if self._ranks is not None and not isinstance(error, Exception):
+            if self._ranks.world_size > 1 and not isinstance(error, Exception):
                 self._fail(error)  # The others stand in the middle of it, and cannot be told.
             with contextlib.suppress(StorageError):  # The first error is the one to mend.
                 self._commits.drop_spares()
@@ -307,7 +304,7 @@ class TierStore(PagedStates):
         self._guard.require_open()
         storage = self._require_storage("restore()")
         members = [each for group in self._groups for each in group.parameters]
-        together(self._sharers, "begin a restore", lambda: reshard(members))
+        together(self._ranks, "begin a restore", lambda: reshard(members))
         if checkpoint is not None:
             return self._begin_from(checkpoint)
         if self._resharded is not None:
@@ -317,7 +314,7 @@ class TierStore(PagedStates):
             return 0
         self._settle_publication()  # It reads files that recovery would remove.
         self._commits.settle()
-        manifest = recover(storage, self._identity, self._peers)
+        manifest = recover(storage, self._identity, self._ranks)
         self._commits.forget_spares()
         if manifest is None:
             raise RunDirectoryError(
@@ -330,7 +327,7 @@ class TierStore(PagedStates):
             check_same_model(committed, self._groups, layouts)
             check_files(storage, layouts, committed)
 
-        together(self._peers, "check the run", check)
+        together(self._ranks, "check the run", check)
         self._guard.awaits_restore = True  # Until all of the below is done.
         try:
             self._pager.abandon(self._pages)
@@ -341,7 +338,7 @@ class TierStore(PagedStates):
             self._history.go_on_from(manifest, self._groups)
             self._allocate(storage, self._pages)
         except BaseException as error:
-            self._tell_others(error)
+            self._ranks.fail(error)
             raise
         self._guard.awaits_restore = False
         self._guard.failure = None
@@ -353,7 +350,7 @@ class TierStore(PagedStates):
 
         self._guard.awaits_restore = False
         try:
-            together(self._peers, "allocate pages", lambda: self._allocate(storage, self._pages))
+            together(self._ranks, "allocate pages", lambda: self._allocate(storage, self._pages))
             step = self._begin_from(checkpoint)
         except BaseException:
             self._guard.awaits_restore = True
@@ -361,7 +358,7 @@ class TierStore(PagedStates):
         self._history.annotate(self.extra)
         self.synchronize()
         run = checkpoint.parent
-        on_rank_0(self._peers, "end the reshard", lambda: end_reshard(run))
+        on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(run))
         self._resharded = None
         return step
 
@@ -377,9 +374,9 @@ class TierStore(PagedStates):
             )
         wanted = self._groups, self._history.scalars
         source = together(
-            self._peers,
+            self._ranks,
             "check a checkpoint",
-            lambda: CheckpointSource(checkpoint, *wanted, self._peers),
+            lambda: CheckpointSource(checkpoint, *wanted, self._ranks),
         )
         with self._guard.failing(interrupts=True):
             self._history.step = source.step
@@ -411,8 +408,8 @@ class TierStore(PagedStates):
             if self._device is not None:
                 self._placement(self._pages, self._device.device, target)
 
-        together(self._sharers, "plan a move", plan)  # Before any of them moves a page.
-        together(self._sharers, "move pages", lambda: self._bring_to(target))
+        together(self._ranks, "plan a move", plan)  # Before any of them moves a page.
+        together(self._ranks, "move pages", lambda: self._bring_to(target))
         self._tier = target
         self._agree_on_window()
 
@@ -424,7 +421,7 @@ class TierStore(PagedStates):
             state_bytes=sum(page.layout.nbytes for page in self._pages),
             bytes_read=self._pager.bytes_read,
             bytes_written=self._pager.bytes_written,
-            bytes_spread=self._spread.bytes_sent if self._spread else 0,
+            bytes_spread=self._spread.bytes_sent,
             stall_seconds=self._pager.stall_seconds,
             host_bytes_peak=self._pager.host_bytes_peak,
             device_bytes_peak=self._pager.device_bytes_peak,
@@ -446,8 +443,7 @@ class TierStore(PagedStates):
             self._guard.fail(SweepError("the store was closed in the middle of a step"))
         with contextlib.ExitStack() as stack:  # From the last to the first, whatever fails.
             stack.callback(setattr, self._guard, "closed", True)
-            if self._ranks is not None:
-                stack.callback(self._ranks.close)
+            stack.callback(self._ranks.close)
             if self._storage:
                 stack.callback(self._storage.close)
                 stack.callback(self._commits.close)
@@ -474,7 +470,7 @@ class TierStore(PagedStates):
         The last step may lack its ``extra`` and the learning rates of the scheduler. A
         checkpoint that is being copied is waited for; if that fails, the log says so.
         """
-        if error is not None and self._ranks is not None:
+        if error is not None:
             self._ranks.fail(error, of_others=True)
         self._close(synchronize=kind is None)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tierstore
-from tests.support.toy import MODEL, RANK, SECOND, THIRD, Toy, resumed
+from tests.support.thread_ranks import ThreadJob
+from tests.support.toy import MODEL, RANK, SECOND, THIRD, Spec, Toy, resumed
+from tierstore.ranks.peers import Ranks
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
+
+# Of the parameters that one rank owns whole, the second goes to another rank than the first.
+OTHER: Spec = ("other", (3, 4), torch.float16, {}, False)
 
 
 def test_a_forked_child_keeps_what_it_mapped(tmp_path: Path) -> None:
@@ -104,65 +107,32 @@ def test_what_a_run_begins_with_can_be_committed(tmp_path: Path) -> None:
     again.store.close()
 
 
-class Ranks:
-    """Threads of this process as the ranks of a job."""
-
-    def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size)
-        self.values: list[Any] = [None] * world_size
-
-
-class Rank:
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self._ranks = ranks
-        self.rank = rank
-        self.world_size = len(ranks.values)
-        self._mutex = threading.Lock()
-
-    def gather(self, value: Any) -> list[Any]:
-        with self._mutex:
-            self._ranks.values[self.rank] = value
-            self._ranks.barrier.wait(timeout=60)
-            values = list(self._ranks.values)
-            self._ranks.barrier.wait(timeout=60)
-            return values
-
-
 def test_one_rank_links_and_another_copies() -> None:
     """Each does with its own pages what it can; nothing is appended to a linked file."""
     folders: dict[str, dict[str, dict[str, bytearray]]] = {}
     files = [MemoryFiles(folders) for _ in range(2)]
-    ranks, errors = Ranks(2), []
 
-    def run(rank: int) -> None:
-        try:
-            storage = FaultyStorage(MemoryStorage(files[rank]))
-            specs = [[SECOND], [THIRD]][rank]
-            toy = Toy(storage, [specs], process_group=Rank(ranks, rank))
-            toy.step()
-            if rank == 1:
-                fault = Fault("error", "folder_link", probability=1.0, errno=errno.EXDEV)
-                storage.arm(fault)
-            toy.store.checkpoint("/checkpoints/one").wait()
-            toy.step()
-            toy.step()
-            toy.store.close()
-        except BaseException as error:
-            errors.append(error)
-            ranks.barrier.abort()
+    def run(ranks: Ranks) -> None:
+        storage = FaultyStorage(MemoryStorage(files[ranks.rank]))
+        toy = Toy(storage, [[SECOND], [THIRD, OTHER]], process_group=ranks)
+        toy.step()
+        if ranks.rank == 1:
+            fault = Fault("error", "folder_link", probability=1.0, errno=errno.EXDEV)
+            storage.arm(fault)
+        toy.store.checkpoint("/checkpoints/one").wait()
+        toy.step()
+        toy.step()
+        toy.store.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    assert ThreadJob(2).run(run) == [None, None]
     published = folders["/checkpoints"]["one"]
     for rank in range(2):
-        (name,) = [name for name in published if name.startswith(f"rank-0000{rank}.page")]
-        own = files[rank].contents["page-000000.a"]
-        assert len(published[name]) == len(own)
-        assert published[name] is not own
+        names = [name for name in published if name.startswith(f"rank-0000{rank}.page")]
+        assert names
+        for name in names:
+            own = files[rank].contents[f"{name.removeprefix(f'rank-0000{rank}.')}.a"]
+            assert len(published[name]) == len(own)
+            assert published[name] is not own
 
 
 def test_resumed_after_all_that(tmp_path: Path) -> None:

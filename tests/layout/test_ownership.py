@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tierstore.layout.ownership import (
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
 from tierstore.layout.sharding import Holding, Replicated, Sharded, Sharding, stacked, whole_on
-from tierstore.layout.subgroups import partition_group
+from tierstore.layout.subgroups import Row, cut_rows, record_chunks
 
 PAGE_BYTES = 4096
 
@@ -183,18 +184,20 @@ def test_pages_of_elementwise_parameters_are_about_as_large_as_asked_for(
 
 @given(groups())
 @settings(deadline=None)
-def test_one_rank_has_the_pages_of_a_run_of_one(
+def test_one_rank_has_all_of_each_subgroup(
     case: tuple[int, list[SharedParameter]],
 ) -> None:
     _, parameters = case
-    alone = [
-        make_parameter(
-            each.spec.name, each.spec.shape, whole_on([0]), elementwise=each.spec.elementwise
-        )
-        for each in parameters
-    ]
-    found = [each.of(0) for each in partition_ranks(3, alone, PAGE_BYTES, 1)]
-    assert found == partition_group(3, [each.spec for each in parameters], PAGE_BYTES)
+    specs = [parameter.spec for parameter in parameters]
+    rows = [Row(parameter=spec, numel=math.prod(spec.shape)) for spec in specs]
+    for flat in (False, True):
+        alone = [replace(parameter, holding=whole_on([0]), flat=flat) for parameter in parameters]
+        found = [subgroup.of(0) for subgroup in partition_ranks(3, alone, PAGE_BYTES, 1)]
+        for subgroup, pieces in zip(found, cut_rows(rows, PAGE_BYTES), strict=True):
+            assert subgroup.group == 3
+            assert [(shard.parameter, shard.chunks) for shard in subgroup.shards] == [
+                (specs[p.row], tuple(record_chunks(specs[p.row], p.start, p.stop))) for p in pieces
+            ]
 
 
 def test_flat_gives_each_rank_an_equal_range_of_every_subgroup() -> None:

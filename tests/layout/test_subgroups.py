@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.lone_layouts import cut_alone
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout, lay_out
 from tierstore.layout.parameters import ParameterSpec
@@ -20,7 +21,7 @@ from tierstore.layout.records import (
     record_length,
     record_nbytes,
 )
-from tierstore.layout.subgroups import ParameterShard, Subgroup, partition_group
+from tierstore.layout.subgroups import ParameterShard, Subgroup
 
 SECTOR = 4096
 
@@ -112,7 +113,7 @@ def records_nbytes(subgroup: Subgroup) -> int:
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_every_element_once_and_in_order(specs: list[ParameterSpec], page_bytes: int) -> None:
-    subgroups = partition_group(3, specs, page_bytes)
+    subgroups = cut_alone(3, specs, page_bytes)
     assert all(subgroup.group == 3 and subgroup.shards for subgroup in subgroups)
     shards = [shard for subgroup in subgroups for shard in subgroup.shards]
     # Parameter after parameter, each from its first element to its last.
@@ -134,7 +135,7 @@ def test_every_element_once_and_in_order(specs: list[ParameterSpec], page_bytes:
 def test_a_parameter_has_at_most_one_shard_in_a_subgroup(
     specs: list[ParameterSpec], page_bytes: int
 ) -> None:
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         names = [shard.parameter.name for shard in subgroup.shards]
         assert len(set(names)) == len(names)
 
@@ -142,7 +143,7 @@ def test_a_parameter_has_at_most_one_shard_in_a_subgroup(
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_whole_parameters_stay_whole(specs: list[ParameterSpec], page_bytes: int) -> None:
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         for shard in subgroup.shards:
             if not shard.parameter.elementwise:
                 assert shard_range(shard) == (0, math.prod(shard.parameter.shape))
@@ -152,7 +153,7 @@ def test_whole_parameters_stay_whole(specs: list[ParameterSpec], page_bytes: int
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_cuts_are_at_rows_that_fit_half_a_page(specs: list[ParameterSpec], page_bytes: int) -> None:
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         for shard in subgroup.shards:
             row = math.prod(shard.parameter.shape[1:])
             if row * bytes_per_element(shard.parameter) <= page_bytes // 2:
@@ -162,16 +163,16 @@ def test_cuts_are_at_rows_that_fit_half_a_page(specs: list[ParameterSpec], page_
 
 def test_rows_over_half_a_page_are_cut() -> None:
     """Or the rest of each page, up to a row, would be left empty."""
-    first, *_ = partition_group(0, [make_spec("w", (10, 1000), elementwise=True)], 7999)
+    first, *_ = cut_alone(0, [make_spec("w", (10, 1000), elementwise=True)], 7999)
     assert shard_range(first.shards[0])[1] % 1000
-    first, *_ = partition_group(0, [make_spec("w", (10, 1000), elementwise=True)], 8000)
+    first, *_ = cut_alone(0, [make_spec("w", (10, 1000), elementwise=True)], 8000)
     assert shard_range(first.shards[0]) == (0, 1000)
 
 
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_pages_hold_about_page_bytes(specs: list[ParameterSpec], page_bytes: int) -> None:
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         layout = lay_out(subgroup)
         if records_nbytes(subgroup) <= page_bytes:
             # Sections are padded to whole sectors, which page_bytes does not count.
@@ -201,7 +202,7 @@ def test_whole_parameters_fill_pages_in_turn(specs: list[ParameterSpec], page_by
             room = page_bytes
         expected[-1].append(spec.name)
         room -= nbytes
-    found = partition_group(0, specs, page_bytes)
+    found = cut_alone(0, specs, page_bytes)
     assert [[shard.parameter.name for shard in page.shards] for page in found] == expected
 
 
@@ -210,7 +211,7 @@ def test_whole_parameters_fill_pages_in_turn(specs: list[ParameterSpec], page_by
 def test_cut_parameters_leave_no_room_for_a_row(
     specs: list[ParameterSpec], page_bytes: int
 ) -> None:
-    for page, following in itertools.pairwise(partition_group(0, specs, page_bytes)):
+    for page, following in itertools.pairwise(cut_alone(0, specs, page_bytes)):
         parameter = following.shards[0].parameter
         row = math.prod(parameter.shape[1:])
         # One row more would bring its data, and perhaps a record of its own for each state.
@@ -253,7 +254,7 @@ def assert_layout_is_sound(layout: PageLayout, subgroup: Subgroup) -> None:
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_layout(specs: list[ParameterSpec], page_bytes: int) -> None:
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         layout = lay_out(subgroup)
         assert layout.subgroup == subgroup
         assert_layout_is_sound(layout, subgroup)
@@ -293,13 +294,13 @@ def assert_blocks_cover(layout: PageLayout) -> None:
 @settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_blocks_of_small_pages(specs: list[ParameterSpec], page_bytes: int) -> None:
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         assert_blocks_cover(lay_out(subgroup))
 
 
 def test_blocks_do_not_cross_sections() -> None:
     momentum = ("momentum_buffer", torch.bfloat16)
-    (subgroup,) = partition_group(0, [make_spec("w", (5000, 1000), momentum)], 2**28)
+    (subgroup,) = cut_alone(0, [make_spec("w", (5000, 1000), momentum)], 2**28)
     layout = lay_out(subgroup)
     assert_blocks_cover(layout)
     # 20 MB of float32 and 10 MB of bfloat16, each with 758 bytes of framing, in sectors.
@@ -321,7 +322,7 @@ def test_layout_of_a_mixed_page() -> None:
         make_spec("full", (1025,), momentum),
         make_spec("empty", (0, 3), momentum),
     ]
-    (subgroup,) = partition_group(0, specs, 2**20)
+    (subgroup,) = cut_alone(0, specs, 2**20)
     layout = lay_out(subgroup)
     found = [
         (s.state, s.write_only, s.extent.offset, s.extent.nbytes, [r.offset for r in s.records])
@@ -342,8 +343,8 @@ def test_layout_of_a_mixed_page() -> None:
 def test_partition_depends_on_specs_alone(specs: list[ParameterSpec], page_bytes: int) -> None:
     """As they come out of a commit: equal, but other objects."""
     loaded = [ParameterSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs]
-    subgroups = partition_group(0, specs, page_bytes)
-    again = partition_group(0, loaded, page_bytes)
+    subgroups = cut_alone(0, specs, page_bytes)
+    again = cut_alone(0, loaded, page_bytes)
     assert again == subgroups
     assert [lay_out(subgroup) for subgroup in again] == [lay_out(s) for s in subgroups]
 
@@ -354,7 +355,7 @@ def test_stamped_page_holds_records_that_torch_load_reads(
     specs: list[ParameterSpec], page_bytes: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    for subgroup in partition_group(0, specs, page_bytes):
+    for subgroup in cut_alone(0, specs, page_bytes):
         layout = lay_out(subgroup)
         buffer = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
         records = [record for section in layout.sections for record in section.records]
@@ -377,7 +378,7 @@ def test_stamped_page_holds_records_that_torch_load_reads(
 
 def test_stamp_leaves_other_sections_alone() -> None:
     momentum = ("momentum_buffer", torch.float32)
-    (subgroup,) = partition_group(0, [make_spec("w", (2000,), momentum)], 2**20)
+    (subgroup,) = cut_alone(0, [make_spec("w", (2000,), momentum)], 2**20)
     layout = lay_out(subgroup)
     buffer = torch.full((layout.nbytes,), 0xAB, dtype=torch.uint8)
     layout.stamp(buffer, layout.readable)
@@ -400,7 +401,7 @@ def test_large_whole_parameter_is_cut_in_records(
     shape: tuple[int, ...], dtype: torch.dtype, records: int
 ) -> None:
     spec = make_spec("w", shape, ("momentum_buffer", torch.bfloat16), dtype=dtype)
-    (subgroup,) = partition_group(0, [spec], 2**28)
+    (subgroup,) = cut_alone(0, [spec], 2**28)
     (shard,) = subgroup.shards
     assert shard_range(shard) == (0, math.prod(shape))
     assert len(shard.chunks) == records
@@ -414,7 +415,7 @@ def test_large_embedding_is_cut_in_pages() -> None:
     states = (("exp_avg", torch.float32), ("exp_avg_sq", torch.float32))
     spec = make_spec("embedding", (128256, 16384), *states, elementwise=True)
     page_bytes = 2**28
-    subgroups = partition_group(0, [spec], page_bytes)
+    subgroups = cut_alone(0, [spec], page_bytes)
     shards = [shard for subgroup in subgroups for shard in subgroup.shards]
     assert len(shards) == len(subgroups)
     stops = [0, *(shard_range(shard)[1] for shard in shards)]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tests.support import killed_processes
 from tierstore.errors import PeerFailed, StoreClosedError
-from tierstore.ranks.job import Ranks
+from tierstore.ranks.job import ProcessGroupRanks
 from tierstore.ranks.peers import Peers, agree
 
 # Whatever happens, the ranks of a test have ended by then, on a busy machine as well.
@@ -145,19 +145,19 @@ def _run(
 
 def gather(here: Here, values: list[Any]) -> list[list[Any]]:
     """Gather what belongs to this rank, with each of the channels."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     assert (ranks.rank, ranks.world_size) == (here.rank, here.world_size)
-    found = [peers.gather(values[here.rank]) for peers in (ranks.training, ranks.commits)]
+    found = [peers.gather(values[here.rank]) for peers in (ranks, ranks.commits)]
     ranks.close()
     return found
 
 
 def gather_large(here: Here) -> list[list[tuple[int, set[int]]]]:
     """Gather a lot, then little, then a lot of one rank; tell how many of which bytes came."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     found = []
     for nbytes in (LARGE_BYTES + here.rank, 1, LARGE_BYTES * (here.rank == 1)):
-        values = ranks.training.gather(bytes([here.rank]) * nbytes)
+        values = ranks.gather(bytes([here.rank]) * nbytes)
         found.append([(len(value), set(value)) for value in values])
     ranks.close()
     return found
@@ -165,15 +165,15 @@ def gather_large(here: Here) -> list[list[tuple[int, set[int]]]]:
 
 def gather_around(here: Here, sizes: range) -> list[list[int]]:
     """Gather values of many sizes; tell which came."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
-    found = [list(map(len, ranks.training.gather(b"x" * (n + here.rank)))) for n in sizes]
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
+    found = [list(map(len, ranks.gather(b"x" * (n + here.rank)))) for n in sizes]
     ranks.close()
     return found
 
 
 def gather_at_once(here: Here, rounds: int) -> dict[str, list[list[Any]]]:
     """Gather in two threads at once, each with its channel."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     found: dict[str, list[list[Any]]] = {"training": [], "commits": []}
 
     def gather_all(name: str, peers: Peers) -> None:
@@ -182,7 +182,7 @@ def gather_at_once(here: Here, rounds: int) -> dict[str, list[list[Any]]]:
 
     other = threading.Thread(target=gather_all, args=("commits", ranks.commits))
     other.start()
-    gather_all("training", ranks.training)
+    gather_all("training", ranks)
     other.join()
     ranks.close()
     return found
@@ -190,26 +190,26 @@ def gather_at_once(here: Here, rounds: int) -> dict[str, list[list[Any]]]:
 
 def agree_to_fail(here: Here, failing: int) -> tuple[list[str], list[Any]]:
     """Agree on something that one rank cannot do, with each channel; then gather."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
 
     def act() -> None:
         if here.rank == failing:
             raise ValueError("no room")
 
     errors = []
-    for peers in (ranks.training, ranks.commits):
+    for peers in (ranks, ranks.commits):
         try:
             agree(peers, "make room", act)
         except (ValueError, PeerFailed) as error:
             errors.append(repr(error))
-    gathered = ranks.training.gather(here.rank)
+    gathered = ranks.gather(here.rank)
     ranks.close()
     return errors, gathered
 
 
 def exchange(here: Here, members: list[int]) -> list[float] | None:
     """Exchange numbers in a group of some of the ranks."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     group = ranks.new_group(members)
     if group is None:
         received = None
@@ -218,7 +218,7 @@ def exchange(here: Here, members: list[int]) -> list[float] | None:
         tensor = torch.empty_like(sent)
         ranks.wait(dist.all_to_all_single(tensor, sent, group=group, async_op=True))
         received = tensor.tolist()
-    ranks.training.gather(None)
+    ranks.gather(None)
     ranks.close()
     return received
 
@@ -229,11 +229,11 @@ def open_within(here: Here, members: list[int], times: int) -> list[tuple[Any, .
     found: list[tuple[Any, ...]] | str = []
     for _ in range(times):
         try:
-            ranks = Ranks(part, timeout_s=PATIENCE_S)
+            ranks = ProcessGroupRanks(part, timeout_s=PATIENCE_S)
         except ValueError as error:
             found = str(error)
             break
-        gathered = ranks.training.gather((ranks.rank, here.rank))
+        gathered = ranks.gather((ranks.rank, here.rank))
         group = ranks.new_group(range(len(members)))
         total = torch.ones(1)
         ranks.wait(dist.all_reduce(total, group=group, async_op=True))
@@ -250,7 +250,7 @@ def open_within_unequal(here: Here) -> str:
     dist.new_group([1, 2])
     message = ""
     if here.rank < 2:
-        ranks = Ranks(part, timeout_s=PATIENCE_S)
+        ranks = ProcessGroupRanks(part, timeout_s=PATIENCE_S)
         try:
             ranks.new_group([0, 1])
         except ValueError as error:
@@ -261,13 +261,13 @@ def open_within_unequal(here: Here) -> str:
 
 def ask_for_unlike_groups(here: Here) -> tuple[str, list[Any]]:
     """Ask for another group on each rank; then gather."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     message = ""
     try:
         ranks.new_group([here.rank])
     except ValueError as error:
         message = str(error)
-    gathered = ranks.training.gather(here.rank)
+    gathered = ranks.gather(here.rank)
     ranks.close()
     return message, gathered
 
@@ -276,12 +276,12 @@ def open_again(here: Here, times: int) -> list[list[Any]]:
     """Make ranks, close them, and make others."""
     found = []
     for number in range(times):
-        ranks = Ranks(None, timeout_s=PATIENCE_S)
-        found.append(ranks.training.gather((here.rank, number)))
+        ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
+        found.append(ranks.gather((here.rank, number)))
         ranks.close()
         ranks.close()
     try:
-        ranks.training.gather(0)
+        ranks.gather(0)
     except StoreClosedError as error:
         found.append([type(error).__name__])
     return found
@@ -289,9 +289,9 @@ def open_again(here: Here, times: int) -> list[list[Any]]:
 
 def leave(here: Here, closes: bool) -> list[Any]:
     """Exit, with or without closing first, with or without a group that torch knows."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     ranks.new_group(range(here.world_size))
-    gathered = ranks.training.gather(here.rank)
+    gathered = ranks.gather(here.rank)
     if closes:
         ranks.close()
     else:
@@ -302,56 +302,56 @@ def leave(here: Here, closes: bool) -> list[Any]:
 # ---------------------------------------------------------------------------- not all is well
 
 # How the others wait for a rank that goes wrong.
-Waiting = Callable[[Ranks], None]
+Waiting = Callable[[ProcessGroupRanks], None]
 
 
-def in_gather(ranks: Ranks) -> None:
-    ranks.training.gather(0)
+def in_gather(ranks: ProcessGroupRanks) -> None:
+    ranks.gather(0)
 
 
-def in_commit(ranks: Ranks) -> None:
+def in_commit(ranks: ProcessGroupRanks) -> None:
     ranks.commits.gather(0)
 
 
-def in_work(ranks: Ranks) -> None:
+def in_work(ranks: ProcessGroupRanks) -> None:
     group = ranks.new_group(range(ranks.world_size))
     ranks.wait(dist.all_reduce(torch.ones(1000), group=group, async_op=True))
 
 
-def in_group(ranks: Ranks) -> None:
+def in_group(ranks: ProcessGroupRanks) -> None:
     ranks.new_group(range(ranks.world_size))
 
 
 # How it goes wrong.
-Wrong = Callable[[Here, Ranks], None]
+Wrong = Callable[[Here, ProcessGroupRanks], None]
 
 
-def fails(here: Here, ranks: Ranks) -> None:
+def fails(here: Here, ranks: ProcessGroupRanks) -> None:
     ranks.fail(OSError("no room"))
 
 
-def passes_on(here: Here, ranks: Ranks) -> None:
+def passes_on(here: Here, ranks: ProcessGroupRanks) -> None:
     """Fail for what another rank is to blame for, and may not have said yet."""
     ranks.fail(PeerFailed(2, "no room"))
 
 
-def passes_on_from_elsewhere(here: Here, ranks: Ranks) -> None:
+def passes_on_from_elsewhere(here: Here, ranks: ProcessGroupRanks) -> None:
     ranks.fail(PeerFailed(2, "no room"), of_others=True)
 
 
-def dies(here: Here, ranks: Ranks) -> None:
+def dies(here: Here, ranks: ProcessGroupRanks) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stops(here: Here, ranks: Ranks) -> None:
+def stops(here: Here, ranks: ProcessGroupRanks) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stays_away(here: Here, ranks: Ranks) -> None:
+def stays_away(here: Here, ranks: ProcessGroupRanks) -> None:
     here.test.recv()
 
 
-def leaves(here: Here, ranks: Ranks) -> None:
+def leaves(here: Here, ranks: ProcessGroupRanks) -> None:
     ranks.close()
 
 
@@ -359,7 +359,7 @@ def go_wrong(
     here: Here, culprit: int, wrong: Wrong, waiting: Waiting, timeout_s: float, closes: bool
 ) -> Failure | None:
     """Wait for a rank that tells when it goes wrong; then try again."""
-    ranks = Ranks(None, timeout_s=timeout_s)
+    ranks = ProcessGroupRanks(None, timeout_s=timeout_s)
     in_gather(ranks)
     here.meet()
     if here.rank == culprit:
@@ -377,7 +377,7 @@ def go_wrong(
     return failure
 
 
-def failure_of(waiting: Waiting, ranks: Ranks) -> Failure:
+def failure_of(waiting: Waiting, ranks: ProcessGroupRanks) -> Failure:
     try:
         waiting(ranks)
     except PeerFailed as error:
@@ -387,7 +387,7 @@ def failure_of(waiting: Waiting, ranks: Ranks) -> Failure:
 
 def fail_together(here: Here) -> Failure:
     """Fail on all ranks at once, in both threads."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     here.meet()
     reasons = [f"{name} of rank {here.rank}" for name in ("training", "commits")]
     threads = [threading.Thread(target=ranks.fail, args=(OSError(reason),)) for reason in reasons]
@@ -402,7 +402,7 @@ def fail_together(here: Here) -> Failure:
 
 def fail_without_store(here: Here) -> Failure:
     """Fail after the rank that serves the key-value store was killed."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     here.meet()
     here.test.recv()
     ranks.fail(OSError("no room either"))
@@ -416,7 +416,7 @@ def fail_within(here: Here, members: list[int]) -> Failure | None:
     part = dist.new_group(members)
     failure = None
     if here.rank in members:
-        ranks = Ranks(part, timeout_s=PATIENCE_S)
+        ranks = ProcessGroupRanks(part, timeout_s=PATIENCE_S)
         if here.rank == members[-1]:
             ranks.fail(OSError("no room"))
         failure = failure_of(in_gather, ranks)
@@ -431,7 +431,7 @@ def come_late(here: Here, absent: int) -> Failure | None:
         here.test.recv()
         return None
     try:
-        Ranks(None, timeout_s=1)
+        ProcessGroupRanks(None, timeout_s=1)
     except PeerFailed as error:
         return Failure(error.rank, error.reason, time.monotonic())
     raise AssertionError("it came")
@@ -444,8 +444,8 @@ def meet_again(here: Here) -> list[int]:
         assert failure is not None
         assert failure.rank == 1
     here.meet()
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
-    found = ranks.training.gather(here.rank)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
+    found = ranks.gather(here.rank)
     ranks.close()
     return found
 
@@ -456,20 +456,20 @@ def interrupted_meeting(here: Here) -> list[int]:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         try:
-            Ranks(None, timeout_s=PATIENCE_S)
+            ProcessGroupRanks(None, timeout_s=PATIENCE_S)
         except KeyboardInterrupt:
             here.meet()
     else:
         here.meet()
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
-    found = ranks.training.gather(here.rank)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
+    found = ranks.gather(here.rank)
     ranks.close()
     return found
 
 
 def interrupt(here: Here, in_gather: bool) -> str:
     """Interrupt a rank that waits for one that never comes."""
-    ranks = Ranks(None, timeout_s=PATIENCE_S)
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
     group = ranks.new_group([0, 1])
     here.meet()
     if here.rank == 0:
@@ -479,7 +479,7 @@ def interrupt(here: Here, in_gather: bool) -> str:
     raised = "nothing"
     try:
         if in_gather:
-            ranks.training.gather(0)
+            ranks.gather(0)
         else:
             ranks.wait(dist.all_reduce(torch.ones(1), group=group, async_op=True))
     except KeyboardInterrupt as error:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import muon
 import tierstore
 from muon.exchange import Exchange, RoundInFlight
-from tierstore.ranks.job import Ranks
+from tierstore.ranks.job import ProcessGroupRanks
 
 ROWS, COLUMNS, COUNT = 64, 32, 8
 
@@ -137,7 +137,7 @@ def spread_peak(bytes_max: int) -> int:
     # Broadcasts end when they are waited for: gloo may keep a buffer a moment longer.
     in_flight: dict[Any, int] = {}
     peak = 0
-    real_broadcast, real_wait = dist.broadcast, Ranks.wait
+    real_broadcast, real_wait = dist.broadcast, ProcessGroupRanks.wait
 
     def broadcast(tensor: torch.Tensor, **options: Any) -> Any:
         nonlocal peak
@@ -146,7 +146,7 @@ def spread_peak(bytes_max: int) -> int:
         peak = max(peak, sum(in_flight.values()))
         return work
 
-    def wait(ranks: Ranks, work: dist.Work) -> None:
+    def wait(ranks: ProcessGroupRanks, work: dist.Work) -> None:
         real_wait(ranks, work)
         del in_flight[work]
 
@@ -154,7 +154,7 @@ def spread_peak(bytes_max: int) -> int:
     with (
         tierstore.TierStore(None, peer_timeout=30.0) as store,
         mock.patch.object(dist, "broadcast", broadcast),
-        mock.patch.object(Ranks, "wait", wait),
+        mock.patch.object(ProcessGroupRanks, "wait", wait),
         mock.patch("tierstore.paging.replication._BYTES_MAX", bytes_max),
     ):
         optimizer = muon.Muon(parameters, store=store)

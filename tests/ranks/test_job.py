@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.rank_programs import job as programs
 from tests.rank_programs.job import Failure, Job, Waiting, Wrong, running
-from tierstore.ranks.job import FRAME_BYTES, Ranks
+from tierstore.ranks.job import FRAME_BYTES, ProcessGroupRanks
 
 # What is measured is a hundredth of it, or the second that a rank has to answer in.
 SOON_S = 5.0
@@ -114,10 +114,10 @@ def test_ranks_exit_well_twenty_times() -> None:
 def test_bad_arguments_are_refused() -> None:
     for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout_s must be a positive number"):
-            Ranks(None, timeout_s=timeout_s)
+            ProcessGroupRanks(None, timeout_s=timeout_s)
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"call init_process_group\(\)"):
-        Ranks(None, timeout_s=1)
+        ProcessGroupRanks(None, timeout_s=1)
 
 
 # ---------------------------------------------------------------------------- not all is well

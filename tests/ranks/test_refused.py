@@ -104,7 +104,7 @@ def test_different_commits(pool: RankPool, tmp_path: Path, how: str, message: st
 
 def test_a_store_of_one_rank_with_a_part(pool: RankPool) -> None:
     for text in pool.run(2, "tests.rank_programs.refusals:cut_over_more_ranks"):
-        assert "'matrix' of shape [6, 4] is cut over ranks" in text
+        assert "'matrix' cannot be paged: its shape [6, 4] is sharded over ranks" in text
 
 
 def test_what_is_replaced_may_differ(pool: RankPool, tmp_path: Path) -> None:

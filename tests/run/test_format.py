@@ -9,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,13 @@ import muon
 import tierstore
 from tests.support import independent_reader, training
 from tests.support.independent_reader import Content, read_checkpoint, read_run
-from tests.support.toy import RANK, Toy
-from tierstore.layout.page_layout import lay_out_groups, layout_digest
+from tests.support.lone_layouts import lay_out_alone
+from tests.support.thread_ranks import ThreadJob
+from tests.support.toy import RANK, Spec, Toy
+from tierstore.layout.page_layout import layout_digest
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DTYPES
+from tierstore.ranks.peers import Ranks
 from tierstore.run import tagged_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,43 +149,28 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "ti
 
 
 def test_several_ranks(tmp_path: Path) -> None:
-    everyone = threading.Barrier(2, timeout=60)
-    told: list[Any] = [None, None]
+    shapes = {"weight-0": (3, 5), "weight-1": (4, 5), "flat": (7, 3)}
 
-    class Peers:
-        world_size = 2
-
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def gather(self, value: Any) -> list[Any]:
-            told[self.rank] = value
-            everyone.wait()
-            values = list(told)
-            everyone.wait()
-            return values
-
-    def train(rank: int) -> None:
-        spec = (f"weight-{rank}", (3 + rank, 5), torch.bfloat16, {"sum": torch.float32}, True)
-        toy = Toy(tmp_path / "run", [[spec]], process_group=Peers(rank))
+    def train(ranks: Ranks) -> None:
+        specs: list[Spec] = [
+            (name, shape, torch.bfloat16, {"sum": torch.float32}, name == "flat")
+            for name, shape in shapes.items()
+        ]
+        toy = Toy(tmp_path / "run", [specs], process_group=ranks)
         for _ in range(3):
             toy.step()
-        toy.store.commit(f"extra of rank {rank}")
+        toy.store.commit(f"extra of rank {ranks.rank}")
         toy.store.checkpoint(tmp_path / "published")
         toy.store.close()
 
-    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert ThreadJob(2).run(train) == [None, None]
     for content in (read_run(tmp_path / "run"), read_checkpoint(tmp_path / "published")):
         assert content.step == 3
         assert content.extra == "extra of rank 0"
-        for rank in range(2):
-            states = content.states[f"weight-{rank}"]
-            assert np.array_equal(states["master"], np.full((3 + rank, 5), 0.25, np.float32))
-            assert np.array_equal(states["sum"], np.full((3 + rank, 5), 3, np.float32))
+        for name, shape in shapes.items():
+            states = content.states[name]
+            assert np.array_equal(states["master"], np.full(shape, 0.25, np.float32))
+            assert np.array_equal(states["sum"], np.full(shape, 3, np.float32))
 
 
 # ---------------------------------------------------------------------------------- layout
@@ -210,7 +197,7 @@ def assert_layouts_agree(groups: list[list[dict[str, Any]]], page_bytes: int) ->
     commit = {"groups": groups, "page_bytes": page_bytes}
     found = list(independent_reader.layouts_of(commit))
     specs = [[ParameterSpec.from_json(parameter) for parameter in group] for group in groups]
-    layouts = lay_out_groups(specs, page_bytes)
+    layouts = lay_out_alone(specs, page_bytes)
     assert [page.nbytes for page in found] == [layout.nbytes for layout in layouts]
     for page, layout in zip(found, layouts, strict=True):
         assert page.blocks == [(b.offset, b.offset + b.nbytes) for b in layout.blocks]

@@ -18,6 +18,8 @@ from tierstore.store import TierStore
 
 PAGE_BYTES = 8192
 
+RANKS_MAX = 3
+
 # Name, shape, dtype, whether it may be cut over pages; one list for each group.
 _Spec = tuple[str, tuple[int, ...], torch.dtype, bool]
 _GROUPS: tuple[tuple[_Spec, ...], ...] = (
@@ -57,9 +59,8 @@ class Version:
     rates: tuple[int, ...]
     """The hyperparameter of each group."""
     counts: Mapping[str, float]
-    """Parameter name, without its rank -> the scalar that counts its steps."""
-    states: Sequence[States]
-    """Of each rank."""
+    """Parameter name -> the scalar that counts its steps."""
+    states: States
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,36 +75,26 @@ class Action:
     """Index of the version that this may commit, among those of the plan."""
 
 
-def parameter_name(rank: int, name: str) -> str:
-    """Return the name that a rank's parameter has in the store."""
-    return f"{name}.{rank}"
-
-
-def beginning(world_size: int) -> Version:
+def beginning() -> Version:
     """Return what there is before the first step."""
-    states = []
-    for rank in range(world_size):
-        states.append(
-            {
-                name: (_pattern(shape, rank), torch.zeros(shape))
-                for group in _GROUPS
-                for name, shape, _, _ in group
-            }
-        )
+    states = {
+        name: (_pattern(shape), torch.zeros(shape))
+        for group in _GROUPS
+        for name, shape, _, _ in group
+    }
     return Version(step=0, extra=None, rates=(1,) * len(_GROUPS), counts={}, states=states)
 
 
 class Model:
-    """The parameters of one rank and an optimizer that changes all of a page in every step."""
+    """The parameters on one rank and an optimizer that changes all of a page in every step."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self.groups: list[PagedGroup] = []
         for group in _GROUPS:
             parameters = [
                 PagedParameter(
-                    name=parameter_name(rank, name),
-                    tensor=torch.nn.Parameter(_pattern(shape, rank).to(dtype)),
+                    name=name,
+                    tensor=torch.nn.Parameter(_pattern(shape).to(dtype)),
                     states={"momentum": torch.float32},
                     elementwise=elementwise,
                 )
@@ -129,7 +120,7 @@ class Model:
                 tensor = parameter.tensor
                 tensor.grad = None
                 if number is not None:
-                    tensor.grad = _gradient(tensor.shape, self._rank, number).to(tensor.dtype)
+                    tensor.grad = _gradient(tensor.shape, number).to(tensor.dtype)
         with store.sweep() as pages:
             for page in pages:
                 rate = self.groups[page.group].hyperparameters["rate"]
@@ -146,7 +137,7 @@ class Model:
         """Do what load_state_dict() does."""
         values: dict[str, dict[str, torch.Tensor]] = {}
         for parameter in (parameter for group in self.groups for parameter in group.parameters):
-            master, momentum = states[parameter.name.partition(".")[0]]
+            master, momentum = states[parameter.name]
             values[parameter.name] = {"momentum": momentum}
             if parameter.tensor.dtype != torch.float32:
                 values[parameter.name]["master"] = master
@@ -154,6 +145,7 @@ class Model:
 
     def difference(self, store: TierStore, version: Version) -> str:
         """Return what in a store is not as in a version, or nothing."""
+        found = store.read_states()  # Before this rank returns: all ranks read together.
         if store.step != version.step:
             return f"step {store.step}, not {version.step}"
         if version.step == 0:
@@ -162,12 +154,11 @@ class Model:
             return f"extra {store.extra}, not {version.extra}"
         if self.rates != version.rates:
             return f"rates {self.rates}, not {version.rates}"
-        counts = {parameter_name(self._rank, n): {"count": c} for n, c in version.counts.items()}
+        counts = {name: {"count": count} for name, count in version.counts.items()}
         if store.scalars != counts:
             return f"scalars {store.scalars}, not {counts}"
-        found = store.read_states()
-        for name, (master, momentum) in version.states[self._rank].items():
-            states = found[parameter_name(self._rank, name)]
+        for name, (master, momentum) in version.states.items():
+            states = found[name]
             for kind, expected in (("master", master), ("momentum", momentum)):
                 if kind in states and not torch.equal(states[kind], expected):
                     return f"{kind} of {name} {_sample(states[kind])}, not {_sample(expected)}"
@@ -175,8 +166,8 @@ class Model:
 
     def _parameter_difference(self, version: Version) -> str:
         for parameter in (parameter for group in self.groups for parameter in group.parameters):
-            name = parameter.name.partition(".")[0]
-            expected = version.states[self._rank][name][0].to(parameter.tensor.dtype)
+            name = parameter.name
+            expected = version.states[name][0].to(parameter.tensor.dtype)
             if not torch.equal(parameter.tensor, expected):
                 return f"{name} {_sample(parameter.tensor)}, not {_sample(expected)}"
         return ""
@@ -246,7 +237,7 @@ class Plan:
     def _move(self) -> None:
         """Each rank to a tier of its own."""
         tiers = ("nvme", "nvme", "host", "device")
-        self._act("move", tuple(self._generator.choice(tiers) for _ in self._now.states))
+        self._act("move", tuple(self._generator.choice(tiers) for _ in range(RANKS_MAX)))
 
     def _prefetch(self) -> None:
         self._act("prefetch")
@@ -257,14 +248,13 @@ class Plan:
     def _overwrite(self) -> None:
         """Rarely: what comes before it is lost for what follows."""
         if self._generator.random() < 0.3:
-            self._act("overwrite", None, beginning(len(self._now.states)))
+            self._act("overwrite", None, beginning())
 
     def _replace(self) -> None:
         """New states for the same step, and the commit that is to hold them."""
-        states = [
-            {name: (master, 1 - momentum) for name, (master, momentum) in of_rank.items()}
-            for of_rank in self._now.states
-        ]
+        states = {
+            name: (master, 1 - momentum) for name, (master, momentum) in self._now.states.items()
+        }
         self.actions.append(Action(kind="replace", value=states, version=len(self.versions) - 1))
         self.versions[-1:] = [self._now, replace(self._now, states=states, extra=None)]
         self._commit()
@@ -276,31 +266,26 @@ class Plan:
 
 
 def _stepped(version: Version, numbers: Sequence[int | None]) -> Version:
-    states: list[States] = []
-    counts = dict(version.counts)
-    for rank, old in enumerate(version.states):
-        new = dict(old)
-        for group, number, rate in zip(_GROUPS, numbers, version.rates, strict=True):
-            for name, shape, _, _ in group if number is not None else ():
-                assert number is not None
-                master, momentum = old[name]
-                momentum = momentum + _gradient(shape, rank, number)
-                new[name] = (master - momentum * rate, momentum)
-                if rank == 0:
-                    counts[name] = counts.get(name, 0) + 1
-        states.append(new)
+    states, counts = dict(version.states), dict(version.counts)
+    for group, number, rate in zip(_GROUPS, numbers, version.rates, strict=True):
+        for name, shape, _, _ in group if number is not None else ():
+            assert number is not None
+            master, momentum = states[name]
+            momentum = momentum + _gradient(shape, number)
+            states[name] = (master - momentum * rate, momentum)
+            counts[name] = counts.get(name, 0) + 1
     return replace(version, step=version.step + 1, extra=None, states=states, counts=counts)
 
 
-def _pattern(shape: Sequence[int], rank: int) -> torch.Tensor:
+def _pattern(shape: Sequence[int]) -> torch.Tensor:
     """Return whole numbers that differ from one row to the next."""
     count = int(torch.Size(shape).numel())
-    return (torch.arange(count, dtype=torch.float32) % 13 + rank).reshape(tuple(shape))
+    return (torch.arange(count, dtype=torch.float32) % 13).reshape(tuple(shape))
 
 
-def _gradient(shape: Sequence[int], rank: int, number: int) -> torch.Tensor:
+def _gradient(shape: Sequence[int], number: int) -> torch.Tensor:
     """Return a gradient that bfloat16 holds exactly: below 256."""
-    return _pattern(shape, rank) + number
+    return _pattern(shape) + number
 
 
 def _sample(tensor: torch.Tensor) -> list[float]:

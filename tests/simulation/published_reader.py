@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tests.simulation.plan import Version, parameter_name
+from tests.simulation.plan import Version
 
 
 def check_published(files: Mapping[str, bytes], version: Version) -> None:
@@ -30,15 +30,13 @@ def check_published(files: Mapping[str, bytes], version: Version) -> None:
     if sizes != {name: described["nbytes"] for name, described in listed.items()}:
         raise AssertionError(f"a published checkpoint has {sizes}, and not what it lists")
     metadata = pickle.loads(files[".metadata"])
-    for rank, states in enumerate(version.states):
-        for name, (master, momentum) in states.items():
-            fqn = parameter_name(rank, name)
-            for key, expected in (
-                (f"model.{fqn}", master),
-                (f"optimizer.state.{fqn}.momentum", momentum),
-            ):
-                if not torch.equal(_tensor(files, metadata, key), expected):
-                    raise AssertionError(f"{key} is not that of step {version.step}")
+    for name, (master, momentum) in version.states.items():
+        for key, expected in (
+            (f"model.{name}", master),
+            (f"optimizer.state.{name}.momentum", momentum),
+        ):
+            if not torch.equal(_tensor(files, metadata, key), expected):
+                raise AssertionError(f"{key} is not that of step {version.step}")
 
 
 def _tensor(files: Mapping[str, bytes], metadata: object, key: str) -> torch.Tensor:

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from tests.simulation.disk import Disk
 from tests.simulation.log import Log, Weakening
-from tests.simulation.peers import Ranks, SimulatedPeers
 from tests.simulation.plan import (
     KINDS,
     MOVING_KINDS,
@@ -23,10 +23,13 @@ from tests.simulation.plan import (
 )
 from tests.simulation.published_reader import check_published
 from tests.simulation.storage import RecordedDealtStorage, RecordedStorage
-from tierstore.errors import BudgetError
-from tierstore.ranks.peers import Peers
+from tests.support.thread_ranks import ThreadJob
+from tierstore.errors import BudgetError, PeerFailed
+from tierstore.ranks.peers import Ranks
 from tierstore.storage.base import Storage
 from tierstore.store import TierStore
+
+T = TypeVar("T")
 
 FOLDER = "/checkpoints"
 """Where checkpoints are published."""
@@ -63,7 +66,6 @@ class Protocol:
 
     weakening: Weakening = field(default_factory=Weakening)
     storage: Callable[[RecordedStorage], Storage] = lambda storage: storage
-    peers: Callable[[SimulatedPeers], Peers] = lambda peers: peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +157,8 @@ class Session:
         self._settings = settings
         self._protocol = protocol
         self._files = disk.open(self.log, settings.directories)
-        self.ranks = Ranks(self.log)
-        self.models: list[Model] = [Model(rank) for rank in range(settings.world_size)]
+        self.job = ThreadJob(settings.world_size, on_gathered=self.log.gathered)
+        self.models: list[Model] = [Model() for _ in range(settings.world_size)]
         self.stores: list[TierStore | None] = [None] * settings.world_size
         self.progress = [0] * settings.world_size
         """Index of the action of its plan that each rank was or is at."""
@@ -165,41 +167,41 @@ class Session:
 
     def open(self) -> list[BaseException | None]:
         """Open the run on all ranks and restore it; return what each rank raised."""
-        return self.ranks.run(lambda peers: self._open(peers))
+        return self._run(self._open)
 
     def perform(self, plan: Plan, start: int = 0) -> list[BaseException | None]:
         """Do what was planned from some action on, on all ranks; return what each raised."""
 
-        def perform(peers: SimulatedPeers) -> None:
+        def perform(ranks: Ranks) -> None:
             for index in range(start, len(plan.actions)):
-                self.progress[peers.rank] = index
-                self._act(peers, plan.actions[index], plan)
+                self.progress[ranks.rank] = index
+                self._act(ranks, plan.actions[index], plan)
 
-        return self.ranks.run(perform)
+        return self._run(perform)
 
     def restore(self) -> list[BaseException | None]:
         """Go back to the last commit on all ranks; return what each raised."""
 
-        def restore(peers: SimulatedPeers) -> None:
-            self._store(peers.rank).restore()
+        def restore(ranks: Ranks) -> None:
+            self._store(ranks.rank).restore()
 
-        return self.ranks.run(restore)
+        return self._run(restore)
 
     def differences(self, version: Version) -> list[str | BaseException]:
         """Return where each store is not at a version, or what it raised; "" where it is."""
-        return self.ranks.run(
-            lambda peers: self.models[peers.rank].difference(self._store(peers.rank), version)
+        return self._run(
+            lambda ranks: self.models[ranks.rank].difference(self._store(ranks.rank), version)
         )
 
     def end(self) -> list[BaseException | None]:
         """Release all stores, committing nothing; return what each rank raised."""
 
-        def close(peers: SimulatedPeers) -> None:
-            store = self.stores[peers.rank]
+        def close(ranks: Ranks) -> None:
+            store = self.stores[ranks.rank]
             if store is not None:
                 store.__exit__(RuntimeError)
 
-        return self.ranks.run(close)
+        return self._run(close)
 
     def contents(self) -> dict[str, dict[str, bytes]]:
         """Return what is published now, in memory."""
@@ -209,13 +211,29 @@ class Session:
             if not child.startswith(".")
         }
 
+    def _run(self, act: Callable[[Ranks], T]) -> list[Any]:
+        """Call ``act`` on all ranks at once; return what it returned or raised on each rank."""
+
+        def run(ranks: Ranks) -> T:
+            try:
+                return act(ranks)
+            except BaseException as error:
+                ranks.fail(error)
+                store = self.stores[ranks.rank]
+                if store is not None:
+                    with suppress(RuntimeError):  # It is closed.
+                        store._commits.settle()
+                raise
+
+        return self.job.run(run)
+
     def _store(self, rank: int) -> TierStore:
         store = self.stores[rank]
         assert store is not None
         return store
 
-    def _open(self, peers: SimulatedPeers, *, overwrite: bool = False) -> None:
-        rank = peers.rank
+    def _open(self, ranks: Ranks, *, overwrite: bool = False) -> None:
+        rank = ranks.rank
         parts = [
             self._protocol.storage(RecordedStorage(self.log, rank, files, directory))
             for directory, files in enumerate(self._files[rank])
@@ -231,14 +249,14 @@ class Session:
             commit_every=self._settings.commit_every,
             resume=not overwrite,
             overwrite=overwrite,
-            process_group=self._protocol.peers(peers),
+            process_group=ranks,
         )
         self.stores[rank] = store
         store.attach(self.models[rank].groups)
         store.restore()
 
-    def _act(self, peers: SimulatedPeers, action: Action, plan: Plan) -> None:
-        rank, log = peers.rank, self.log
+    def _act(self, ranks: Ranks, action: Action, plan: Plan) -> None:
+        rank, log = ranks.rank, self.log
         store, model = self._store(rank), self.models[rank]
         # What the program says and what its last commit does would else come in any order,
         # and no schedule could be repeated.
@@ -252,13 +270,13 @@ class Session:
             log.mark(rank, "begun", action.version)
         elif action.kind == "replace":
             log.mark(rank, "overwriting", action.version)
-            model.replace(store, action.value[rank])
+            model.replace(store, action.value)
         elif action.kind == "rates":
             model.set_rates(action.value)
         elif action.kind == "commit":
             store.commit(action.value)
         elif action.kind == "move":
-            with suppress(BudgetError):  # Nothing was changed.
+            with suppress(BudgetError, PeerFailed):  # Nothing was changed.
                 store.move(action.value[rank])
         elif action.kind == "prefetch":
             store.prefetch()
@@ -282,8 +300,8 @@ class Session:
             if overwrite:
                 log.mark(rank, "overwriting", action.version)
                 log.mark(rank, "begun", action.version)
-            self.models[rank] = model = Model(rank)
-            self._open(peers, overwrite=overwrite)
+            self.models[rank] = model = Model()
+            self._open(ranks, overwrite=overwrite)
             log.mark(rank, "committed", action.version)
             difference = model.difference(self._store(rank), plan.versions[action.version])
             if difference:

@@ -124,7 +124,7 @@ class Simulation:
         log = Log(self.settings.world_size, 0, self._protocol.weakening)
         session = Session(Disk(folders=(FOLDER,)), self.settings, log, self._protocol)
         self._require_well(name, session, session.open())
-        before = [beginning(self.settings.world_size)]
+        before = [beginning()]
         plan = Plan(
             before, random.Random(f"{name} plan"), name, self.settings.actions, self.settings.kinds
         )

@@ -14,7 +14,6 @@ from tierstore.run.file_names import folder_rank, manifest_revision, rank_folder
 def look_for_other_ranks(
     directories: Sequence[Path],
     peers: Peers,
-    sharers: Peers,
     *,
     resume: bool,
     reshard: bool,
@@ -25,7 +24,6 @@ def look_for_other_ranks(
     Args:
         directories: those of the run, in any order.
         peers: all ranks, which call this together.
-        sharers: those of them that share their parameters with this one.
         resume: whether the run is gone on with.
         reshard: whether it may have been one of another number of ranks.
         overwrite: whether it is going to be removed.
@@ -54,17 +52,15 @@ def look_for_other_ranks(
             found = begin_reshard(ordered, peers.world_size, reshard=reshard)
         return None if found is None else str(found), list(map(str, ordered))
 
-    checkpoint, ordered = on_rank_0(sharers, "look into the run directories", look)
+    checkpoint, ordered = on_rank_0(peers, "look into the run directories", look)
     if sorted(ordered) != sorted(given):
         ordered = given  # This rank has a disk of its own, under another path.
-    if checkpoint is None and resume and sharers.world_size == peers.world_size:
+    if checkpoint is None and resume:
         _require_ranks_where_they_were(ordered, peers)
     return None if checkpoint is None else Path(checkpoint), list(map(Path, ordered))
 
 
-def remove_other_ranks(
-    directories: Sequence[Path], peers: Peers, sharers: Peers, *, overwrite: bool
-) -> None:
+def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: bool) -> None:
     """Remove what jobs of more ranks left where a new run begins; see remove_surplus()."""
 
     def remove() -> None:
@@ -72,7 +68,7 @@ def remove_other_ranks(
 
         remove_surplus(directories, peers.world_size, overwrite=overwrite)
 
-    on_rank_0(sharers, "remove the files of other ranks", remove)
+    on_rank_0(peers, "remove the files of other ranks", remove)
 
 
 def _require_ranks_where_they_were(directories: Sequence[str], peers: Peers) -> None:

@@ -123,7 +123,9 @@ def partition_ranks(
 ) -> list[SharedSubgroup]:
     """Cut one param group into subgroups of which each rank has about ``page_bytes`` or less.
 
-    Parameters without elements are in none. See partition_group() for one rank.
+    Parameters without elements are in none. The records of a page take more than
+    ``page_bytes`` only where one parameter that may not be cut does; the padding of
+    sections comes on top.
 
     Args:
         group: its number.

@@ -28,7 +28,7 @@ from tierstore.layout.records import (
     record_prefix,
     record_trailer,
 )
-from tierstore.layout.subgroups import Subgroup, partition_group
+from tierstore.layout.subgroups import Subgroup
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
 BLOCK_BYTES = 8 * 2**20
@@ -202,17 +202,6 @@ def _digest(sections: Sequence[Section]) -> str:
         for section in sections
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(places, separators=(",", ":")).encode())
-
-
-def lay_out_groups(
-    groups: Iterable[Sequence[ParameterSpec]], page_bytes: int, *, first_group: int = 0
-) -> list[PageLayout]:
-    """Return the layouts of all pages of some param groups, in their order."""
-    return [
-        lay_out(subgroup)
-        for index, specs in enumerate(groups, start=first_group)
-        for subgroup in partition_group(index, specs, page_bytes)
-    ]
 
 
 def layout_digest(layouts: Iterable[PageLayout]) -> str:

@@ -56,31 +56,6 @@ class Piece:
     stop: int
 
 
-def partition_group(
-    group: int, parameters: Sequence[ParameterSpec], page_bytes: int
-) -> list[Subgroup]:
-    """Cut one param group of one rank into subgroups whose pages hold about ``page_bytes`` each.
-
-    Parameters without elements get no shard. The records of a page take more than
-    ``page_bytes`` only where one parameter that may not be cut does; the padding of
-    sections comes on top.
-    """
-    rows = [Row(parameter=each, numel=math.prod(each.shape)) for each in parameters]
-    return [
-        Subgroup(
-            group,
-            tuple(
-                ParameterShard(
-                    parameters[piece.row],
-                    tuple(record_chunks(parameters[piece.row], piece.start, piece.stop)),
-                )
-                for piece in pieces
-            ),
-        )
-        for pieces in cut_rows(rows, page_bytes)
-    ]
-
-
 def cut_rows(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
     """Return the pieces of each page; none is empty."""
     pages: list[list[Piece]] = []

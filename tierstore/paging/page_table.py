@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.layout.ownership import SharedSubgroup
-from tierstore.layout.page_layout import PageLayout, lay_out, lay_out_groups
+from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.paging.page import Page
 from tierstore.paging.views import Direct, PageView, Source
 from tierstore.run.committer import encode_hyperparameters
-from tierstore.run.page_files import specs_of
 
 
 def check_groups(
@@ -52,8 +51,8 @@ class LocalSubgroup:
     """Where they and their gradients are."""
     page: Page | None
     """None where this rank owns nothing of it."""
-    shared: SharedSubgroup | None
-    """What each rank owns of it; None where there is one rank."""
+    shared: SharedSubgroup
+    """What each rank owns of it."""
 
     @property
     def is_fresh(self) -> bool:
@@ -66,47 +65,41 @@ class LocalSubgroup:
         return PageView(self.layout, self.parameters, memory, source, present)
 
 
-def make_subgroups(
+def local_subgroups(
     groups: Sequence[PagedGroup],
-    shared: Sequence[SharedSubgroup] | None,
+    shared: Sequence[SharedSubgroup],
     *,
     rank: int,
-    first_group: int,
     first_subgroup: int,
     first_page: int,
-    page_bytes: int,
 ) -> list[LocalSubgroup]:
-    """Lay out the pages of some groups.
+    """Lay out the pages of one rank.
 
     Args:
-        groups: the groups.
-        shared: their subgroups on all ranks; None: there is one rank.
-        rank: this one.
-        first_group: number of the first group.
+        groups: the groups to page.
+        shared: their subgroups.
+        rank: the rank.
         first_subgroup: number of the first subgroup.
-        first_page: number of the first page; subgroups that this rank owns nothing of have none.
-        page_bytes: about how large a page may be.
+        first_page: number of the first page; a rank has no page of a subgroup that it owns
+            nothing of.
     """
     members = {parameter.name: parameter for group in groups for parameter in group.parameters}
-    if shared is None:
-        layouts = lay_out_groups(specs_of(groups), page_bytes, first_group=first_group)
-    else:
-        layouts = [lay_out(subgroup.of(rank)) for subgroup in shared]
     subgroups = []
-    for number, layout in enumerate(layouts):
+    for number, subgroup in enumerate(shared, start=first_subgroup):
+        layout = lay_out(subgroup.of(rank))
         parameters = {name: members[name] for name in layout.parameter_names}
-        direct, page = Direct({} if shared is None else shared[number].places(rank)), None
+        direct, page = Direct(subgroup.places(rank)), None
         if layout.nbytes:
             page = Page(first_page, layout, parameters, direct)
             first_page += 1
         subgroups.append(
             LocalSubgroup(
-                index=first_subgroup + number,
+                index=number,
                 layout=layout,
                 parameters=parameters,
                 direct=direct,
                 page=page,
-                shared=None if shared is None else shared[number],
+                shared=subgroup,
             )
         )
     return subgroups

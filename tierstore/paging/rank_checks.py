@@ -23,10 +23,9 @@ from tierstore.layout.ownership import (
     partition_ranks,
 )
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
-from tierstore.layout.sharding import stacked
+from tierstore.layout.sharding import Holding, stacked, whole_on
 from tierstore.paging.fsdp import reshard
-from tierstore.ranks.job import Ranks
-from tierstore.ranks.peers import Peers, agree, together
+from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run import tagged_json
 
 # So many elements tell whether two ranks have the same values.
@@ -43,21 +42,21 @@ def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{found}: all ranks share one store, so open it alike on all of them")
 
 
-def share_groups(
-    ranks: Ranks | None,
+def partition_groups(
+    ranks: Ranks,
     groups: Sequence[PagedGroup],
     *,
     earlier: Sequence[SharedSubgroup],
     first_group: int,
     page_bytes: int,
-) -> list[SharedSubgroup] | None:
-    """Cut the groups that all ranks have into subgroups; they call this together.
+) -> list[SharedSubgroup]:
+    """Cut groups into subgroups, of which every rank owns a part; all ranks call this together.
 
     Args:
-        ranks: all ranks; None where this one is alone, and there is nothing to cut.
-        groups: those of this rank.
-        earlier: the subgroups that there are already.
-        first_group: number of the first group.
+        ranks: all ranks.
+        groups: the groups to cut.
+        earlier: the subgroups of groups attached before.
+        first_group: number of the first group to cut.
         page_bytes: about how much of a subgroup a rank may own.
 
     Raises:
@@ -65,20 +64,14 @@ def share_groups(
         RunMismatchError: the ranks have different parameters; the message names the first.
         PeerFailed: a ValueError on another rank.
     """
-    if ranks is None:
-        for group in groups:
-            for parameter in group.parameters:
-                _require_whole(parameter)
-        return None
-    peers = ranks.training
 
     def describe() -> list[list[SharedParameter]]:
         return [[_describe(each, ranks) for each in group.parameters] for group in groups]
 
-    shared = together(peers, "describe the parameters", describe)
-    digests = peers.gather(xxhash.xxh3_128_hexdigest(repr(shared).encode()))
+    shared = together(ranks, "describe the parameters", describe)
+    digests = ranks.gather(xxhash.xxh3_128_hexdigest(repr(shared).encode()))
     if len(set(digests)) > 1:
-        everyone = peers.gather(shared)
+        everyone = ranks.gather(shared)
         shared = [
             [_combined(theirs) for theirs in zip_longest(*group)]
             for group in zip_longest(*everyone, fillvalue=())
@@ -174,21 +167,11 @@ def _first_difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _require_whole(parameter: PagedParameter) -> None:
-    here, shape = local_tensor(parameter.tensor).shape, parameter.tensor.shape
-    if here != shape:
-        raise ValueError(
-            f"parameter {parameter.name!r} of shape {list(shape)} is cut over ranks, and this one "
-            f"has {list(here)} of it, but the store is of this rank alone: open it with a "
-            "process_group of all ranks that have a part"
-        )
-
-
 def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
     spec = parameter.spec
     partition = parameter.partition or ("flat" if spec.elementwise else "by_parameter")
     try:
-        holding = holding_of(parameter.tensor, ranks.global_ranks)
+        holding = _holding(parameter, ranks)
         if ranks.rank not in holding.ranks:
             raise ValueError(
                 f"its mesh has ranks {list(holding.ranks)} and not this one, {ranks.rank}: ranks "
@@ -211,6 +194,20 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
         flat=partition == "flat",
         cost=math.prod(spec.shape) if parameter.cost is None else parameter.cost,
     )
+
+
+def _holding(parameter: PagedParameter, ranks: Ranks) -> Holding:
+    if ranks.world_size > 1:
+        return holding_of(parameter.tensor, ranks.global_ranks)
+    # A replica of ranks outside of this job of one is stepped as a parameter of this rank alone.
+    local, shape = local_tensor(parameter.tensor).shape, parameter.tensor.shape
+    if local != shape:
+        raise ValueError(
+            f"its shape {list(shape)} is sharded over ranks, and this rank has {list(local)}, but "
+            "the store is of this rank alone: open it with a process_group of all ranks that "
+            "have a shard"
+        )
+    return whole_on([0])
 
 
 def _combined(theirs: Sequence[SharedParameter | None]) -> SharedParameter:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch.profiler import record_function
 
 from tierstore.layout.dtensors import local_tensor
@@ -16,7 +16,7 @@ from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.sharding import HeldChunk
 from tierstore.paging.page_table import LocalSubgroup
 from tierstore.paging.views import Source
-from tierstore.ranks.job import Ranks
+from tierstore.ranks.peers import Ranks
 from tierstore.units import align_up
 
 # While so many bytes are on their way, the next are packed. A subgroup of many ranks has more,
@@ -43,7 +43,8 @@ class _Message:
 
     buffer: torch.Tensor
     """uint8; not to be touched before the work is done."""
-    work: dist.Work
+    work: Any
+    """To wait for; see Ranks.broadcast."""
     values: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """Each part of the buffer, with the part of a parameter that it is the value of."""
     is_own: bool
@@ -58,7 +59,7 @@ class Spread:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
         self._routes: dict[int, list[_Route]] = {}
         self._sent: deque[_Message] = deque()
         self._bytes_on_their_way = 0
@@ -107,7 +108,6 @@ class Spread:
                 self._arrive()
 
     def _plan(self, subgroup: LocalSubgroup) -> list[_Route]:
-        assert subgroup.shared is not None
         rank = self._ranks.rank
         parts: dict[tuple[tuple[int, ...], int], list[tuple[str, HeldChunk]]] = {}
         for shard in subgroup.shared.shards:
@@ -151,13 +151,7 @@ class Spread:
             values.append((value, place))
         if is_own:
             self.bytes_sent += buffer.nbytes * (len(route.replicas) - 1)
-        work = dist.broadcast(
-            buffer,
-            src=self._ranks.global_ranks[route.owner],
-            group=self._groups[route.replicas],
-            async_op=True,
-        )
-        assert work is not None
+        work = self._ranks.broadcast(buffer, source=route.owner, group=self._groups[route.replicas])
         self._sent.append(_Message(buffer, work, values, is_own))
         self._bytes_on_their_way += buffer.nbytes
 

@@ -27,7 +27,7 @@ class Sweep:
         subgroups: all of the store, in order.
         swap_out: writes a held page to where it may be written.
         mirrors: bring gradients and parameters to the host; None: they are used where they are.
-        spread: sends what was stepped to other ranks that hold it; None: there are none.
+        spread: sends what was stepped to the replicas.
         free_gradients: whether to let go of each gradient after its use.
         present: names of the parameters of which any rank has a gradient.
         window: how many subgroups are stepped at once.
@@ -40,7 +40,7 @@ class Sweep:
         swap_out: Callable[[Page], None],
         *,
         mirrors: Mirrors | None,
-        spread: Spread | None,
+        spread: Spread,
         free_gradients: bool,
         present: Collection[str],
         window: int,
@@ -96,8 +96,7 @@ class Sweep:
                 stepped.append((subgroup, view, mirror))
             while stepped:
                 self._finish(*stepped.popleft())
-            if self._spread is not None:
-                self._spread.finish()
+            self._spread.finish()
         self.finished = True
 
     def _finish(self, subgroup: LocalSubgroup, view: PageView, mirror: Mirror | None) -> None:
@@ -106,7 +105,7 @@ class Sweep:
         if has_gradient:
             view.write_parameters()
         view.read_parameters()
-        if self._spread is not None and has_gradient:
+        if has_gradient:
             self._spread.begin(subgroup, mirror or subgroup.direct, self._present)
         if mirror is not None:
             mirror.send_back()
@@ -141,8 +140,8 @@ class SteppedPages:
         """Names of the parameters of which this rank or another has a gradient."""
         self.count = len(subgroups)
         """How many pages there are."""
-        self.shared = [each.shared for each in subgroups if each.shared is not None]
-        """What all ranks own of each page; empty where there is one rank."""
+        self.shared = [each.shared for each in subgroups]
+        """What the ranks own of each page."""
 
     def __iter__(self) -> Iterator[PageView]:
         return self._pages

@@ -64,7 +64,7 @@ def read_states(
     pager: Pager,
     groups: Sequence[PagedGroup],
     subgroups: Sequence[LocalSubgroup],
-    spread: Spread | None,
+    spread: Spread,
     names: Collection[str],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the states of some parameters; see TierStore.read_states().
@@ -73,7 +73,7 @@ def read_states(
         pager: reads the pages.
         groups: all of the store.
         subgroups: all of the store, in order.
-        spread: sends what this rank owns to other ranks that hold it; None: there are none.
+        spread: sends what this rank owns to its replicas.
         names: those of the parameters, the same on all ranks.
     """
     members = [each for group in groups for each in group.parameters if each.name in names]
@@ -92,10 +92,8 @@ def read_states(
                         name = shard.spec.name
                         _collect(pager, page, shard, content, shapes[name], found[name])
                 pager.release(page)
-            if spread is not None:
-                _complete(pager, subgroup, spread, shapes, found)
-    if spread is not None:
-        spread.finish()
+            _complete(pager, subgroup, spread, shapes, found)
+    spread.finish()
     for each in members:
         for state, dtype in _read_states_of(each.spec):
             if state not in found[each.name]:  # It has no elements.

@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 from tierstore.errors import PeerFailed, StoreClosedError
 from tierstore.ranks.failure_detector import KEY_VALUE_STORE, FailureDetector
-from tierstore.ranks.peers import Alone, Peers
+from tierstore.ranks.peers import Alone, Peers, Ranks
 
 T = TypeVar("T")
 
@@ -40,8 +41,8 @@ _MEETING_PAUSE_S_MAX = 0.05
 _CONNECT_END_S = 2.0
 
 
-class Ranks:
-    """All ranks of a process group, as a store needs them. Made and closed by all of them.
+class ProcessGroupRanks(Ranks):
+    """The ranks of a process group of torch.distributed. All of them open and close it together.
 
     Args:
         group: the process group; None is the default one. Nothing is ever sent over it.
@@ -51,8 +52,8 @@ class Ranks:
         rank: this rank, within the group.
         world_size: number of ranks of the group.
         global_ranks: of each rank of the group, its rank in the default group.
-        training: the channel of the thread that trains, which also calls wait().
-        commits: the channel of the thread that commits.
+        commits: the channel of the thread that commits; the other methods are for the thread
+            that trains.
 
     Raises:
         ValueError: torch.distributed is not initialized, or without this process.
@@ -92,58 +93,44 @@ class Ranks:
         except RuntimeError as error:
             raise PeerFailed(host, f"{KEY_VALUE_STORE} is gone: {error}") from error
         try:
-            self.training = self._connect(lambda: self._channel("training", store))
+            self._training = self._connect(lambda: self._channel("training", store))
             self.commits = self._connect(lambda: self._channel("commit", store))
         except BaseException:
             self._failures.close()
             raise
         atexit.register(self.close)
 
+    @override
+    def gather(self, value: Any) -> list[Any]:
+        return self._training.gather(value)
+
+    @override
     def fail(self, error: BaseException, *, of_others: bool = False) -> None:
-        """Say why this rank cannot go on; the first reason of any rank is what all raise.
-
-        This one raises it, too. Takes milliseconds, or seconds if the key-value store does not
-        answer; never raises itself.
-
-        Args:
-            error: why. A PeerFailed says whose fault it is.
-            of_others: whether that may be a rank of another group, with a number there.
-        """
+        # Takes milliseconds, or seconds if the key-value store does not answer.
         if isinstance(error, PeerFailed) and not of_others:
             self._failures.report(error.rank, error.reason)
         else:
             self._failures.report(self.rank, str(error) or type(error).__name__)
 
+    @override
+    def broadcast(
+        self, tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup
+    ) -> dist.Work:
+        work = dist.broadcast(tensor, src=self.global_ranks[source], group=group, async_op=True)
+        return cast(dist.Work, work)
+
+    @override
     def wait(self, work: dist.Work) -> None:
-        """Block until a collective that was started with ``async_op=True`` is done.
-
-        With tensors of a device it is ordered before what the current stream gets next. Send
-        and receive are no collectives. For the thread that trains.
-
-        Raises:
-            PeerFailed: another rank failed, died, or did not come in time.
-        """
+        # Work on a device is ordered before what the current stream gets next.
         self._wait(work, "training")
 
+    @override
     def new_group(
         self, ranks: Sequence[int], *, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Make a process group of some of the ranks; all call this, in the same order.
-
-        Args:
-            ranks: which, within this group.
-            backend: of torch.distributed; None is that of the default group.
-
-        Returns:
-            The group, closed by close(), or None on a rank that is not in it.
-
-        Raises:
-            ValueError: not all ranks ask for the same, or torch would not name it the same.
-            PeerFailed: another rank failed, died, or did not come in time.
-        """
         # torch names a group that not all ranks of the job make by how many there are.
         known = None if self._is_world else len(distributed_c10d._world.pg_names)
-        asked = self.training.gather((list(ranks), known if self.rank in ranks else None))
+        asked = self._training.gather((list(ranks), known if self.rank in ranks else None))
         if len({str(members) for members, _ in asked}) > 1:
             raise ValueError(f"all ranks must ask for the same group, but they ask for {asked}")
         counts = [asked[rank][1] for rank in ranks]
@@ -165,8 +152,9 @@ class Ranks:
         self._groups.append(group)
         return group
 
+    @override
     def close(self) -> None:
-        """End all groups and threads, within seconds whatever became of other ranks."""
+        # Takes seconds at most, whatever became of other ranks.
         if self._pid != os.getpid():
             return
         self._pid = -1
@@ -183,7 +171,7 @@ class Ranks:
                     dist.destroy_process_group(group)
         self._groups.clear()
         self._connecting.join(_CONNECT_END_S)
-        self.training.close()
+        self._training.close()
         self.commits.close()
 
     def _meet(self) -> Store:
@@ -287,27 +275,21 @@ def _pause(waited_s: float, pause_s_max: float) -> None:
     time.sleep(min(max(waited_s * _PAUSE_PER_WAITED, _PAUSE_S_MIN), pause_s_max))
 
 
-def ranks_of(
-    group: dist.ProcessGroup | Peers | None, *, timeout_s: float
-) -> tuple[Ranks | None, Peers]:
-    """Return all ranks of the job that a model's parameters are shared by, and how to tell them.
+def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ranks:
+    """Return the ranks of the job that a store is opened in.
 
     Args:
-        group: the process group; None: the default one where there is one. ``Peers`` stand for
-            themselves, and share nothing.
-        timeout_s: see Ranks.
-
-    Returns:
-        None for the ranks where there is only one.
+        group: the process group; None is the default group, or this process alone where
+            torch.distributed is not initialized. ``Ranks`` are returned as they are.
+        timeout_s: see ProcessGroupRanks.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        return None, group
+        return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        return None, Alone()
+        return Alone()
     if dist.get_world_size(group) == 1:
-        return None, Alone()
-    ranks = Ranks(group, timeout_s=timeout_s)
-    return ranks, ranks.training
+        return Alone()
+    return ProcessGroupRanks(group, timeout_s=timeout_s)
 
 
 # A gather sends this many bytes, and a second time only if any rank's value needs more.
@@ -317,7 +299,7 @@ FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
 
-class Channel:
+class Channel(Peers):
     """A gloo group of one thread's own; see Peers. Made by all ranks.
 
     Args:
@@ -348,8 +330,8 @@ class Channel:
         # Any, because torch's type marks lack the collectives.
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
 
+    @override
     def gather(self, value: Any) -> list[Any]:
-        """See Peers.gather."""
         data = pickle.dumps(value)
         start = len(data).to_bytes(_LENGTH_BYTES, "little") + data
         frames = self._gather_bytes(start[:FRAME_BYTES], FRAME_BYTES)

@@ -1,9 +1,12 @@
-"""The ranks of a job, as far as a store needs them: a way to tell each other plain values."""
+"""The other ranks of a job: the interface of a store to them, a lone process, and agreements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from typing_extensions import override
 
 from tierstore.errors import PeerFailed
 
@@ -13,31 +16,117 @@ T = TypeVar("T")
 class Peers(Protocol):
     """All ranks of a job, seen from one. Every rank makes the same calls in the same order."""
 
-    @property
-    def rank(self) -> int:
-        """This rank, from 0 on."""
+    rank: int
+    """This rank, from 0 on."""
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    world_size: int
+    """Number of ranks."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Tell a plain value to all ranks; return that of each, in order of rank.
+        """Send a plain value to all ranks; return the values of all ranks, in order of rank.
 
         Raises:
             PeerFailed: another rank will not answer any more.
         """
 
 
-class Alone:
-    """The one rank of a job of one."""
+class Ranks(Peers, Protocol):
+    """The ranks of a job that trains one model, seen from the training thread of one of them.
+
+    A torch.distributed job, a lone process and a simulated job implement it. Every parameter is
+    replicated or sharded over the ranks.
+    """
+
+    global_ranks: Sequence[int]
+    """Rank -> its number in the meshes of DTensors."""
+
+    commits: Peers
+    """The same ranks, for the thread that commits."""
+
+    def new_group(self, ranks: Sequence[int], *, backend: str | None = None) -> Any:
+        """Make a group of some of the ranks; all ranks call this, in the same order.
+
+        Args:
+            ranks: its members.
+            backend: of torch.distributed; None is that of the default group.
+
+        Returns:
+            The group, until close(); None on a rank that is not a member.
+
+        Raises:
+            ValueError: the ranks ask for different groups.
+            PeerFailed: another rank failed.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int, group: Any) -> Any:
+        """Start to send a tensor from one member of a group to the others.
+
+        Args:
+            tensor: contiguous, of the same dtype and shape on all members. Sent on the rank
+                ``source``, overwritten on the others. The caller keeps it until wait() returns.
+            source: the rank that sends.
+            group: a group of new_group().
+
+        Returns:
+            The work to wait() for.
+        """
+
+    def wait(self, work: Any) -> None:
+        """Block until a collective that was started in a group is done.
+
+        Send and receive are not collectives.
+
+        Raises:
+            PeerFailed: another rank failed.
+        """
+
+    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
+        """Publish why this rank cannot go on; the first failure of any rank is raised on all.
+
+        Never raises.
+
+        Args:
+            error: the reason. A PeerFailed names the rank to blame.
+            of_others: whether a PeerFailed may name a rank of another group.
+        """
+
+    def close(self) -> None:
+        """Release connections and threads."""
+
+
+class Alone(Ranks):
+    """The ranks of a lone process: one. Messages to others have no recipient."""
 
     rank = 0
     world_size = 1
+    global_ranks = (0,)
 
+    def __init__(self) -> None:
+        self.commits = self
+
+    @override
     def gather(self, value: Any) -> list[Any]:
-        """See Peers.gather."""
         return [value]
+
+    @override
+    def new_group(self, ranks: Sequence[int], *, backend: str | None = None) -> Any:
+        return None
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, *, source: int, group: Any) -> Any:
+        return None
+
+    @override
+    def wait(self, work: Any) -> None:
+        pass
+
+    @override
+    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
+        pass
+
+    @override
+    def close(self) -> None:
+        pass
 
 
 def agree(peers: Peers, call: str, act: Callable[[], T]) -> list[T]:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from tierstore.errors import CorruptionError, RunMismatchError, StorageError
-from tierstore.layout.page_layout import PageLayout, lay_out, lay_out_groups, layout_digest
+from tierstore.layout.ownership import SharedParameter, partition_ranks
+from tierstore.layout.page_layout import PageLayout, lay_out, layout_digest
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
+from tierstore.layout.sharding import whole_on
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import Manifest
 from tierstore.storage.base import Storage
@@ -129,7 +131,13 @@ def layouts_of(manifest: Manifest) -> list[PageLayout]:
         RunMismatchError: another version of tierstore laid them out differently.
     """
     if manifest.subgroups is None:
-        layouts = lay_out_groups(manifest.groups, manifest.page_bytes)
+        layouts = [
+            lay_out(subgroup.of(0))
+            for number, group in enumerate(manifest.groups)
+            for subgroup in partition_ranks(
+                number, list(map(_alone, group)), manifest.page_bytes, world_size=1
+            )
+        ]
     else:
         layouts = [lay_out(subgroup) for subgroup in manifest.subgroups]
     if layout_digest(layouts) != manifest.layout or len(layouts) != len(manifest.pages):
@@ -138,3 +146,7 @@ def layouts_of(manifest: Manifest) -> list[PageLayout]:
             "of tierstore: use the version that wrote it"
         )
     return layouts
+
+
+def _alone(spec: ParameterSpec) -> SharedParameter:
+    return SharedParameter(spec=spec, holding=whole_on([0]), flat=True, cost=0)
