@@ -23,8 +23,8 @@ def run_benchmark(*arguments: str, **environment: str) -> subprocess.CompletedPr
     )
 
 
-def test_says_how_to_install_what_is_absent(tmp_path: Path) -> None:
-    # An installed one is hidden.
+def test_says_how_to_install_deepspeed(tmp_path: Path) -> None:
+    # Hides an installed DeepSpeed.
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util\n"
         "found = importlib.util.find_spec\n"
@@ -32,7 +32,8 @@ def test_says_how_to_install_what_is_absent(tmp_path: Path) -> None:
         " None if name == 'deepspeed' else found(name, *more)\n"
     )
     report_path = tmp_path / "report.json"
-    done = run_benchmark("--small", "--json", str(report_path), PYTHONPATH=str(tmp_path))
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = run_benchmark("--small", "--json", str(report_path), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert "not measured: DeepSpeed is not installed" in done.stdout
     assert "pip install --no-build-isolation" in done.stdout
@@ -62,8 +63,8 @@ def test_small_run(tmp_path: Path) -> None:
         assert row["peak_bytes"] > 0
         assert row["read_bytes"] > 0
         assert row["written_bytes"] > 0
-        # One model, one batch, one rule: so one loss, but for rounding.
-        theirs = next(each for each in report["rows"] if each["rule"] == row["rule"])
+        # The same model, batch and rule give the same loss, except for rounding.
+        theirs = next(other for other in report["rows"] if other["rule"] == row["rule"])
         for step, their_step in zip(row["steps"], theirs["steps"], strict=True):
             assert step["loss"] == pytest.approx(their_step["loss"], rel=0.02)
     assert list(scratch.iterdir()) == []
