@@ -1,4 +1,4 @@
-"""The settings of one store, validated once, where they enter."""
+"""Settings of a store, validated on construction."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BUFFERS_MIN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a store may use, in bytes; see TierStore for what it means to a user."""
+    """Limits of memory, in bytes; TierStore documents them."""
 
     host_memory: int
     device_memory: int
     buffers: int | None
     reserved: int = 0
-    """Of the host memory, for other things than pages."""
+    """Host memory that is reserved for other uses than pages."""
 
     @property
     def for_pages(self) -> int:
@@ -28,25 +28,25 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
-    """Settings of a TierStore; see there for what they mean to a user."""
+    """Settings of a store; TierStore documents them."""
 
     budget: Budget
-    """What pages and buffers may take."""
+    """Memory for pages and buffers."""
 
     page_bytes: int
-    """About how large a page is. A run keeps the value that it began with."""
+    """Approximate size of a page. A run keeps its first value."""
 
     commit_every: int | None
     """Steps from one commit to the next; None: commit on synchronize() and close() only."""
 
     checksums: bool
-    """Whether pages are checked when they are read."""
+    """Whether checksums of pages are computed and checked."""
 
     compute: str
-    """Where pages are stepped: "device", that of the parameters, or "host"."""
+    """Where pages are stepped: on the "device" of the parameters, or on the "host"."""
 
     free_gradients: bool
-    """Whether gradients are let go of once they were used."""
+    """Whether a gradient is set to None after its use in a step."""
 
     def __post_init__(self) -> None:
         if self.page_bytes < SECTOR_BYTES:

@@ -288,5 +288,5 @@ def test_copies_on_several_meshes_are_replicas() -> None:
     on_mesh = Sharding(mesh_shape=(2,), placements=(Sharded(dim=0),))
     holding = stacked([Holding(ranks=ranks, sharding=on_mesh) for ranks in ((0, 1), (2, 3))])
     assert list(holding.replicas()) == [(0, 2), (1, 3)]
-    with pytest.raises(ValueError, match="neither one mesh nor copies"):
+    with pytest.raises(ValueError, match="neither one mesh nor replicas"):
         stacked([Holding(ranks=ranks, sharding=on_mesh) for ranks in ((0, 1), (1, 2))])

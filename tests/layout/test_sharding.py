@@ -279,7 +279,7 @@ def test_split_factors_that_tell_nothing_are_refused(
     mesh_shape: tuple[int, ...], factors: tuple[int, ...]
 ) -> None:
     placements = tuple(Sharded(dim=1, split_factor=factor) for factor in factors)
-    with pytest.raises(ValueError, match="which indices of dimension 1 a rank holds") as caught:
+    with pytest.raises(ValueError, match="the indices of dimension 1 that a rank holds") as caught:
         Sharding(mesh_shape=mesh_shape, placements=placements)
     assert f"split_factor={max(factors)}" in str(caught.value)
 

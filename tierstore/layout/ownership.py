@@ -1,8 +1,7 @@
-"""Which part of which parameter lies in which subgroup on each rank of a job.
+"""Ownership: the elements of every subgroup that each rank pages, steps and commits.
 
-A subgroup has the same parameters on every rank, and of each parameter what the rank owns.
-It is filled until a rank would have about ``page_bytes`` of it. All of it follows from specs
-and holdings alone, so every rank finds what the others have, too.
+A subgroup has the same parameters on every rank; a rank owns a part of each, about ``page_bytes``
+in all. Specs and holdings alone decide, so every rank knows the parts of all ranks.
 """
 
 from __future__ import annotations
@@ -27,29 +26,30 @@ from tierstore.layout.subgroups import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParameter:
-    """A parameter that several ranks hold, each a part of it or each the whole."""
+    """A parameter and the ranks that hold it, as parts or as replicas."""
 
     spec: ParameterSpec
 
     holding: Holding
 
     flat: bool
-    """Where ranks hold it whole: True if each owns an equal range of the elements of a
-    subgroup, False if one owns the parameter."""
+    """For a parameter that ranks hold whole: True if every rank owns an equal range of the elements
+    of a subgroup, False if one rank owns the parameter."""
 
     cost: int
-    """What owning it costs, beside others that are elementwise, or that are not, as it is."""
+    """Relative cost of owning it; comparable only among parameters with the same
+    ``elementwise``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedShard:
-    """The elements of one parameter that lie in one subgroup, on whichever rank."""
+    """The elements of one parameter in one subgroup, on all ranks."""
 
     parameter: SharedParameter
 
     ranges: Sequence[tuple[int, int]]
-    """Rank -> the elements [start, stop) of all that it owns of the parameter, or, where it
-    holds it whole, of the parameter."""
+    """Rank -> its elements [start, stop). They count the elements that the rank owns of the
+    parameter or, if ranks hold it whole, the elements of the parameter."""
 
     @property
     def spec(self) -> ParameterSpec:
@@ -58,7 +58,7 @@ class SharedShard:
 
     @property
     def chunks(self) -> list[list[Chunk]]:
-        """Rank -> the chunks that it owns; each element is in one chunk of one rank."""
+        """Rank -> the chunks that it owns; every element is in one chunk of one rank."""
         ranks = range(len(self.ranges))
         return [[owned.whole for owned in self.owned(rank)] for rank in ranks]
 
@@ -77,13 +77,13 @@ class SharedShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSubgroup:
-    """Parameters of one param group that all ranks step at the same time."""
+    """The parameter shards of all ranks that are stepped at the same time."""
 
     group: int
     shards: tuple[SharedShard, ...]
 
     def of(self, rank: int) -> Subgroup:
-        """Return what a rank owns; of some parameters that may be nothing."""
+        """Return the subgroup of a rank; its shards of some parameters may be empty."""
         return Subgroup(
             self.group,
             tuple(
@@ -93,7 +93,7 @@ class SharedSubgroup:
         )
 
     def places(self, rank: int) -> dict[tuple[str, Chunk], Chunk]:
-        """Return where that lies in the tensors of the rank, by parameter name and chunk."""
+        """Return (parameter name, owned chunk) -> its chunk in the local tensor."""
         return {
             (shard.spec.name, owned.whole): owned.local
             for shard in self.shards
@@ -102,9 +102,9 @@ class SharedSubgroup:
 
 
 def owned_costs(subgroups: Iterable[SharedSubgroup], world_size: int) -> dict[bool, list[int]]:
-    """Return what each rank owns of parameters that one rank owns whole, in the unit of costs.
+    """Return the cost of the parameters that each rank owns whole, by ``elementwise`` and rank.
 
-    By whether their rule is elementwise: these units cannot be compared.
+    Costs with another value of ``elementwise`` have another unit.
     """
     loads = {elementwise: [0] * world_size for elementwise in (False, True)}
     for shard in (shard for subgroup in subgroups for shard in subgroup.shards):
@@ -121,7 +121,7 @@ def partition_ranks(
     world_size: int,
     loads: Mapping[bool, list[int]] | None = None,
 ) -> list[SharedSubgroup]:
-    """Cut one param group into subgroups of which each rank has about ``page_bytes`` or less.
+    """Cut one param group into subgroups; a rank owns about ``page_bytes`` or less of each.
 
     Parameters without elements are in none. The records of a page take more than
     ``page_bytes`` only where one parameter that may not be cut does; the padding of
@@ -157,9 +157,9 @@ def _owners(
     pages: Sequence[Sequence[Piece]],
     loads: Mapping[bool, list[int]],
 ) -> dict[Piece, int]:
-    """Return which rank owns each piece that one rank owns whole.
+    """Return the owner of each piece that one rank owns whole.
 
-    Those of all pages are dealt at once: page by page, ranks would have less alike to do.
+    All pages are dealt at once; page by page the costs of ranks would differ more.
     """
     members: dict[tuple[tuple[int, ...], bool], list[Piece]] = {}
     for piece in chain.from_iterable(pages):
@@ -183,7 +183,7 @@ def _has_one_owner(parameter: SharedParameter) -> bool:
 
 
 def _row(parameter: SharedParameter) -> Row:
-    """Return what fills a page of the rank that has most of a parameter."""
+    """Return the elements that fill the page of the rank with most of a parameter."""
     spec, holding = parameter.spec, parameter.holding
     if holding.is_whole:
         dealt = parameter.flat or not spec.elementwise
@@ -201,7 +201,7 @@ def _ranges(
     owners: Mapping[Piece, int],
     world_size: int,
 ) -> list[list[tuple[int, int]]]:
-    """Return for each piece of a subgroup the range of it that each rank owns.
+    """Return the range that each rank owns, for each piece of a subgroup.
 
     Args:
         parameters: those of the group.
@@ -238,7 +238,7 @@ def _cost(parameter: SharedParameter, numel: int) -> int:
 def _parts(
     spec: ParameterSpec, held: Sequence[HeldChunk], start: int, stop: int
 ) -> Iterator[HeldChunk]:
-    """Yield the elements [start, stop) of some chunks, one after the other, as smaller chunks."""
+    """Yield the elements [start, stop) of consecutive chunks as smaller chunks."""
     for chunk, end in zip(held, accumulate(each.whole.numel for each in held), strict=True):
         begin = end - chunk.whole.numel
         first, last = max(start, begin), min(stop, end)
@@ -258,11 +258,17 @@ def _numel(chunks: Sequence[HeldChunk]) -> int:
 
 
 def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return which rank owns each of some whole parameters, and what the ranks then have.
+    """Return the owner of each parameter, and the load of each rank afterwards.
 
-    The costliest first, each to the rank that has least: of equal parameters the earlier one
-    first, of equal ranks the lower one. ``loads`` has what each rank has already, in the unit
-    of the costs; that of the answer has the new ones added.
+    Parameters are assigned in order of falling cost (then of position), each to the rank with
+    the smallest load (then with the lowest number).
+
+    Example: costs (5, 3, 3) over loads (0, 0): rank 0 gets the 5, rank 1 both 3; the result is
+    ([0, 1, 1], [5, 6]).
+
+    Args:
+        costs: cost of each parameter.
+        loads: load of each rank before, in the same unit.
 
     Raises:
         ValueError: there is no rank.
@@ -279,19 +285,19 @@ def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatPiece:
-    """The elements [start, stop) of the row-major order of one of several parameters."""
+    """The elements [start, stop) of the row-major order of a parameter."""
 
     parameter: int
-    """Its position among them."""
+    """Index of the parameter."""
 
     start: int
     stop: int
 
 
 def flat_owners(numels: Sequence[int], world_size: int) -> list[list[FlatPiece]]:
-    """Return for each rank its pieces of parameters that have these numbers of elements.
+    """Return the pieces of parameters that each rank owns, given their numbers of elements.
 
-    One after the other they make a row of n elements, of which rank r owns
+    The parameters in order make a row of n elements, of which rank r owns
     [n * r // world_size, n * (r + 1) // world_size). No piece is empty.
 
     Raises:

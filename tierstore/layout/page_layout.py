@@ -1,4 +1,4 @@
-"""The layout of one page: sections of records, and tensors over them in a buffer.
+"""Layout of a page: offsets of sections and records, and tensors over them in a buffer.
 
 ::
 
@@ -37,7 +37,7 @@ BLOCK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One chunk of one state: where its framed bytes lie in the page."""
+    """One chunk of one state, and the offset of its framed bytes in the page."""
 
     parameter: ParameterSpec
     chunk: Chunk
@@ -47,12 +47,12 @@ class Record:
 
     @property
     def data_offset(self) -> int:
-        """Byte of the page at which the raw little-endian elements begin."""
+        """Offset of the raw little-endian elements in the page."""
         return self.offset + RECORD_PREFIX_BYTES
 
     @property
     def data_nbytes(self) -> int:
-        """Bytes of the raw elements."""
+        """Number of bytes of the raw elements."""
         return self.chunk.numel * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -61,9 +61,9 @@ class Record:
         return data.view(self.dtype).view(self.chunk.sizes)
 
     def over(self, memory: memoryview) -> torch.Tensor:
-        """Return the elements as a tensor that has just them of a page's memory for storage.
+        """Return the elements as a tensor whose storage is this part of the memory of a page.
 
-        So torch.save() of it writes no more than them.
+        torch.save() of the tensor writes only these elements.
         """
         return torch.frombuffer(
             memory, dtype=self.dtype, count=self.chunk.numel, offset=self.data_offset
@@ -76,12 +76,12 @@ class Section:
 
     state: str
     write_only: bool
-    """True for masters whose parameter holds the same value: no step reads them."""
+    """True for masters whose parameter has the same value; no step reads them."""
     extent: Extent
     records: tuple[Record, ...]
 
     def blocks(self) -> list[Extent]:
-        """Return the ranges that have a checksum each."""
+        """Return the blocks: ranges that have one checksum each."""
         end = self.extent.offset + self.extent.nbytes
         return [
             Extent(offset, min(BLOCK_BYTES, end - offset))
@@ -99,9 +99,9 @@ class PageLayout:
     records: Mapping[tuple[str, Chunk], Mapping[str, Record]] = field(repr=False)
     """(parameter name, chunk) -> state name -> its record."""
     blocks: tuple[Extent, ...] = field(repr=False)
-    """Every range that has a checksum, in the order in which a commit lists them."""
+    """All blocks, in the order in which a commit lists their checksums."""
     digest: str
-    """Changes with whatever lies elsewhere, or is cut in another way."""
+    """Digest of all offsets and chunks; differs between any two layouts."""
 
     @property
     def parameter_names(self) -> list[str]:
@@ -118,14 +118,14 @@ class PageLayout:
         return [section for section in self.sections if section.state == state]
 
     def blocks_of(self, sections: Sequence[Section]) -> list[tuple[int, Extent]]:
-        """Return the blocks of some sections, each with its place in ``blocks``."""
+        """Return (index in ``blocks``, block) for all blocks of some sections."""
         offsets = {block.offset for section in sections for block in section.blocks()}
         return [item for item in enumerate(self.blocks) if item[1].offset in offsets]
 
     def stamp(self, buffer: torch.Tensor, sections: Iterable[Section]) -> None:
-        """Write the framing of the records of some sections, and zero what lies between.
+        """Write the framing of the records of some sections, and zeros between records.
 
-        Data is left as it is.
+        The data of records is not changed.
         """
         page = buffer.numpy()
         for section in sections:
@@ -144,7 +144,7 @@ class PageLayout:
 
 
 def lay_out(subgroup: Subgroup) -> PageLayout:
-    """Return the layout of a subgroup's page. Depends on the subgroup alone."""
+    """Return the layout of the page of a subgroup. It depends on the subgroup alone."""
     states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
     for shard in subgroup.shards:
         if not shard.chunks:  # Another rank has it.
@@ -182,7 +182,7 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
 
 
 def _digest(sections: Sequence[Section]) -> str:
-    """Return the digest of where everything lies; docs/reference/format.md says how it is made."""
+    """Return the digest of all offsets and chunks, which docs/reference/format.md defines."""
     places = [
         [
             section.state,
@@ -205,5 +205,5 @@ def _digest(sections: Sequence[Section]) -> str:
 
 
 def layout_digest(layouts: Iterable[PageLayout]) -> str:
-    """Return a digest of the partition: which bytes of which page are what."""
+    """Return the digest of the layouts of all pages."""
     return xxhash.xxh3_128_hexdigest("".join(layout.digest for layout in layouts).encode())

@@ -1,4 +1,4 @@
-"""What an optimizer hands to a store: groups of parameters with their named states."""
+"""Param groups that an optimizer attaches to a store, with the named states of parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 _PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 MASTER = "master"
-"""The state that every parameter has: the value that steps are applied to."""
+"""Name of the state that every parameter has: the value that a step updates."""
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the master of a parameter: float32, or the parameter's if wider."""
+    """Return the dtype of the master of a parameter: float32, or a wider dtype of the parameter."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """What the layout of pages depends on, for one parameter. Stored in every commit."""
+    """The properties of one parameter that the layout of pages depends on."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class ParameterSpec:
         )
 
     def describe(self) -> str:
-        """Return the spec in words, for messages."""
+        """Return the spec as text for messages."""
         states = ", ".join(f"{name} {dtype_name(dtype)}" for name, dtype in self.states)
         kind = "elementwise" if self.elementwise else "whole"
         return (
@@ -80,7 +80,7 @@ class PagedParameter:
     """One parameter of the model and the states that the store keeps for it."""
 
     name: str
-    """Unique in the store and the same in every run: keys of checkpoints are made of it."""
+    """Unique in the store and the same in every run; keys of checkpoints contain it."""
 
     tensor: torch.Tensor
     """The parameter itself. The store writes the updated master into it after each page."""
@@ -89,25 +89,25 @@ class PagedParameter:
     """Name and dtype of each state besides "master"; each has the parameter's shape."""
 
     elementwise: bool = False
-    """True if the update of an element depends on that element alone: then the store may
-    cut the parameter at rows over several pages. False keeps it whole in one page."""
+    """True if the update of an element depends on that element alone. The store may then cut the
+    parameter at rows over several pages. False keeps the parameter in one page."""
 
     partition: str | None = None
-    """Where several ranks hold the parameter whole: "by_parameter" has one of them own it,
-    "flat" has each own an equal range of the elements of a subgroup. None: "flat" if
+    """Ownership of a parameter that several ranks hold whole: with "by_parameter" one rank owns it,
+    with "flat" every rank owns an equal range of the elements of a subgroup. None: "flat" if
     elementwise, else "by_parameter"."""
 
     cost: int | None = None
-    """What it costs to own the whole parameter, beside others under a rule that is elementwise,
-    or is not, as this one's: owners are chosen so that ranks have about the same. None: its
-    number of elements."""
+    """Relative cost of owning the whole parameter; owners are chosen so that ranks have about equal
+    costs. Comparable only among parameters with the same ``elementwise``. None: the number of
+    elements."""
 
     def __post_init__(self) -> None:
         _check_parameter(self)
 
     @property
     def spec(self) -> ParameterSpec:
-        """The part of this that the layout of pages depends on."""
+        """The properties that the layout of pages depends on."""
         return ParameterSpec(
             name=self.name,
             shape=tuple(self.tensor.shape),
@@ -124,15 +124,15 @@ class PagedGroup:
     parameters: Sequence[PagedParameter]
 
     hyperparameters: dict[str, Any]
-    """Live: read at every commit, updated in place by restore(). The keys "params" and
-    "param_names", which torch.optim keeps in the same dict, are left alone."""
+    """Read at every commit and updated in place by restore(). The keys "params" and
+    "param_names", which torch.optim keeps in the same dict, are ignored."""
 
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
-    """Told what restore(checkpoint=...) would make of the hyperparameters, before anything is
-    changed; raises ValueError where the optimizer cannot use it."""
+    """Called by restore(checkpoint=...) with the new hyperparameters before anything is changed;
+    raises ValueError if the optimizer cannot use them."""
 
     def own_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters without those two keys."""
+        """Return the hyperparameters without the keys "params" and "param_names"."""
         others = ("params", "param_names")
         return {key: value for key, value in self.hyperparameters.items() if key not in others}
 
@@ -141,7 +141,7 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
     """Check that a parameter and its gradient still fit the pages that were laid out.
 
     Raises:
-        ValueError: naming the parameter.
+        ValueError: they do not; the message names the parameter.
     """
     tensor = parameter.tensor
     if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
@@ -164,10 +164,12 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
 
 
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
-    """Check that these are states of the parameter, of its shape, and whole or placed as it is.
+    """Check that tensors are states of the parameter: known names, its shape, its placements.
+
+    A plain tensor, which holds the whole state, is accepted too.
 
     Raises:
-        ValueError: naming the first that is not.
+        ValueError: one is not; the message names the first.
     """
     spec = parameter.spec
     known = dict(spec.states if spec.owns_master else spec.all_states)
@@ -224,7 +226,7 @@ def _check_parameter(parameter: PagedParameter) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that a dtype has in a commit, such as "bfloat16"."""
+    """Return the name of a dtype in files and messages, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,9 +1,8 @@
-"""Which elements of a parameter each rank holds, and which of them it owns.
+"""Sharding of a parameter over a mesh of ranks: held and owned elements of each rank.
 
-A DTensor lies on a mesh of ranks: along each dimension of the mesh it is replicated, or a
-dimension of the tensor is cut. Ranks that hold the same elements share the work on them, so
-that one rank of the mesh owns each. All of it follows from shapes and placements alone, so
-every rank finds the same.
+Along each dimension of the mesh a DTensor is replicated, or one dimension of the tensor is cut.
+Replicas share the work, so exactly one rank owns each element; shapes and placements alone
+decide which one, so all ranks compute the same answer.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from tierstore.layout.chunks import Chunk, flat_range_chunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """All ranks along a dimension of the mesh hold the same elements, as ``Replicate()``."""
+    """Ranks along a dimension of the mesh hold the same elements, as with ``Replicate()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """The ranks along a dimension of the mesh hold a dimension of the tensor cut in turn.
+    """Ranks along a dimension of the mesh hold consecutive parts of one dimension of the tensor.
 
-    Cut as by ``torch.chunk``: the last ranks may hold less than the others, or nothing.
+    The cut is that of ``torch.chunk``: the last ranks may hold less than the others, or nothing.
     """
 
     dim: int
     """The dimension of the tensor that is cut, counted from the first."""
 
     split_factor: int = 1
-    """1 for ``Shard(dim)``, which cuts what the dimensions of the mesh before it have left.
+    """1 for ``Shard(dim)``, which is applied after the earlier dimensions of the mesh.
 
-    More as in ``_StridedShard(dim, split_factor=...)``: cut after those later dimensions of
-    the mesh that cut it into as many shards, as FSDP2 does with tensor parallel parameters.
+    Above 1 for ``_StridedShard(dim, split_factor=...)``, which is applied after the later
+    dimensions of the mesh that cut ``dim`` into ``split_factor`` shards. FSDP2 places tensor
+    parallel parameters like this.
     """
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a tensor lies on a mesh of ranks.
+    """Placements of a tensor on a mesh of ranks.
 
     Raises:
         ValueError: there is not one placement for each dimension of the mesh, a size is not
@@ -59,10 +59,10 @@ class Sharding:
     """
 
     mesh_shape: tuple[int, ...]
-    """How many ranks each dimension of the mesh has."""
+    """Number of ranks along each dimension of the mesh."""
 
     placements: tuple[Replicated | Sharded, ...]
-    """What is done along each dimension of the mesh."""
+    """Placement along each dimension of the mesh."""
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) != len(self.placements):
@@ -73,22 +73,22 @@ class Sharding:
         for dim in sorted(cut):
             if _cut_order(self, dim) is None and len(_cuts(self, dim)) > 1:
                 raise ValueError(
-                    f"which indices of dimension {dim} a rank holds cannot be told: a strided "
-                    f"shard's split factor must be the number of shards that later dimensions "
-                    f"of the mesh make of it. Redistribute the tensor to Shard and Replicate. "
+                    f"the indices of dimension {dim} that a rank holds are ambiguous: the split "
+                    f"factor of a strided shard must be the number of shards that later dimensions "
+                    f"of the mesh make. Redistribute the tensor to Shard and Replicate. "
                     f"Got {self}"
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldChunk:
-    """A rectangle of a parameter that lies on a rank: where in the whole, and where there."""
+    """A rectangle of a parameter that a rank holds, in two coordinate systems."""
 
     whole: Chunk
-    """In coordinates of the whole tensor."""
+    """Coordinates in the whole tensor."""
 
     local: Chunk
-    """In coordinates of the rank's local tensor; the same sizes."""
+    """Coordinates in the local tensor of the rank; the sizes are equal."""
 
 
 def local_shape(
@@ -105,10 +105,10 @@ def local_shape(
 def held_chunks(
     shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]
 ) -> list[HeldChunk]:
-    """Return what the rank at a coordinate of the mesh holds of a tensor of this shape.
+    """Return the chunks that the rank at a coordinate of the mesh holds of a tensor.
 
-    In row-major order of the local tensor; none of a shard without elements, several where
-    indices that follow each other in the local tensor do not in the whole one.
+    Chunks come in row-major order of the local tensor. An empty shard has none. A shard has
+    several where consecutive indices of the local tensor are not consecutive in the whole one.
 
     Raises:
         ValueError: the coordinate does not lie within the mesh, or a dimension is cut that the
@@ -129,7 +129,7 @@ def held_chunks(
 def owned_chunks(
     shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]
 ) -> list[HeldChunk]:
-    """Return the part that the rank at a coordinate owns of what it holds.
+    """Return the chunks that the rank at a coordinate of the mesh owns.
 
     The R ranks whose coordinates differ along replicated dimensions of the mesh alone hold the
     same n elements. The r-th of them, in row-major order, owns [n * r // R, n * (r + 1) // R)
@@ -155,7 +155,7 @@ def owned_chunks(
 
 
 def _runs(shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]) -> list[list[range]]:
-    """Return for each dimension of the tensor the indices that a rank holds."""
+    """Return the runs of indices that a rank holds, for each dimension of the tensor."""
     if len(coordinate) != len(sharding.mesh_shape) or any(
         not 0 <= index < size for index, size in zip(coordinate, sharding.mesh_shape, strict=True)
     ):
@@ -172,9 +172,9 @@ def _runs(shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]) -
 def _dimension_runs(
     sharding: Sharding, coordinate: Sequence[int], dim: int, extent: int
 ) -> list[range]:
-    """Return the indices of one dimension in the order of the local tensor.
+    """Return the runs of consecutive indices of one dimension, in the order of the local tensor.
 
-    Runs of consecutive indices, none empty and no two that follow each other.
+    No run is empty, and no run continues the one before.
     """
     order = _cut_order(sharding, dim)
     if order is not None:
@@ -195,7 +195,7 @@ def _dimension_runs(
 
 
 def _cut_order(sharding: Sharding, dim: int) -> list[int] | None:
-    """Return the dimensions of the mesh that cut this one of the tensor, first cut first.
+    """Return the dimensions of the mesh that cut a dimension of the tensor, in order of the cuts.
 
     None where split factors name shards that no dimension of the mesh makes (any more).
     """
@@ -212,7 +212,7 @@ def _cut_order(sharding: Sharding, dim: int) -> list[int] | None:
 
 
 def _cuts(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
-    """Return each dimension of the mesh that cuts this one of the tensor, and its split factor."""
+    """Return the (dimension of the mesh, split factor) pairs that cut a dimension of the tensor."""
     return [
         (mesh_dim, placement.split_factor)
         for mesh_dim, placement in enumerate(sharding.placements)
@@ -222,13 +222,13 @@ def _cuts(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
 
 
 def _shard(run: range, index: int, count: int) -> range:
-    """Return one of the shards into which ``torch.chunk`` cuts a run, some of them empty."""
+    """Return one of ``count`` shards of a run, cut as by ``torch.chunk``; it may be empty."""
     step = -(-len(run) // count)
     return run[step * index : step * (index + 1)]
 
 
 def _overlap(held: HeldChunk, part: Chunk) -> HeldChunk | None:
-    """Return what a part of the local tensor has in common with a chunk of it."""
+    """Return the intersection of a chunk with a part of the local tensor, or None."""
     local = held.local
     starts = tuple(map(max, local.offsets, part.offsets))
     stops = map(min, _stops(local), _stops(part))
@@ -246,32 +246,32 @@ def _stops(chunk: Chunk) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """The ranks that hold a parameter, and how it lies on them."""
+    """The ranks that hold a parameter, and its sharding over them."""
 
     ranks: tuple[int, ...]
-    """In row-major order of the mesh."""
+    """Ranks in row-major order of the mesh."""
 
     sharding: Sharding
-    """How the parameter lies on that mesh."""
+    """Sharding of the parameter over that mesh."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether each of the ranks holds all of the parameter."""
+        """Whether every rank holds the whole parameter."""
         meshes = zip(self.sharding.mesh_shape, self.sharding.placements, strict=True)
         return all(size == 1 or isinstance(placement, Replicated) for size, placement in meshes)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of what one of the ranks holds of a parameter of some shape."""
+        """Return the shape of the local tensor of a rank, given the shape of the parameter."""
         return local_shape(shape, self.sharding, self._coordinate(rank))
 
     def owned(self, shape: tuple[int, ...], rank: int) -> Sequence[HeldChunk]:
-        """Return what a rank owns of it, see owned_chunks(); another rank owns nothing."""
+        """Return the chunks that a rank owns, as owned_chunks(); () for a rank outside the mesh."""
         if rank not in self.ranks:
             return ()
         return _owned(shape, self.sharding, self._coordinate(rank))
 
     def replicas(self) -> Iterator[tuple[int, ...]]:
-        """Yield each set of several ranks that hold the same elements."""
+        """Yield every set of two or more ranks that hold the same elements."""
         dimensions = [
             dimension
             for dimension, placement in enumerate(self.sharding.placements)
@@ -296,23 +296,23 @@ def _owned(
 
 
 def whole_on(ranks: Sequence[int]) -> Holding:
-    """Return the holding of a parameter that each of some ranks holds whole."""
+    """Return the holding of a parameter that each of these ranks holds whole."""
     sharding = Sharding(mesh_shape=(len(ranks),), placements=(Replicated(),))
     return Holding(ranks=tuple(ranks), sharding=sharding)
 
 
 def stacked(holdings: Sequence[Holding]) -> Holding:
-    """Return the holding of a parameter that each of several meshes holds in the same way.
+    """Return the holding of a parameter that is replicated over several meshes of ranks.
 
     Raises:
-        ValueError: it lies in different ways on them, or they have ranks in common.
+        ValueError: the meshes shard it differently, or have ranks in common.
     """
     first, *others = holdings
     if not others:
         return first
     ranks = [rank for holding in holdings for rank in holding.ranks]
-    if len(set(ranks)) < len(ranks) or any(each.sharding != first.sharding for each in others):
-        raise ValueError(f"neither one mesh nor copies on several: {list(holdings)}")
+    if len(set(ranks)) < len(ranks) or any(other.sharding != first.sharding for other in others):
+        raise ValueError(f"neither one mesh nor replicas on several meshes: {list(holdings)}")
     return Holding(
         ranks=tuple(ranks),
         sharding=Sharding(
@@ -323,7 +323,7 @@ def stacked(holdings: Sequence[Holding]) -> Holding:
 
 
 def share(numel: int, index: int, count: int) -> tuple[int, int]:
-    """Return the bounds of one of ``count`` flat ranges that differ by one element at most.
+    """Return the bounds of one of ``count`` flat ranges whose lengths differ by at most 1.
 
     Range ``index`` is [numel * index // count, numel * (index + 1) // count).
     """

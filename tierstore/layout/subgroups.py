@@ -1,9 +1,7 @@
-"""Which part of which parameter lies in which subgroup, and so in which page.
+"""Subgroups: consecutive parameters of one group, cut so that each fills one page.
 
-Parameters of one group are taken in order and fill subgroups up to about ``page_bytes``.
-A parameter under an elementwise rule is cut at rows wherever a page is full; any other
-stays whole in one subgroup, however large. The result depends on the specs and on
-``page_bytes`` alone, so every run of one model finds its pages again.
+Parameters fill subgroups in order, up to about ``page_bytes``. A parameter under an elementwise
+rule is cut at rows where a page is full; any other parameter stays in one subgroup.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """The piece of one parameter that lies in one subgroup, in flat order."""
+    """The part of one parameter in one subgroup, in flat order."""
 
     parameter: ParameterSpec
     chunks: tuple[Chunk, ...]
@@ -35,21 +33,21 @@ class Subgroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The elements of one parameter that fill pages, one after the other."""
+    """A sequence of elements of one parameter, which fills pages in order."""
 
     parameter: ParameterSpec
-    """Says what an element takes, and at which rows it may be cut."""
+    """Determines the bytes of an element, and the rows at which a cut may be."""
 
     numel: int
-    """How many elements there are."""
+    """Number of elements."""
 
     ranks: int = 1
-    """How many ranks have an equal share of each page."""
+    """Number of ranks that have an equal share of each page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The elements [start, stop) of one of several rows."""
+    """The elements [start, stop) of the row with this index."""
 
     row: int
     start: int
@@ -57,7 +55,7 @@ class Piece:
 
 
 def cut_rows(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
-    """Return the pieces of each page; none is empty."""
+    """Return the pieces of each page; no page and no piece is empty."""
     pages: list[list[Piece]] = []
     pieces: list[Piece] = []
     room = page_bytes
@@ -87,10 +85,10 @@ def cut_rows(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
 
 
 def _unit_numel(row: Row, page_bytes: int) -> int:
-    """Return how many consecutive elements must stay together.
+    """Return the number of consecutive elements that must stay in one page.
 
-    All of them where the parameter may not be cut; else a row of it, or a row of a row where
-    that is too large for half a page.
+    All elements of a parameter that may not be cut; else those of one row, or of a row of a
+    deeper dimension if a row is too large for half a page.
     """
     parameter = row.parameter
     if not parameter.elementwise:
@@ -106,7 +104,7 @@ def _stop_within(row: Row, start: int, unit: int, room: int) -> int:
     """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
     unit_bytes = unit * _bytes_per_element(row.parameter)
     units = min(-(-(row.numel - start) // unit), room * row.ranks // unit_bytes)
-    # The framing of records takes room too, how much depends on the chunks: step down.
+    # The framing of records also takes room, which depends on the chunks: step down until it fits.
     while units > 0:
         stop = min(start + units * unit, row.numel)
         if _nbytes(row, start, stop) <= room:
@@ -131,7 +129,7 @@ def _bytes_per_element(parameter: ParameterSpec) -> int:
 
 
 def _nbytes(row: Row, start: int, stop: int) -> int:
-    """Return how many bytes of a page the records of a piece take."""
+    """Return the number of bytes that the records of a piece take in the page of one rank."""
     chunks = record_chunks(row.parameter, start, stop)
     nbytes = sum(
         record_nbytes(chunk.sizes, dtype)
