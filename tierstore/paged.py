@@ -16,7 +16,7 @@ from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, PlainDevice, open_device
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
-from tierstore.paging.page import Page
+from tierstore.paging.page import Content, NoFiles, Page, PageFiles
 from tierstore.paging.page_table import (
     LocalSubgroup,
     check_groups,
@@ -86,7 +86,7 @@ class PagedStates:
         self._history = History()
         self._changes = Changes()
         self._storage = storage
-        self._pager = Pager(None, run_id="", checksums=False)
+        self._pager = Pager(NoFiles())
         if storage is not None:
             self._open(storage, resume, overwrite)
 
@@ -104,7 +104,8 @@ class PagedStates:
             raise
         self._guard.awaits_restore = found is not None
         self._page_bytes = self._identity.page_bytes
-        self._pager = Pager(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
+        files = PageFiles(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
+        self._pager = Pager(files)
         self._commits = Commits(
             storage,
             self._ranks.commits,
@@ -257,7 +258,7 @@ class PagedStates:
         """
         self._guard.require_restored()
         try:
-            self._pager.prefetch(self._pages, lambda page: page.layout.readable)
+            self._pager.prefetch(self._pages)
         except BaseException as error:
             if self._may_retry(error):
                 self._pager.drop_early()
@@ -385,14 +386,14 @@ class PagedStates:
             self._pager.make_way(pages, placement, stepped_on, self._write)
             if beside and self._mirrors is None:
                 self._mirrors = Mirrors(self._device, beside, self._held)
-            self._pager.place(pages, placement, stepped_on, beside=beside, held=self._held)
+            self._pager.place(pages, placement, stepped_on, other_bytes=beside, window=self._held)
         except BaseException as error:
             # In its traceback would live on what was taken so far, and it is taken anew.
             traceback.clear_frames(error.__traceback__)
             if self._storage and self._pages:
                 self._guard.fail(error)
             else:  # Nothing is lost: without a storage, pages are whole in one tier or the other.
-                self._pager.forget(pages[len(self._pages) :])
+                self._pager.free_memory(pages[len(self._pages) :])
                 self._displaced = self._pages or None
             raise
         self._displaced = None
@@ -402,7 +403,7 @@ class PagedStates:
         if self._displaced is not None and self._device is not None:
             if self._storage:
                 # Of those that were to be attached the error still knows.
-                self._pager.forget(self._displaced)
+                self._pager.free_memory(self._displaced)
             self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
 
     def _swap_out(self, page: Page) -> None:
@@ -419,7 +420,7 @@ class PagedStates:
         """Write a page to the file that the last commit does not need."""
         with self._pager.stalled():
             copy = self._commits.claim_copy(page.index)
-        self._pager.write(page, step=self._history.step, copy=copy)
+        self._pager.write(page, step=self._history.step, slot=copy)
 
     def _write_pages(
         self, fill: Callable[[PageView], None], scalars: Mapping[str, Mapping[str, float]]
@@ -462,7 +463,7 @@ class PagedStates:
         rank_checks.require_same_commit(self._ranks, self._groups, self._history.scalars)
         with self._guard.failing(interrupts=True):
             for page in self._pages:
-                if page.is_changed:
+                if page.content is Content.CHANGED:
                     self._write(page)
             writes = self._pager.pending_writes()
         manifest = self._history.manifest(

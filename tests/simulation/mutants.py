@@ -23,7 +23,7 @@ from tests.simulation.storage import RecordedStorage
 from tierstore.checkpoint import directory, publish, retention
 from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.errors import CorruptionError, StorageError
-from tierstore.paging.page import Transit
+from tierstore.paging.page import PageFiles
 from tierstore.paging.pager import Pager
 from tierstore.run import committer, file_names, manifest, recovery
 from tierstore.run.file_names import manifest_revision
@@ -422,7 +422,7 @@ UNDER_FAULTS = [
     for name, patched in (
         (
             "pages are not checked when they are read",
-            _patch(Transit, "_check", lambda self, page: 0),
+            _patch(PageFiles, "_check", lambda self, page: 0),
         ),
         ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
         ("errors of flush are ignored", _ignored("flush")),

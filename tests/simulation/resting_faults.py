@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from tierstore.paged import PagedStates
-from tierstore.paging.page import Page
+from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 
 
@@ -17,12 +17,16 @@ def left_out_of_commits() -> Iterator[None]:
     original = PagedStates._begin_commit
 
     def begin(self: PagedStates) -> None:
-        resting = [page for page in self._pages if page.is_changed and page.entry is not None]
+        resting = [
+            page
+            for page in self._pages
+            if page.content is Content.CHANGED and page.entry is not None
+        ]
         for page in resting:
-            page.is_changed = False
+            page.content = Content.LOADED
         original(self)
         for page in resting:
-            page.is_changed = True
+            page.content = Content.CHANGED
 
     with mock.patch.object(PagedStates, "_begin_commit", begin):
         yield
@@ -34,12 +38,13 @@ _move_to_memory = Pager._move_to_memory
 
 def kept_as_stored(self: Pager, page: Page) -> None:
     _keep(self, page)
-    page.is_changed = page.entry is None
+    if page.entry is not None:
+        page.content = Content.LOADED
 
 
 def changes_dropped(self: Pager, *args: Any) -> None:
     def drop(page: Page) -> None:
-        page.is_changed = False
+        page.content = Content.LOADED
 
     _make_way(self, *args[:-1], drop)
 
@@ -49,14 +54,15 @@ def written_over_itself(self: Pager, *args: Any) -> None:
         if page.entry is None:
             args[-1](page)
         else:
-            self.write(page, step=page.entry.step, copy=page.entry.copy)
+            self.write(page, step=page.entry.step, slot=page.entry.copy)
 
     _make_way(self, *args[:-1], write)
 
 
 def read_again(self: Pager, page: Page, *args: Any) -> None:
     _move_to_memory(self, page, *args)
-    page.in_memory = page.in_memory and page.entry is None
+    if page.in_memory and page.entry is not None:
+        page.content = Content.STORED
 
 
 def memory_kept(self: Pager, pages: Iterable[Page]) -> None:
@@ -64,4 +70,4 @@ def memory_kept(self: Pager, pages: Iterable[Page]) -> None:
     resting = [page for page in pages if page.in_memory]
     _abandon(self, pages)
     for page in resting:
-        page.in_memory = True
+        page.content = Content.LOADED

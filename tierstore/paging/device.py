@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 
+# Besides the pages that are stepped, one page is copied in and one is copied out.
+MOVING_PAGES = 2
+
 
 class Copy(Protocol):
     """A copy under way."""

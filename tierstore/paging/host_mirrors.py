@@ -14,8 +14,8 @@ import torch
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import PagedParameter
 from tierstore.paging.buffers import BufferPool
-from tierstore.paging.device import Copy, Device
-from tierstore.paging.page import MOVING_PAGES, Page
+from tierstore.paging.device import MOVING_PAGES, Copy, Device
+from tierstore.paging.page import Page
 from tierstore.units import SECTOR_BYTES, align_up
 
 _ALIGNMENT = 64

@@ -1,9 +1,9 @@
-"""One page: where its bytes are, and how they move between file, buffer and device."""
+"""A page: what it holds, how it moves, and its file."""
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from torch.profiler import record_function
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.page_layout import PageLayout, Section
-from tierstore.layout.parameters import PagedParameter
+from tierstore.layout.parameters import MASTER, PagedParameter
 from tierstore.paging.buffers import Buffer
-from tierstore.paging.device import Copy, Device, DeviceBuffer, PlainDevice
+from tierstore.paging.device import Copy, DeviceBuffer
 from tierstore.paging.profiler_lanes import Lane
 from tierstore.paging.tier_plan import Tier
 from tierstore.paging.views import Direct, PageView
@@ -25,50 +25,73 @@ from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import Extent
 
-# Beside those that are stepped, one page is copied in and one out.
-MOVING_PAGES = 2
 
-
-class PageState(enum.Enum):
-    """Where a page's bytes are."""
+class Content(enum.Enum):
+    """Where the newest content of a page is."""
 
     FRESH = enum.auto()
+    """Nowhere: it is made, of zeros and the parameters, when the page is first read."""
     STORED = enum.auto()
-    RESTING = enum.auto()
+    """In the page's file only."""
+    LOADED = enum.auto()
+    """In the page's file and in memory that the page keeps."""
+    CHANGED = enum.auto()
+    """In memory that the page keeps; the file is absent or older."""
+
+
+class Motion(enum.Enum):
+    """What is being done with a page.
+
+    A page goes AT_REST -> READING -> HELD -> AT_REST, or HELD -> WRITING -> AT_REST. A page that
+    is CHANGED and AT_REST is also written by a commit and by a move to another tier.
+    """
+
+    AT_REST = enum.auto()
     READING = enum.auto()
     HELD = enum.auto()
+    """The optimizer, or another reader of the stream, has the page."""
     WRITING = enum.auto()
+
+
+class Needed(enum.Enum):
+    """Which sections the reader of a stream needs of each page."""
+
+    STEP = enum.auto()
+    """All but the masters that are parameters themselves."""
+    MASTERS = enum.auto()
+    NOTHING = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One page of the store. Only the Pager changes its state."""
+    """One page of the store. Only the Pager changes it."""
 
     index: int
     layout: PageLayout
     parameters: Mapping[str, PagedParameter]
     """The parameters that have a shard in the page, by name."""
     direct: Direct
-    """Where they and their gradients are."""
+    """Finds the parameters and their gradients."""
     tier: Tier = Tier.NVME
-    state: PageState = PageState.FRESH
+    content: Content = Content.FRESH
+    motion: Motion = Motion.AT_REST
     entry: PageEntry | None = None
-    """What its file holds; None where it was never written."""
-    is_fresh: bool = True
-    """Whether its content is still to be made, of zeros and the parameters."""
-    in_memory: bool = False
-    """Whether memory of its own holds its content."""
-    is_changed: bool = False
-    """Whether that is newer than its file."""
+    """What the page's file holds; None where nothing was written."""
     buffer: Buffer | None = None
-    """Host memory: its own in tier HOST, else of the pool and only while it moves."""
+    """Host memory: kept in tier HOST, else from the pool and only while the page moves."""
     device_buffer: DeviceBuffer | None = None
-    """Device memory: its own in tier DEVICE, else only while it is stepped there."""
-    transfers: list[Transfer] = field(default_factory=list)
+    """Device memory: kept in tier DEVICE, else only while the page is stepped on the device."""
     copy: Copy | None = None
-    """The copy under way between ``buffer`` and the device."""
+    """The copy in flight between ``buffer`` and the device."""
     sections: list[Section] = field(default_factory=list)
-    """The sections being read."""
+    """The sections that were last read into ``buffer``."""
+    reads: list[Transfer] = field(default_factory=list)
+    """The reads in flight."""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether memory that the page keeps holds its content."""
+        return self.content in (Content.LOADED, Content.CHANGED)
 
     @property
     def memory(self) -> torch.Tensor:
@@ -78,172 +101,125 @@ class Page:
         return memory.tensor
 
     def view(self) -> PageView:
-        """Return the tensors over that memory, to look at or to make outside of a step."""
+        """Return the tensors over ``memory``, to read or make them outside of a step."""
         return PageView(self.layout, self.parameters, self.memory, self.direct)
 
-    def go_back_to(self, entry: PageEntry) -> None:
-        """Take what is in its file for its content."""
-        self.state, self.entry, self.is_fresh = PageState.STORED, entry, False
+    def sections_for(self, needed: Needed) -> list[Section]:
+        """Return the sections to read. A page that stays in memory is read in full, once."""
+        if self.tier is not Tier.NVME:
+            return list(self.layout.sections)
+        if needed is Needed.STEP:
+            return self.layout.readable
+        return self.layout.sections_of(MASTER) if needed is Needed.MASTERS else []
 
 
-class Transit:
-    """Moves the bytes of pages. Whether there is room for them the caller has seen.
+class PageFiles:
+    """The page files of one rank. Moves bytes, and changes no page.
 
     Args:
-        storage: the files; None where no page has one.
+        storage: the files.
         run_id: bound into checksums.
-        checksums: whether there are any.
+        checksums: whether pages are checked when they are read.
     """
 
-    def __init__(self, storage: Storage | None, *, run_id: str, checksums: bool) -> None:
+    def __init__(self, storage: Storage, *, run_id: str, checksums: bool) -> None:
         self._storage = storage
         self._run_id = run_id
         self._checksums = checksums
-        self.device: Device = PlainDevice()
-        """Where pages are stepped."""
-        self._staging: deque[DeviceBuffer] = deque()
-        # Starts writes of what is still on its way from the device. No thread before that.
+        # Starts the writes that wait for a copy from the device. No thread before the first.
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
         self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
+        self.bytes_read = 0
+        self.bytes_written = 0
 
-    def provide_staging(self, device: Device, sizes: Sequence[int], held: int) -> int:
-        """Allocate what pages that do not rest on the device are stepped in there.
+    def register(self, memory: memoryview) -> None:
+        """Register the memory of all page buffers; empty memory ends that."""
+        self._storage.register(memory)
 
-        Args:
-            device: where pages are stepped from now on.
-            sizes: bytes of the pages that rest elsewhere.
-            held: how many pages are stepped at once.
-
-        Returns:
-            The bytes allocated.
-        """
-        self.device = device
-        self._staging.clear()
-        if not device.is_host:
-            for _ in range(min(held + MOVING_PAGES, len(sizes))):
-                self._staging.append(device.allocate(max(sizes)))
-        return sum(buffer.tensor.numel() for buffer in self._staging)
-
-    def read(self, page: Page, sections: list[Section]) -> int:
-        """Start to read some sections into the page's buffer; return how many bytes."""
-        assert self._storage is not None
-        assert page.buffer is not None
-        page.sections = sections
+    def read(self, page: Page) -> list[Transfer]:
+        """Start to read ``page.sections`` into the page's buffer."""
+        transfers: list[Transfer] = []
         if page.entry is None:
-            return 0
-        name, nbytes = page_file(page.index, page.entry.copy), 0
-        for extent in _merged(sections):
-            transfer = self._storage.read(
-                name,
-                extent,
-                page.buffer.memory[extent.offset : extent.offset + extent.nbytes],
-            )
-            page.transfers.append(transfer)
-            nbytes += extent.nbytes
-        self._reads.show(f"page {page.index}", list(page.transfers))
-        return nbytes
-
-    def make_whole(self, page: Page) -> None:
-        """Check what was read into a page's buffer, and make what was not."""
+            return transfers
         assert page.buffer is not None
-        unread = list(page.layout.sections)
-        if page.is_fresh:
+        name = page_file(page.index, page.entry.copy)
+        for extent in _merged(page.sections):
+            memory = page.buffer.memory[extent.offset : extent.offset + extent.nbytes]
+            transfers.append(self._storage.read(name, extent, memory))
+            self.bytes_read += extent.nbytes
+        self._reads.show(f"page {page.index}", transfers)
+        return transfers
+
+    def complete(self, page: Page) -> None:
+        """Check what was read into a page's buffer, and make the rest of its content.
+
+        Raises:
+            CorruptionError: a block has another checksum than its commit says.
+        """
+        assert page.buffer is not None
+        absent: Sequence[Section] = page.layout.sections
+        if page.content is Content.FRESH:
             PageView(page.layout, page.parameters, page.buffer.tensor, page.direct).initialize()
         else:
             self._check(page)
-            unread = [section for section in unread if section not in page.sections]
-        # In place of what was not read lie the bytes of another page.
-        page.layout.stamp(page.buffer.tensor, unread)
+            absent = [section for section in absent if section not in page.sections]
+        # Sections that were not read still hold the records of another page.
+        page.layout.stamp(page.buffer.tensor, absent)
 
-    def bring_to_device(self, page: Page) -> None:
-        """Have what is in a page's buffer where it is stepped."""
-        if page.buffer is None:
-            return
-        host = page.buffer.tensor[: page.layout.nbytes]
-        if page.copy is not None:
-            page.copy.wait()  # Still on its way from the last step.
-        if page.tier is Tier.DEVICE:
-            assert page.device_buffer is not None
-            self.device.copy_in(host, page.device_buffer).wait()
-        elif not self.device.is_host:
-            page.device_buffer = self._staging.popleft()
-            page.copy = self.device.copy_in(host, page.device_buffer)
-
-    def write(self, page: Page, step: int, copy: str) -> None:
-        """Start to write the page's buffer, at once or when what leaves the device is there.
-
-        Its entry is that of the write at once in the former case, after settle() in any.
-        """
+    def write(self, page: Page, step: int, slot: str) -> PageWrite:
+        """Start to write a page's buffer, after the copy from the device if one is in flight."""
+        self.bytes_written += page.layout.nbytes
         if page.copy is None or page.copy.done():
-            page.entry, transfer = self._start_write(page, step, copy)
-            page.transfers = [transfer]
-        else:
-            self._last_late = self._late.submit(self._start_write, page, step, copy)
-            page.transfers = [_LateTransfer(self._last_late)]
+            started: Future[tuple[PageEntry, Transfer]] = Future()
+            started.set_result(self._start_write(page, step, slot))
+            return PageWrite(started)
+        self._last_late = self._late.submit(self._start_write, page, step, slot)
+        return PageWrite(self._last_late)
 
-    def leave_device(self, page: Page) -> None:
-        """Start to copy a page that was stepped on the device to its buffer."""
-        if page.device_buffer is None:
-            return
-        assert page.buffer is not None
-        page.copy = self.device.copy_out(
-            page.device_buffer, page.buffer.tensor[: page.layout.nbytes]
-        )
-        if page.tier is not Tier.DEVICE:
-            self._staging.append(page.device_buffer)
-            page.device_buffer = None
+    def map(self, page: Page) -> memoryview | None:
+        """Return the page's file as private memory; None if the page is newer than its file.
 
-    def drop(self, page: Page) -> None:
-        """Forget what was brought to the device, once nothing uses it any more."""
-        if page.copy is not None:
-            page.copy.wait()
-            page.copy = None
-        if page.device_buffer is not None:
-            # The next content may come before what was computed with this one has ended.
-            self.device.note_use(page.device_buffer)
-            if page.tier is not Tier.DEVICE:
-                self._staging.append(page.device_buffer)
-                page.device_buffer = None
-
-    def settle(self, page: Page) -> None:
-        """Have a page's write under way, and its entry that of the write.
-
-        Until then who looks at the page sees what its file held before, however far the write
-        is: only the caller changes a page. Raises what kept the write from being under way.
+        The memory costs no RAM and keeps its content when the page is written again.
         """
-        for transfer in page.transfers:
-            if isinstance(transfer, _LateTransfer):
-                page.entry = transfer.entry()
+        if page.entry is None or page.content is Content.CHANGED:
+            return None
+        return self._storage.map(page_file(page.index, page.entry.copy))
 
-    def finish_late(self) -> None:
-        """Block until no write waits for a copy any more, whatever became of it."""
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros that costs disk space instead of memory."""
+        if math.prod(shape) == 0:
+            return torch.zeros(shape, dtype=dtype)
+        memory = self._storage.scratch(math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def drain(self) -> None:
+        """Block until no transfer is in flight, whatever became of them."""
+        self._storage.drain()
+
+    def drain_late(self) -> None:
+        """Block until no write waits for a copy from the device, whatever became of them."""
         if self._last_late is not None:
             self._last_late.exception()
             self._last_late = None
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """End the threads."""
         self._late.shutdown()
         self._reads.close()
         self._writes.close()
-        self._staging.clear()
 
-    def _start_write(self, page: Page, step: int, copy: str) -> tuple[PageEntry, Transfer]:
-        """Write what is in a page's buffer, or will be when the copy has ended.
-
-        Changes nothing of the page, since it may run beside the thread whose page it is.
-        """
-        assert self._storage is not None
+    def _start_write(self, page: Page, step: int, slot: str) -> tuple[PageEntry, Transfer]:
+        """Start a write once the copy from the device has ended; may run on the late thread."""
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
         with record_function("tierstore::checksums"):
             checksums = self._checksums_of(page, step, page.layout.blocks)
-        entry = PageEntry(copy=copy, step=step, checksums=tuple(checksums))
+        entry = PageEntry(copy=slot, step=step, checksums=tuple(checksums))
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
-        transfer = self._storage.write(page_file(page.index, copy), extent, memory)
+        transfer = self._storage.write(page_file(page.index, slot), extent, memory)
         self._writes.show(f"page {page.index}", [transfer])
         return entry, transfer
 
@@ -258,7 +234,6 @@ class Transit:
             found = self._checksums_of(page, entry.step, [block for _, block in blocks])
         for (number, block), checksum in zip(blocks, found, strict=True):
             if checksum != entry.checksums[number]:
-                assert self._storage is not None
                 name = page_file(page.index, entry.copy)
                 raise CorruptionError(
                     f"{self._storage.home(name).location}/{name}: the "
@@ -277,30 +252,65 @@ class Transit:
         )
 
 
-class _LateTransfer:
-    """A write that is started when the copy before it has ended."""
+class NoFiles:
+    """The page files of a store without a directory: every page stays in memory."""
 
-    def __init__(self, future: Future[tuple[PageEntry, Transfer]]) -> None:
-        self._future = future
+    bytes_read = 0
+    bytes_written = 0
+
+    def register(self, memory: memoryview) -> None:
+        """Do nothing."""
+
+    def read(self, page: Page) -> list[Transfer]:
+        """Read nothing."""
+        return []
+
+    def complete(self, page: Page) -> None:
+        """Make the content of a fresh page."""
+        if page.content is Content.FRESH:
+            page.view().initialize()
+
+    def write(self, page: Page, step: int, slot: str) -> PageWrite:
+        """Refuse to write: a page of tier HOST or DEVICE is written for commits only."""
+        raise AssertionError("a page was written without a file")
+
+    def map(self, page: Page) -> memoryview | None:
+        """Return None: there is no file."""
+        return None
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def drain(self) -> None:
+        """Do nothing."""
+
+    def drain_late(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class PageWrite:
+    """A page write in flight, which may still wait for a copy from the device."""
+
+    def __init__(self, started: Future[tuple[PageEntry, Transfer]]) -> None:
+        self._started = started
 
     def entry(self) -> PageEntry:
-        """Return what is written, once that is under way. Raises what kept it from being so."""
-        entry, _ = self._future.result()
-        return entry
+        """Return what is written, once the write has started. Raises what kept it from that."""
+        return self._started.result()[0]
 
     def wait(self) -> None:
-        """See Transfer.wait."""
-        _, transfer = self._future.result()
-        transfer.wait()
+        """Block until the write has ended. Raises StorageError if it failed."""
+        self._started.result()[1].wait()
 
     def done(self) -> bool:
-        """See Transfer.done."""
-        if not self._future.done():
+        """Return whether wait() would not block."""
+        if not self._started.done():
             return False
-        if self._future.exception() is not None:
-            return True
-        _, transfer = self._future.result()
-        return transfer.done()
+        return self._started.exception() is not None or self._started.result()[1].done()
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

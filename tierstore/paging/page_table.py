@@ -10,7 +10,7 @@ import torch
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
-from tierstore.paging.page import Page
+from tierstore.paging.page import Content, Page
 from tierstore.paging.views import Direct, PageView, Source
 from tierstore.run.committer import encode_hyperparameters
 
@@ -57,7 +57,7 @@ class LocalSubgroup:
     @property
     def is_fresh(self) -> bool:
         """Whether there is a page that was never written."""
-        return self.page is not None and self.page.is_fresh
+        return self.page is not None and self.page.content is Content.FRESH
 
     def view(self, source: Source, present: Collection[str]) -> PageView:
         """Return the tensors to step, given the names of parameters that have a gradient."""

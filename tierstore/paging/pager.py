@@ -1,55 +1,65 @@
-"""Where the bytes of each page are, and how they get from there to where it is stepped.
+"""The pager: the order in which pages are read, held and written, and the buffers they use.
 
-A page is *fresh* (never written), *stored* (whole in its file), *resting* (in memory of its
-own), *reading*, *held* (with the optimizer) or *writing*. Pages pass in one fixed order: reads
-run ahead into whatever buffers are free, writes drain behind and free theirs. When no buffer
-is free the oldest write is waited for, so running short means waiting and never failing.
+Pages pass in one fixed order: reads run ahead into free buffers, writes drain behind and free
+their buffers. When no buffer is free the pager waits for the oldest write, so a small pool makes
+a sweep slower and never makes it fail.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-import torch
 from torch.profiler import record_function
 
 from tierstore.errors import StorageError
-from tierstore.layout.page_layout import Section
 from tierstore.paging.buffers import BufferPool
-from tierstore.paging.device import Device
-from tierstore.paging.page import Page, PageState, Transit
+from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer, PlainDevice
+from tierstore.paging.page import Content, Motion, Needed, NoFiles, Page, PageFiles, PageWrite
 from tierstore.paging.tier_plan import Placement, Tier
-from tierstore.run.file_names import page_file
-from tierstore.storage.base import Storage, Transfer
+from tierstore.storage.base import Transfer
 
 
 class Pager:
-    """Moves pages between one storage, one pool of buffers and one device.
+    """Moves pages between their files, one pool of host buffers and one device.
 
-    Without a storage every page rests in memory: the same calls, with no swapping. Used by
-    one thread.
+    Used by one thread.
+
+    Args:
+        files: the page files; NoFiles where every page stays in memory.
     """
 
-    def __init__(self, storage: Storage | None, *, run_id: str, checksums: bool) -> None:
-        self._storage = storage
-        self._transit = Transit(storage, run_id=run_id, checksums=checksums)
+    def __init__(self, files: PageFiles | NoFiles) -> None:
+        self.files = files
         self._pool = BufferPool(0, 0)
-        self._reserved = 0  # Buffers that reading ahead leaves for pages of the device.
-        self._early: list[Page] = []  # Being read for a sweep that has not begun.
-        self._writing: deque[Page] = deque()
-        self.bytes_read = 0
-        self.bytes_written = 0
+        self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
+        self._device: Device = PlainDevice()  # Pages are stepped there.
+        self._staging: deque[DeviceBuffer] = deque()  # For pages that do not rest on the device.
+        self._early: list[Page] = []  # Read ahead of a sweep that has not begun.
+        self._writing: dict[Page, PageWrite] = {}  # Oldest first.
         self.stall_seconds = 0.0
         self.host_bytes_peak = 0
         self.device_bytes_peak = 0
         self.lost_write = False
-        """Whether a write failed: the page it was of may be in no file and in no buffer."""
+        """Whether a write failed. Its page may be in no file and in no buffer."""
 
-    # -- Where pages rest.
+    # -- Moving between tiers.
+    #
+    # A move has two phases, so that no tier ever holds more than before or after the move:
+    #
+    #   from     to       make_way()                         place()
+    #   host     nvme     write if changed, free memory      -
+    #   device   nvme     write if changed, free memory      -
+    #   host     device   copy to the device (*)             -
+    #   device   host     -                                  copy to host memory
+    #   nvme     host     -                                  allocate; read when needed next
+    #   nvme     device   -                                  allocate; read when needed next
+    #
+    # (*) If other pages leave the device in the same move, neither tier has room for the pages
+    #     of the other. The pages in host memory then go through their files: host -> nvme in
+    #     make_way(), nvme -> device in place().
 
     def make_way(
         self,
@@ -58,15 +68,12 @@ class Pager:
         device: Device,
         write: Callable[[Page], None],
     ) -> None:
-        """Free all memory that a placement has no use for, so that place() finds room.
-
-        Pages go from host memory to the device, where there is room for them now, or to their
-        files; those that leave the device for host memory wait for place().
+        """Free all memory that a placement does not use, so that place() finds room.
 
         Args:
             pages: all pages, in the order of the placement.
-            placement: where each shall be.
-            device: where steps are computed.
+            placement: the tier of each page after place().
+            device: where pages are stepped.
             write: starts to write a page that is in memory; see write().
         """
         self.drop_early()
@@ -77,18 +84,18 @@ class Pager:
         ]
         copied = {page for page, tier in moving if page.in_memory and tier is not Tier.NVME}
         if len({page.tier for page in copied}) > 1:
-            # They change places, and neither has room for the others: some go through files.
             copied = {page for page in copied if page.tier is Tier.DEVICE}
         leaving = [page for page, _ in moving if page not in copied]
         for page in leaving:
-            if page.is_changed:
+            if page.content is Content.CHANGED:
                 write(page)
         self.finish_writes()
         for page in leaving:
             page.buffer = page.device_buffer = None
-            page.tier, page.in_memory = Tier.NVME, False
-            self._rest(page)
-        self._transit.provide_staging(device, [], 0)
+            page.tier = Tier.NVME
+            if page.in_memory:
+                page.content = Content.STORED
+        self._provide_staging(device, [], 0)
         for page, tier in moving:
             if page in copied and tier is Tier.DEVICE:
                 self._move_to_memory(page, tier, device)
@@ -96,35 +103,39 @@ class Pager:
             self._free_pool()
 
     def place(
-        self, pages: Sequence[Page], placement: Placement, device: Device, *, beside: int, held: int
+        self,
+        pages: Sequence[Page],
+        placement: Placement,
+        device: Device,
+        *,
+        other_bytes: int,
+        window: int,
     ) -> None:
-        """Have every page where a placement wants it, and provide its buffers.
+        """Bring every page to the tier that a placement names, and provide its buffers.
 
-        What is to rest in memory and is in a file is read when it is needed next. After
-        make_way() there is never more memory than before it or after this.
+        Call make_way() with the same arguments first.
 
         Args:
-            pages: as for make_way().
-            placement: likewise.
-            device: likewise.
-            beside: bytes of host memory that others than pages have, to be counted with theirs.
-            held: most pages that are given out at once.
+            pages: all pages, in the order of the placement.
+            placement: the tier of each page.
+            device: where pages are stepped.
+            other_bytes: host memory that is not used for pages, to be counted with theirs.
+            window: most pages that are held at once.
         """
         if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
             self._pool = BufferPool(
                 placement.buffers, placement.buffer_bytes, page_locked=not device.is_host
             )
-            if self._storage is not None:
-                self._storage.register(self._pool.memory)
+            self.files.register(self._pool.memory)
         tiers = list(zip(pages, placement.tiers, strict=True))
         # Pages that leave the device come first, to make room on it.
-        for page, tier in sorted(tiers, key=lambda each: each[0].tier is not Tier.DEVICE):
+        for page, tier in sorted(tiers, key=lambda pair: pair[0].tier is not Tier.DEVICE):
             if tier is not page.tier:
                 self._move_to_memory(page, tier, device)
-        self._reserved = int(self._storage is not None and Tier.DEVICE in placement.tiers)
+        self._reserved = int(Tier.DEVICE in placement.tiers)
         sizes = {tier: [p.layout.nbytes for p in pages if p.tier is tier] for tier in Tier}
-        staging = self._transit.provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME], held)
-        host_bytes = beside + self._pool.nbytes + sum(sizes[Tier.HOST])
+        staging = self._provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME], window)
+        host_bytes = other_bytes + self._pool.nbytes + sum(sizes[Tier.HOST])
         self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
         self.device_bytes_peak = max(self.device_bytes_peak, staging + sum(sizes[Tier.DEVICE]))
 
@@ -134,24 +145,38 @@ class Pager:
 
     @property
     def held_max(self) -> int | None:
-        """How many pages may be given out at once; None for any number."""
+        """Most pages that may be held at once; None for any number."""
         if not self._pool.count:
             return None
-        # The next one needs a buffer, and so may one that is written from the device.
+        # The next page needs a buffer, and so may a page that is written from the device.
         return max(1, self._pool.count - 1 - self._reserved)
 
     def _free_pool(self) -> None:
-        if self._storage is not None:
-            self._storage.register(memoryview(b""))
+        self.files.register(memoryview(b""))
         self._pool = BufferPool(0, 0)
 
+    def _provide_staging(self, device: Device, sizes: Sequence[int], window: int) -> int:
+        """Allocate device memory to step pages in that rest elsewhere; return its bytes.
+
+        Args:
+            device: where pages are stepped from now on.
+            sizes: bytes of the pages that rest elsewhere.
+            window: most pages that are held at once.
+        """
+        self._device = device
+        self._staging.clear()
+        if not device.is_host:
+            for _ in range(min(window + MOVING_PAGES, len(sizes))):
+                self._staging.append(device.allocate(max(sizes)))
+        return sum(buffer.tensor.numel() for buffer in self._staging)
+
     def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
-        """Give a page memory of its own in a tier, and what it holds in another."""
+        """Give a page memory of a tier, with the content of the memory that it had."""
         nbytes = page.layout.nbytes
         if page.copy is not None:
             page.copy.wait()
             page.copy = None
-        # Whatever interrupts this leaves the page with what it had: memory changes with the tier.
+        # Memory and tier change together, last: an interrupt leaves the page as it was.
         if tier is Tier.HOST:
             buffer = BufferPool(1, nbytes, page_locked=not device.is_host).acquire()
             if page.device_buffer is not None:
@@ -165,150 +190,147 @@ class Pager:
 
     # -- The stream.
 
-    def prefetch(self, pages: Iterable[Page], sections: Callable[[Page], list[Section]]) -> None:
-        """Start to read pages that stream() will be asked for, as far as buffers are free.
+    def prefetch(self, pages: Iterable[Page]) -> None:
+        """Start to read what a step needs of these pages, as far as buffers are free.
 
-        Never blocks.
+        A stream over the same pages then begins with these reads. Never blocks.
         """
         self._reclaim()
         for page in pages:
-            if page.state in (PageState.READING, PageState.RESTING):
+            if page.motion is Motion.READING or (page.motion is Motion.AT_REST and page.in_memory):
                 continue
-            if page.state is not PageState.STORED or not self._has_buffer(page, self._reserved):
+            is_readable = page.motion is Motion.AT_REST and page.content is not Content.FRESH
+            if not is_readable or not self._has_buffer(page, self._reserved):
                 return
             self._early.append(page)
-            self._swap_in(page, sections(page))
+            self._swap_in(page, Needed.STEP)
 
     def drop_early(self) -> None:
-        """Take back the buffers of pages that were read for a sweep."""
+        """Take back the buffers of pages that prefetch() read."""
         early, self._early = self._early, []
         self._drop(early)
 
-    def stream(
-        self, pages: Sequence[Page], sections: Callable[[Page], list[Section]]
-    ) -> Generator[Page, None, None]:
-        """Yield pages in order, each held, with the chosen sections read and checked.
+    def stream(self, pages: Sequence[Page], needed: Needed) -> Generator[Page, None, None]:
+        """Yield pages in order, each HELD, with the needed sections read and checked.
 
-        The caller gives each one back, by write(), keep() or release(), before it asks for
-        more than it may hold. Those it has, and those being read, are dropped when it stops
-        early or a read fails. After an interrupt within the pager, abandon() has to follow.
+        The caller gives every page back by write(), keep() or release(), the oldest first, and
+        holds at most ``held_max`` pages when it asks for the next one. It asks for exactly
+        ``len(pages)`` pages, gives the last ones back, and closes the stream. Example, with a
+        window of two pages:
+
+            with contextlib.closing(pager.stream(pages, Needed.STEP)) as stream:
+                held = deque()
+                for _ in pages:
+                    if len(held) == 2:
+                        pager.keep(held.popleft())
+                    held.append(next(stream))
+                    held[-1].memory.add_(1)
+                while held:
+                    pager.keep(held.popleft())
+
+        When the stream is closed early, or a read fails, the pages that are read or held are
+        released. After an interrupt within the pager, call abandon().
+
+        Raises:
+            StorageError: a page could not be read, or a page before it could not be written.
+            CorruptionError: a page is not what was written.
         """
         waiting, ahead, held = deque(pages), deque[Page](), deque[Page]()
         try:
-            self._drop_unwanted(waiting, sections)
+            self._drop_unwanted(waiting, needed)
             while waiting or ahead:
-                self._read_ahead(waiting, ahead, sections)
-                self._wait(ahead[0].transfers)
-                # Writes that ended meanwhile have made room: the disk shall not wait for what
-                # this thread does with the page.
-                self._read_ahead(waiting, ahead, sections)
+                self._read_ahead(waiting, ahead, needed)
+                self._wait(ahead[0].reads)
+                # Writes that ended meanwhile have freed buffers: the disk should not wait while
+                # this thread steps the page.
+                self._read_ahead(waiting, ahead, needed)
                 self._arrive(ahead[0])
                 held.append(ahead[0])
                 ahead.popleft()
                 yield held[-1]
-                while held and held[0].state is not PageState.HELD:
+                while held and held[0].motion is not Motion.HELD:
                     held.popleft()
         finally:
             self._drop(dict.fromkeys([*held, *ahead, *self._early]))
             self._early.clear()
 
-    def write(self, page: Page, *, step: int, copy: str) -> None:
-        """Start to write a page as the content of ``step`` into one of its two files."""
+    def write(self, page: Page, *, step: int, slot: str) -> None:
+        """Start to write a page as the content of ``step`` into one of its two slots."""
         if page.buffer is None:
             while not self._pool.free_count:
-                self._finish_write(self._writing[0])
+                self._finish_oldest_write()
             page.buffer = self._pool.acquire()
-        self._transit.leave_device(page)
-        page.is_fresh = page.is_changed = False
-        self._transit.write(page, step, copy)
-        page.state = PageState.WRITING
-        self._writing.append(page)
-        self.bytes_written += page.layout.nbytes
+        self._leave_device(page)
+        page.content = Content.STORED if page.tier is Tier.NVME else Content.LOADED
+        self._writing[page] = self.files.write(page, step, slot)
+        page.motion = Motion.WRITING
 
     def keep(self, page: Page) -> None:
-        """Let a held page that was changed rest in memory of its own, newer than its file."""
+        """Give back a held page that was changed, and that stays in memory without a write."""
         if page.tier is Tier.HOST:
-            self._transit.leave_device(page)
-        page.is_fresh, page.is_changed = False, True
+            self._leave_device(page)
+        page.content = Content.CHANGED
         self._rest(page)
 
     def release(self, page: Page) -> None:
         """Give back a held page that was not changed, or whose change is to be forgotten."""
-        self._transit.drop(page)
+        self._drop_from_device(page)
         self._rest(page)
 
     def load(self, pages: Iterable[Page]) -> None:
-        """Read the pages that are to rest in memory, and are not there yet."""
-        absent = [p for p in pages if p.state is PageState.STORED and p.tier is not Tier.NVME]
-        with contextlib.closing(self.stream(absent, lambda page: [])) as stream:
+        """Read the pages that stay in memory and are not there yet."""
+        absent = [p for p in pages if p.content is Content.STORED and p.tier is not Tier.NVME]
+        with contextlib.closing(self.stream(absent, Needed.NOTHING)) as stream:
             for page in stream:
                 self.release(page)
-
-    def map(self, page: Page) -> memoryview | None:
-        """Return the content of a held page's file as private memory, or None without one.
-
-        It costs no memory, and stays what it is while the page goes on.
-        """
-        if self._storage is None or page.entry is None or page.is_changed:
-            return None
-        return self._storage.map(page_file(page.index, page.entry.copy))
-
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros that costs disk space instead of memory, if there is a disk."""
-        if self._storage is None or math.prod(shape) == 0:
-            return torch.zeros(shape, dtype=dtype)
-        memory = self._storage.scratch(math.prod(shape) * dtype.itemsize)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     # -- Writes behind.
 
     def finish_writes(self) -> None:
         """Wait for all writes. Raises StorageError for the first that failed."""
         while self._writing:
-            self._finish_write(self._writing[0])
+            self._finish_oldest_write()
 
     def pending_writes(self) -> list[Transfer]:
-        """Return the writes whose success was not yet seen; their pages' entries are right."""
-        for page in self._writing:
-            self._transit.settle(page)
-        return [transfer for page in self._writing for transfer in page.transfers]
+        """Return the writes that may not have ended, and set the entries of their pages."""
+        for page, write in self._writing.items():
+            page.entry = write.entry()
+        return list(self._writing.values())
 
     def abandon(self, pages: Iterable[Page]) -> None:
-        """Wait for all that is under way and take all buffers back, whatever became of the pages.
+        """Wait for all transfers and take all buffers back, whatever became of the pages.
 
-        Without a storage pages have nothing but their memory: they keep what it holds.
+        The content of each page is its file from then on.
         """
         pages = list(pages)
-        self._transit.finish_late()
+        self.files.drain_late()
         for page in pages:
-            self._transit.drop(page)
-        if self._storage is None:
-            return
-        self._storage.drain()
+            self._drop_from_device(page)
+        self.files.drain()
         self._writing.clear()
         self._early.clear()
         self.lost_write = False
         for page in pages:
             if page.tier is not Tier.HOST:
                 page.buffer = None
-            page.transfers = []
-            page.in_memory = page.is_changed = False
-            page.is_fresh = page.entry is None
-            page.state = PageState.FRESH if page.is_fresh else PageState.STORED
+            page.reads = []
+            page.content = Content.FRESH if page.entry is None else Content.STORED
+            page.motion = Motion.AT_REST
         self._pool.release_all()
 
-    def forget(self, pages: Iterable[Page]) -> None:
-        """Give all memory back: after abandon(), what pages hold is in their files."""
+    def free_memory(self, pages: Iterable[Page]) -> None:
+        """Free the memory of pages and the pool, after abandon()."""
         self._free_pool()
         for page in pages:
             page.buffer = page.device_buffer = None
             page.tier = Tier.NVME
 
     def close(self, pages: Iterable[Page]) -> None:
-        """Give all memory back, once no transfer uses it."""
+        """Free all memory once no transfer uses it."""
         pages = list(pages)
         self.abandon(pages)
-        self._transit.close()
+        self.files.close()
+        self._staging.clear()
         for page in pages:
             page.buffer = page.device_buffer = None
         self._free_pool()
@@ -325,113 +347,149 @@ class Pager:
 
     # -- In.
 
-    def _drop_unwanted(
-        self, wanted: Iterable[Page], sections: Callable[[Page], list[Section]]
-    ) -> None:
-        """Drop what was read early and is of no use for these pages."""
-        members = {
-            page for page in wanted if page.tier is not Tier.NVME or page.sections == sections(page)
-        }
-        unwanted = [page for page in self._early if page not in members]
-        self._early = [page for page in self._early if page in members]
+    def _drop_unwanted(self, pages: Iterable[Page], needed: Needed) -> None:
+        """Drop prefetched pages that a stream does not ask for, or needs other sections of."""
+        wanted = {page for page in pages if page.sections == page.sections_for(needed)}
+        unwanted = [page for page in self._early if page not in wanted]
+        self._early = [page for page in self._early if page in wanted]
         self._drop(unwanted)
 
-    def _read_ahead(
-        self,
-        waiting: deque[Page],
-        ahead: deque[Page],
-        sections: Callable[[Page], list[Section]],
-    ) -> None:
-        """Start reading as many of the next pages as there are buffers; at least one."""
+    def _read_ahead(self, waiting: deque[Page], ahead: deque[Page], needed: Needed) -> None:
+        """Start to read as many of the next pages as there are free buffers; at least one.
+
+        Example with three buffers, pages A to D of tier NVME, and one page held at a time:
+
+            buffers                          call
+            A reading  B reading  C reading  the first; no buffer is left for D
+            A held     B reading  C reading  after A arrived
+            A writing  B held     C reading  the caller gave A back and B arrived
+            D reading  B writing  C held     A's write has ended: D takes the buffer
+
+        If A's write had not ended when C was given back, too, ``ahead`` would be empty: only
+        then does the call block, for the oldest write.
+        """
         while waiting:
             self._reclaim()
             page = waiting[0]
-            if page.state is PageState.WRITING:
+            if page.motion is Motion.WRITING:
                 if ahead:
                     return
                 self._finish_write(page)
-            elif page.state is PageState.READING:  # Since before the sweep.
+            elif page.motion is Motion.READING:  # By prefetch().
                 ahead.append(waiting.popleft())
                 self._early.remove(page)
             elif not self._has_buffer(page, self._reserved if ahead else 0):
                 if ahead:
                     return
-                self._finish_write(self._writing[0])
+                self._finish_oldest_write()
             else:
-                # First among the pages to be dropped, should anything below be interrupted.
+                # In ``ahead`` before anything below is interrupted, so that it is dropped.
                 ahead.append(waiting.popleft())
-                self._swap_in(page, sections(page))
+                self._swap_in(page, needed)
+
+    def _needs_buffer(self, page: Page) -> bool:
+        """Return whether a buffer of the pool is needed to read a page."""
+        return self._pool.count > 0 and page.buffer is None and not page.in_memory
 
     def _has_buffer(self, page: Page, reserved: int) -> bool:
-        """Return whether a page could be read now, and so many buffers be left."""
-        needs_none = self._storage is None or page.tier is Tier.HOST or page.in_memory
-        return needs_none or self._pool.free_count > reserved
+        """Return whether a page could be read now, with ``reserved`` buffers left free."""
+        return not self._needs_buffer(page) or self._pool.free_count > reserved
 
-    def _swap_in(self, page: Page, sections: list[Section]) -> None:
-        page.state = PageState.READING
-        if self._storage is None or page.in_memory:
-            return
-        if page.buffer is None:
-            page.buffer = self._pool.acquire()
-        # What rests in memory is read for good.
-        chosen = sections if page.tier is Tier.NVME else list(page.layout.sections)
-        self.bytes_read += self._transit.read(page, chosen)
+    def _swap_in(self, page: Page, needed: Needed) -> None:
+        """Start to read a page, unless it is in memory."""
+        page.motion = Motion.READING
+        if not page.in_memory:
+            if self._needs_buffer(page):
+                page.buffer = self._pool.acquire()
+            page.sections = page.sections_for(needed)
+            page.reads = self.files.read(page)
 
     def _arrive(self, page: Page) -> None:
         """Check a page that was read, bring it to the device, and hold it."""
-        page.transfers = []
+        page.reads = []
         if not page.in_memory:
-            if self._storage is not None:
-                self._transit.make_whole(page)
-            elif page.is_fresh:
-                page.view().initialize()
-            page.in_memory = page.tier is not Tier.NVME
+            self.files.complete(page)
+            if page.tier is not Tier.NVME and page.content is Content.STORED:
+                page.content = Content.LOADED
         self._bring_to_device(page)
-        page.state = PageState.HELD
+        page.motion = Motion.HELD
 
     def _bring_to_device(self, page: Page) -> None:
-        self._transit.bring_to_device(page)
-        if page.tier is Tier.DEVICE and page.buffer is not None:
+        """Start to copy a page from its buffer to the device memory that it is stepped in."""
+        if page.buffer is None:
+            return
+        host = page.buffer.tensor[: page.layout.nbytes]
+        if page.copy is not None:
+            page.copy.wait()  # Of the last step, from the device.
+        if page.tier is Tier.DEVICE:
+            assert page.device_buffer is not None
+            self._device.copy_in(host, page.device_buffer).wait()
             self._pool.release(page.buffer)
             page.buffer = None
+        elif not self._device.is_host:
+            page.device_buffer = self._staging.popleft()
+            page.copy = self._device.copy_in(host, page.device_buffer)
 
     # -- Out.
 
+    def _leave_device(self, page: Page) -> None:
+        """Start to copy a page that was stepped on the device to its buffer."""
+        if page.device_buffer is None:
+            return
+        assert page.buffer is not None
+        host = page.buffer.tensor[: page.layout.nbytes]
+        page.copy = self._device.copy_out(page.device_buffer, host)
+        self._free_staging(page)
+
+    def _drop_from_device(self, page: Page) -> None:
+        """Forget what was copied to the device, once nothing uses the copy."""
+        if page.copy is not None:
+            page.copy.wait()
+            page.copy = None
+        if page.device_buffer is not None:
+            # The next content may arrive before the computation on this one has ended.
+            self._device.note_use(page.device_buffer)
+            self._free_staging(page)
+
+    def _free_staging(self, page: Page) -> None:
+        if page.device_buffer is not None and page.tier is not Tier.DEVICE:
+            self._staging.append(page.device_buffer)
+            page.device_buffer = None
+
     def _rest(self, page: Page) -> None:
-        """Let a page be where it is between steps, and take a buffer of the pool back."""
+        """Take back the pool's buffer of a page that is neither read, held nor written."""
         if page.tier is not Tier.HOST and page.buffer is not None:
             self._pool.release(page.buffer)
             page.buffer = None
-        if page.is_fresh:
-            page.in_memory = False
-            page.state = PageState.FRESH
-        else:
-            page.state = PageState.RESTING if page.in_memory else PageState.STORED
+        page.motion = Motion.AT_REST
 
     def _reclaim(self) -> None:
         """Take back the buffers of writes that have ended."""
-        for page in [page for page in self._writing if all(t.done() for t in page.transfers)]:
+        for page in [page for page, write in self._writing.items() if write.done()]:
             self._finish_write(page)
 
+    def _finish_oldest_write(self) -> None:
+        self._finish_write(next(iter(self._writing)))
+
     def _finish_write(self, page: Page) -> None:
+        write = self._writing[page]
         try:
-            self._wait(page.transfers)
+            self._wait([write])
         except StorageError:
             self.lost_write = True
             raise
-        self._transit.settle(page)
-        page.transfers, page.copy = [], None
-        self._writing.remove(page)
+        page.entry, page.copy = write.entry(), None
+        del self._writing[page]
         self._rest(page)
 
     def _drop(self, pages: Iterable[Page]) -> None:
-        """Take back the buffers of pages that are being read or held."""
-        pages = [page for page in pages if page.state in (PageState.READING, PageState.HELD)]
-        if pages and self._storage is not None:
-            # Not only for their transfers: an interrupt may have kept one from its page.
-            self._storage.drain()
+        """Release pages that are read or held, once no transfer uses their buffers."""
+        pages = [page for page in pages if page.motion in (Motion.READING, Motion.HELD)]
+        if pages:
+            # All transfers of the files: an interrupt may have kept one from ``page.reads``.
+            self.files.drain()
         for page in pages:
-            page.transfers = []
+            page.reads = []
             self.release(page)
 
     def _wait(self, transfers: Sequence[Transfer]) -> None:

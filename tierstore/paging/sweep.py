@@ -12,7 +12,7 @@ import torch
 
 from tierstore.paging.device import Copy, Device
 from tierstore.paging.host_mirrors import Mirror, Mirrors
-from tierstore.paging.page import Page
+from tierstore.paging.page import Needed, Page
 from tierstore.paging.page_table import LocalSubgroup, pages_of
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Spread
@@ -74,9 +74,7 @@ class Sweep:
         pages = pages_of(subgroups)
         self.reading = True
         with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(
-                contextlib.closing(self._pager.stream(pages, lambda page: page.layout.readable))
-            )
+            stream = stack.enter_context(contextlib.closing(self._pager.stream(pages, Needed.STEP)))
             mirrors: Iterator[Mirror | None] = itertools.repeat(None)
             if self._mirrors is not None:
                 mirrors = stack.enter_context(contextlib.closing(self._mirrors.of(pages)))

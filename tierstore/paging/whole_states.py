@@ -9,8 +9,8 @@ import torch
 
 from tierstore.errors import RunMismatchError
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
-from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec, check_states
-from tierstore.paging.page import Page
+from tierstore.layout.parameters import PagedGroup, ParameterSpec, check_states
+from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import LocalSubgroup
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Spread
@@ -81,12 +81,12 @@ def read_states(
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
     wanted = [each for each in subgroups if not each.parameters.keys().isdisjoint(shapes)]
     pages = [subgroup.page for subgroup in wanted if subgroup.page is not None]
-    stream = pager.stream(pages, lambda page: page.layout.readable)
+    stream = pager.stream(pages, Needed.STEP)
     with contextlib.closing(stream):
         for subgroup in wanted:
             if subgroup.page is not None:
                 page = next(stream)
-                content = pager.map(page)
+                content = pager.files.map(page)
                 for shard in page.view().shards:
                     if shard.spec.name in shapes:
                         name = shard.spec.name
@@ -137,7 +137,7 @@ def _collect(
                 continue
             # Pieces of several pages, or of none yet, have no place in one file.
             if state not in states:
-                states[state] = pager.scratch(shape, dtype)
+                states[state] = pager.files.scratch(shape, dtype)
             place.select(states[state]).copy_(view.state(state))
 
 
@@ -154,7 +154,7 @@ def _complete(
         if name in shapes:
             for state, dtype in _read_states_of(parameter.spec):
                 if state not in found[name]:
-                    found[name][state] = pager.scratch(shapes[name], dtype)
+                    found[name][state] = pager.files.scratch(shapes[name], dtype)
                 of_states.setdefault(state, {})[name] = found[name][state]
     for tensors in of_states.values():
         spread.begin(subgroup, subgroup.direct, tensors, tensors)
@@ -167,7 +167,7 @@ def write_pages(
     swap_out: Callable[[Page], None],
 ) -> None:
     """Make every page anew: from zeros and the parameters, then by what ``fill`` does."""
-    stream = pager.stream(pages, lambda page: [])
+    stream = pager.stream(pages, Needed.NOTHING)
     with contextlib.closing(stream):
         for page in stream:
             view = page.view()
@@ -190,8 +190,8 @@ def fill_states(view: PageView, values: States) -> None:
 def restore_parameters(pager: Pager, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
     """Take what a commit says of each page for its content, and copy masters to parameters."""
     for page, entry in zip(pages, entries, strict=True):
-        page.go_back_to(entry)
-    stream = pager.stream(pages, lambda page: page.layout.sections_of(MASTER))
+        page.entry, page.content = entry, Content.STORED
+    stream = pager.stream(pages, Needed.MASTERS)
     with contextlib.closing(stream):
         for page in stream:
             page.view().restore_parameters()
