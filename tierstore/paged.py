@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 
 from tierstore.config import StoreConfig
-from tierstore.errors import SweepError, TierstoreError
+from tierstore.errors import RunDirectoryError, SweepError, TierstoreError
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, PlainDevice, open_device
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
-from tierstore.paging.page import Content, NoFiles, Page, PageFiles
+from tierstore.paging.page import NoFiles, Page, PageFiles
 from tierstore.paging.page_table import (
     LocalSubgroup,
     check_groups,
@@ -37,7 +37,7 @@ from tierstore.paging.whole_states import (
     write_pages,
 )
 from tierstore.ranks.peers import Ranks, together
-from tierstore.run.committer import Commits, History
+from tierstore.run.committer import Committer, Progress
 from tierstore.run.page_files import create_files
 from tierstore.run.recovery import abandon_in_children, open_run
 from tierstore.run.usability import Guard
@@ -83,16 +83,16 @@ class PagedStates:
         self._displaced: Sequence[Page] | None = None  # Those of a placement that did not end.
         self._specs: dict[str, ParameterSpec] = {}
         self._may_differ = False  # Whether ranks may hold other values than each other.
-        self._history = History()
         self._changes = Changes()
         self._storage = storage
-        self._pager = Pager(NoFiles())
+        self._committer = Progress()
+        self._pager = Pager(NoFiles(), self._committer)
         if storage is not None:
             self._open(storage, resume, overwrite)
 
     def _open(self, storage: Storage, resume: bool, overwrite: bool) -> None:
         try:
-            self._identity, found = open_run(
+            identity, found = open_run(
                 storage,
                 self._ranks,
                 resume=resume,
@@ -103,15 +103,13 @@ class PagedStates:
             storage.close()
             raise
         self._guard.awaits_restore = found is not None
-        self._page_bytes = self._identity.page_bytes
-        files = PageFiles(storage, run_id=self._identity.run_id, checksums=self._config.checksums)
-        self._pager = Pager(files)
-        self._commits = Commits(
-            storage,
-            self._ranks.commits,
-            found,
-            single_copy=self._config.commit_every is None,
-        )
+        self._page_bytes = identity.page_bytes
+        peers = self._ranks.commits
+        committer = Committer(storage, peers, identity, commit_every=self._config.commit_every)
+        committer.begin_attempt(found)
+        files = PageFiles(storage, run_id=identity.run_id, checksums=self._config.checksums)
+        self._committer = committer
+        self._pager = Pager(files, committer)
         abandon_in_children(storage)
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
@@ -167,7 +165,7 @@ class PagedStates:
             self._device = open_device(device)
         self._place(all_pages, placement)
         if self._storage is not None and not self._guard.awaits_restore:
-            self._allocate(self._storage, pages)
+            self._allocate(pages)
         return subgroups
 
     @property
@@ -215,13 +213,12 @@ class PagedStates:
         self._compare_values()
         present = rank_checks.names_with_gradient(self._ranks, self._groups, self._specs)
         self._changes.warn(wait=True)
-        if self._commit_is_due():
+        if self._committer.is_due:
             self._begin_commit()
-        step = self._history.step
+        step = self._committer.step
         sweep = Sweep(
             self._pager,
             self._subgroups,
-            self._swap_out,
             mirrors=self._mirrors,
             spread=self._spread,
             free_gradients=self._config.free_gradients,
@@ -230,17 +227,17 @@ class PagedStates:
         )
         try:
             self._guard.sweeping = True
-            self._history.step = step + 1
+            self._committer.step = step + 1
             with contextlib.closing(sweep.stepped_pages()) as pages:
                 yield SteppedPages(pages, present, sweep.stepped)
             if not sweep.finished:
                 raise SweepError("the sweep was left before its last page")
-            self._history.wrote(len(self._groups))
+            self._committer.note_written(len(self._groups))
         except BaseException as error:
             if sweep.begun or (sweep.reading and not self._may_retry(error)):
                 self._fail(error)
             else:
-                self._history.step = step
+                self._committer.step = step
             raise
         finally:
             self._guard.sweeping = False
@@ -293,7 +290,7 @@ class PagedStates:
         Kept in memory and stored with every commit; restore() puts them back. Change them
         within sweep(), after its last page: whatever interrupts that fails the store.
         """
-        return self._history.scalars
+        return self._committer.scalars
 
     def read_states(
         self, names: Collection[str] | None = None
@@ -343,14 +340,15 @@ class PagedStates:
     @property
     def step(self) -> int:
         """Number of steps done, in this run and before it was resumed."""
-        return self._history.step
+        return self._committer.step
 
-    def _allocate(self, storage: Storage, pages: Sequence[Page]) -> None:
-        """Allocate all that steps will write to: a full disk shows here and not in one."""
-        names = create_files(
-            storage, {page.index: page.layout for page in pages}, self._commits.copies
-        )
-        self._commits.provide_spares(name for name in names if storage.is_shared(name))
+    def _allocate(self, pages: Sequence[Page]) -> None:
+        """Allocate all files that steps will write, so that a full disk is found before a step."""
+        committer, storage = self._require_committer("attach()"), self._storage
+        assert storage is not None
+        layouts = {page.index: page.layout for page in pages}
+        names = create_files(storage, layouts, committer.slots)
+        committer.provide_spares(name for name in names if storage.is_shared(name))
 
     def _placement(
         self, pages: Sequence[Page], device: torch.device, tier: Tier | None
@@ -383,7 +381,7 @@ class PagedStates:
             if self._mirrors is not None and self._mirrors.nbytes != beside:
                 self._mirrors.close()
                 self._mirrors = None
-            self._pager.make_way(pages, placement, stepped_on, self._write)
+            self._pager.make_way(pages, placement, stepped_on)
             if beside and self._mirrors is None:
                 self._mirrors = Mirrors(self._device, beside, self._held)
             self._pager.place(pages, placement, stepped_on, other_bytes=beside, window=self._held)
@@ -406,31 +404,15 @@ class PagedStates:
                 self._pager.free_memory(self._displaced)
             self._place(self._pages, self._placement(self._pages, self._device.device, self._tier))
 
-    def _swap_out(self, page: Page) -> None:
-        """Bring a page that was stepped to where it rests.
-
-        What rests in memory is written for commits only, and early if the next one is due.
-        """
-        if page.tier is not Tier.NVME and not self._commit_is_due():
-            self._pager.keep(page)
-        else:
-            self._write(page)
-
-    def _write(self, page: Page) -> None:
-        """Write a page to the file that the last commit does not need."""
-        with self._pager.stalled():
-            copy = self._commits.claim_copy(page.index)
-        self._pager.write(page, step=self._history.step, slot=copy)
-
     def _write_pages(
         self, fill: Callable[[PageView], None], scalars: Mapping[str, Mapping[str, float]]
     ) -> None:
         """Make all pages and some scalars anew; fail the store if anything comes in between."""
         try:
-            write_pages(self._pager, self._pages, fill, self._swap_out)
+            write_pages(self._pager, self._pages, fill)
             for name, values in scalars.items():
-                self._history.scalars[name] = dict(values)
-            self._history.wrote(len(self._groups))
+                self._committer.scalars[name] = dict(values)
+            self._committer.note_written(len(self._groups))
             self._spread_all()
         except BaseException as error:
             self._fail(error)
@@ -447,12 +429,6 @@ class PagedStates:
     def _shared(self) -> list[SharedSubgroup]:
         return [subgroup.shared for subgroup in self._subgroups]
 
-    def _commit_is_due(self) -> bool:
-        every = self._config.commit_every
-        if self._storage is None or every is None:
-            return False
-        return self._history.step - self._commits.begun_step >= every
-
     def _compare_values(self) -> None:
         if self._may_differ:
             rank_checks.require_same_values(self._ranks, self._groups, self._shared)
@@ -460,23 +436,19 @@ class PagedStates:
 
     def _begin_commit(self) -> None:
         self._compare_values()
-        rank_checks.require_same_commit(self._ranks, self._groups, self._history.scalars)
+        committer = self._require_committer("a commit")
+        rank_checks.require_same_commit(self._ranks, self._groups, committer.scalars)
         with self._guard.failing(interrupts=True):
-            for page in self._pages:
-                if page.content is Content.CHANGED:
-                    self._write(page)
-            writes = self._pager.pending_writes()
-        manifest = self._history.manifest(
-            self._identity,
-            attempt=self._commits.attempt,
-            before=self._commits.begun,
-            groups=self._groups,
-            pages=[(page.layout, page.entry) for page in self._pages],
-            shared=self._ranks.world_size > 1,
-        )
+            writes = self._pager.write_changed(self._pages)
+        pages = [(page.layout, page.entry) for page in self._pages]
+        manifest = committer.manifest(self._groups, pages, shared=self._ranks.world_size > 1)
         with self._pager.stalled(), self._guard.failing(interrupts=False):
-            self._commits.begin(manifest, writes)
-        self._history.committed()
+            committer.begin(manifest, writes)
+
+    def _require_committer(self, call: str) -> Committer:
+        if not isinstance(self._committer, Committer):
+            raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
+        return self._committer
 
     def _may_retry(self, error: BaseException) -> bool:
         """Whether a call that only read leaves everything as it was, despite an error."""

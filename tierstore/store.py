@@ -25,6 +25,7 @@ from tierstore.paging.tier_plan import Tier
 from tierstore.paging.whole_states import restore_parameters
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, on_rank_0, together
+from tierstore.run.committer import Committer
 from tierstore.run.directories import open_directories
 from tierstore.run.manifest import Manifest
 from tierstore.run.page_files import check_files, check_same_model
@@ -159,12 +160,12 @@ class TierStore(PagedStates):
     @property
     def committed_step(self) -> int:
         """The newest step that a restart would find; 0 where there is none."""
-        return self._commits.committed_step if self._storage else 0
+        return self._committer.committed_step
 
     @property
     def extra(self) -> Any:
         """What was given to the commit that restore() went back to."""
-        return self._history.extra
+        return self._committer.extra
 
     def commit(self, extra: Any = None) -> None:
         """Make the last step the one that a restart finds, in the background.
@@ -183,15 +184,7 @@ class TierStore(PagedStates):
             StorageError: an earlier commit or write failed.
         """
         self._guard.require_restored()
-        self._require_storage("commit()")
-        history = self._history
-        committed = history.step and history.step == self._commits.begun_step
-        if committed and extra is None and not history.changed:
-            return
-        history.annotate(extra)
-        if committed or (history.changed and not history.step):
-            self._begin_commit()  # The same step with another extra, or what a run begins with.
-        elif self._commit_is_due():
+        if self._require_committer("commit()").annotate(extra):
             self._begin_commit()
 
     def synchronize(self) -> None:
@@ -201,11 +194,11 @@ class TierStore(PagedStates):
             StorageError: it could not be made durable; the commit before it is intact.
         """
         self._guard.require_restored()
-        self._require_storage("synchronize()")
-        if not self._history.is_committed:
+        committer = self._require_committer("synchronize()")
+        if not committer.is_up_to_date:
             self._begin_commit()
         with self._guard.failing(interrupts=False), self._pager.stalled():
-            self._commits.wait()
+            committer.wait()
         with self._guard.failing(interrupts=True):
             self._pager.finish_writes()
 
@@ -246,10 +239,11 @@ class TierStore(PagedStates):
         from tierstore.checkpoint.publish import Committed, publish
 
         self._guard.require_restored()
+        committer = self._require_committer("checkpoint()")
         storage = self._require_storage("checkpoint()")
         self._finish_publication()
         self.synchronize()
-        manifest = self._commits.committed
+        manifest = committer.committed
         commits = []
         if manifest is not None:
             pages = self._pages[: len(manifest.pages)]
@@ -258,13 +252,13 @@ class TierStore(PagedStates):
                     storage=storage,
                     manifest=manifest,
                     layouts=[page.layout for page in pages],
-                    provide_spares=self._commits.provide_spares,
+                    provide_spares=committer.provide_spares,
                 )
             )
         committed = Committed(
             peers=self._ranks,
             commits=commits,
-            contents=lambda: contents_of(model, self._groups[: self._history.groups_written]),
+            contents=lambda: contents_of(model, self._groups[: committer.groups_written]),
             model_prefix=model_prefix,
         )
 
@@ -277,7 +271,7 @@ class TierStore(PagedStates):
             if self._ranks.world_size > 1 and not isinstance(error, Exception):
                 self._fail(error)  # The others stand in the middle of it, and cannot be told.
             with contextlib.suppress(StorageError):  # The first error is the one to mend.
-                self._commits.drop_spares()
+                committer.drop_spares()
             raise
 
     @torch.no_grad()
@@ -303,19 +297,20 @@ class TierStore(PagedStates):
         """
         self._guard.require_open()
         storage = self._require_storage("restore()")
+        committer = self._require_committer("restore()")
         members = [each for group in self._groups for each in group.parameters]
         together(self._ranks, "begin a restore", lambda: reshard(members))
         if checkpoint is not None:
             return self._begin_from(checkpoint)
         if self._resharded is not None:
-            return self._reshard(storage, self._resharded)
-        changed = self._history.step or self._history.groups_written or self._guard.failure
+            return self._reshard(committer, self._resharded)
+        changed = committer.step or committer.groups_written or self._guard.failure
         if not (self._guard.awaits_restore or changed):
             return 0
         self._settle_publication()  # It reads files that recovery would remove.
-        self._commits.settle()
-        manifest = recover(storage, self._identity, self._ranks)
-        self._commits.forget_spares()
+        committer.settle()
+        manifest = recover(storage, committer.identity, self._ranks)
+        committer.forget_spares()
         if manifest is None:
             raise RunDirectoryError(
                 f"no step was committed by all ranks of {storage.location} yet, so there is "
@@ -334,9 +329,8 @@ class TierStore(PagedStates):
             self._place_again()
             restore_parameters(self._pager, self._pages, manifest.pages)
             self._spread_all()
-            self._commits.go_on_from(manifest)
-            self._history.go_on_from(manifest, self._groups)
-            self._allocate(storage, self._pages)
+            committer.restore(manifest, self._groups)
+            self._allocate(self._pages)
         except BaseException as error:
             self._ranks.fail(error)
             raise
@@ -344,18 +338,18 @@ class TierStore(PagedStates):
         self._guard.failure = None
         return manifest.step
 
-    def _reshard(self, storage: Storage, checkpoint: Path) -> int:
+    def _reshard(self, committer: Committer, checkpoint: Path) -> int:
         """Begin from what the run was on other ranks, and commit it before that is removed."""
         from tierstore.checkpoint.stopped_run import end_reshard
 
         self._guard.awaits_restore = False
         try:
-            together(self._ranks, "allocate pages", lambda: self._allocate(storage, self._pages))
+            together(self._ranks, "allocate pages", lambda: self._allocate(self._pages))
             step = self._begin_from(checkpoint)
         except BaseException:
             self._guard.awaits_restore = True
             raise
-        self._history.annotate(self.extra)
+        committer.annotate(self.extra)
         self.synchronize()
         run = checkpoint.parent
         on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(run))
@@ -365,23 +359,23 @@ class TierStore(PagedStates):
     def _begin_from(self, checkpoint: str | os.PathLike[str]) -> int:
         from tierstore.checkpoint.load import CheckpointSource
 
-        if self._guard.awaits_restore or self._history.step or self._guard.failure:
+        if self._guard.awaits_restore or self._committer.step or self._guard.failure:
             todo = "go on with restore() alone, or name another directory, or pass overwrite=True"
             if checkpoint is self._resharded:  # That failed.
                 todo = "nothing is lost, start the job again with resume=True and reshard=True"
             raise RunDirectoryError(
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
-        wanted = self._groups, self._history.scalars
+        wanted = self._groups, self._committer.scalars
         source = together(
             self._ranks,
             "check a checkpoint",
             lambda: CheckpointSource(checkpoint, *wanted, self._ranks),
         )
         with self._guard.failing(interrupts=True):
-            self._history.step = source.step
+            self._committer.step = source.step
             self._write_pages(source.fill, source.scalars)
-            self._history.extra = source.extra
+            self._committer.extra = source.extra
             for group, values in zip(self._groups, source.hyperparameters, strict=True):
                 group.hyperparameters.update(values)
         return source.step
@@ -446,7 +440,7 @@ class TierStore(PagedStates):
             stack.callback(self._ranks.close)
             if self._storage:
                 stack.callback(self._storage.close)
-                stack.callback(self._commits.close)
+                stack.callback(self._committer.close)
             stack.callback(self._pager.close, self._displaced or self._pages)
             if self._mirrors is not None:
                 stack.callback(self._mirrors.close)

@@ -139,9 +139,9 @@ def _shared_is_ignored(storage: RecordedStorage) -> RecordedStorage:
 
 @contextlib.contextmanager
 def _needed_copy_is_overwritten() -> Iterator[None]:
-    original = committer.Commits.claim_copy
+    original = committer.Committer.claim_copy
 
-    def claim_copy(self: committer.Commits, page: int) -> str:
+    def claim_copy(self: committer.Committer, page: int) -> str:
         self.wait()
         true_copies = self._copies
         self._copies = {page: "b" if copy == "a" else "a" for page, copy in true_copies.items()}
@@ -150,7 +150,7 @@ def _needed_copy_is_overwritten() -> Iterator[None]:
         finally:
             self._copies = true_copies
 
-    with mock.patch.object(committer.Commits, "claim_copy", claim_copy):
+    with mock.patch.object(committer.Committer, "claim_copy", claim_copy):
         yield
 
 
@@ -158,32 +158,32 @@ def _needed_copy_is_overwritten() -> Iterator[None]:
 def _next_step_overtakes_commit() -> Iterator[None]:
     """A commit that is so slow that its pages are overwritten first, since nothing waits."""
     submit, claim_copy, wait = (
-        committer.Commits._commit,
-        committer.Commits.claim_copy,
-        committer.Commits.wait,
+        committer.Committer._commit,
+        committer.Committer.claim_copy,
+        committer.Committer.wait,
     )
-    late: dict[committer.Commits, tuple[Any, ...]] = {}
+    late: dict[committer.Committer, tuple[Any, ...]] = {}
 
-    def note(self: committer.Commits, *args: Any) -> None:
+    def note(self: committer.Committer, *args: Any) -> None:
         late[self] = args
 
-    def commit_now(self: committer.Commits) -> None:
+    def commit_now(self: committer.Committer) -> None:
         wait(self)
         if self in late:
             submit(self, *late.pop(self))
 
-    def claim(self: committer.Commits, page: int) -> str:
+    def claim(self: committer.Committer, page: int) -> str:
         durable, self._number_durable = self._number_durable, self._number_begun
         try:
-            with mock.patch.object(committer.Commits, "wait"):
+            with mock.patch.object(committer.Committer, "wait"):
                 return claim_copy(self, page)
         finally:
             self._number_durable = durable
 
     with (
-        mock.patch.object(committer.Commits, "_commit", note),
-        mock.patch.object(committer.Commits, "claim_copy", claim),
-        mock.patch.object(committer.Commits, "wait", commit_now),
+        mock.patch.object(committer.Committer, "_commit", note),
+        mock.patch.object(committer.Committer, "claim_copy", claim),
+        mock.patch.object(committer.Committer, "wait", commit_now),
     ):
         yield
 
@@ -369,7 +369,7 @@ WRITTEN += [
         ("a commit leaves out pages that rest in memory", resting_faults.left_out_of_commits),
         (
             "a page that rests in memory is not known to be newer than its file",
-            _patch(Pager, "keep", resting_faults.kept_as_stored),
+            _patch(Pager, "_keep", resting_faults.kept_as_stored),
         ),
         (
             "a move forgets what is newer than its file",

@@ -7,32 +7,30 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-from tierstore.paged import PagedStates
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
+from tierstore.run.committer import Committer
+from tierstore.storage.base import Transfer
 
 
 @contextlib.contextmanager
 def left_out_of_commits() -> Iterator[None]:
-    original = PagedStates._begin_commit
+    original = Pager.write_changed
 
-    def begin(self: PagedStates) -> None:
-        resting = [
-            page
-            for page in self._pages
-            if page.content is Content.CHANGED and page.entry is not None
-        ]
+    def write_changed(self: Pager, pages: Iterable[Page]) -> list[Transfer]:
+        resting = [page for page in pages if page.content is Content.CHANGED and page.entry]
         for page in resting:
             page.content = Content.LOADED
-        original(self)
+        writes = original(self, pages)
         for page in resting:
             page.content = Content.CHANGED
+        return writes
 
-    with mock.patch.object(PagedStates, "_begin_commit", begin):
+    with mock.patch.object(Pager, "write_changed", write_changed):
         yield
 
 
-_keep, _make_way, _abandon = Pager.keep, Pager.make_way, Pager.abandon
+_keep, _make_way, _abandon = Pager._keep, Pager.make_way, Pager.abandon
 _move_to_memory = Pager._move_to_memory
 
 
@@ -43,20 +41,21 @@ def kept_as_stored(self: Pager, page: Page) -> None:
 
 
 def changes_dropped(self: Pager, *args: Any) -> None:
-    def drop(page: Page) -> None:
+    def drop(self: Pager, page: Page) -> None:
         page.content = Content.LOADED
 
-    _make_way(self, *args[:-1], drop)
+    with mock.patch.object(Pager, "_write", drop):
+        _make_way(self, *args)
 
 
 def written_over_itself(self: Pager, *args: Any) -> None:
-    def write(page: Page) -> None:
-        if page.entry is None:
-            args[-1](page)
-        else:
-            self.write(page, step=page.entry.step, slot=page.entry.copy)
+    def claim_copy(self: Committer, index: int) -> str:
+        entry = pages[index].entry
+        return _claim_copy(self, index) if entry is None else entry.copy
 
-    _make_way(self, *args[:-1], write)
+    pages, _claim_copy = args[0], Committer.claim_copy
+    with mock.patch.object(Committer, "claim_copy", claim_copy):
+        _make_way(self, *args)
 
 
 def read_again(self: Pager, page: Page, *args: Any) -> None:

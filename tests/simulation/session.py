@@ -222,7 +222,7 @@ class Session:
                 store = self.stores[ranks.rank]
                 if store is not None:
                     with suppress(RuntimeError):  # It is closed.
-                        store._commits.settle()
+                        store._committer.settle()
                 raise
 
         return self.job.run(run)
@@ -260,7 +260,7 @@ class Session:
         store, model = self._store(rank), self.models[rank]
         # What the program says and what its last commit does would else come in any order,
         # and no schedule could be repeated.
-        store._commits.settle()
+        store._committer.settle()
         log.mark(rank, "doing", action.kind)
         if action.kind in ("commit", "rates"):
             log.mark(rank, "begun", action.version)

@@ -271,8 +271,8 @@ class NoFiles:
             page.view().initialize()
 
     def write(self, page: Page, step: int, slot: str) -> PageWrite:
-        """Refuse to write: a page of tier HOST or DEVICE is written for commits only."""
-        raise AssertionError("a page was written without a file")
+        """Refuse: no page is written."""
+        raise AssertionError(f"page {page.index} has no file")
 
     def map(self, page: Page) -> memoryview | None:
         """Return None: there is no file."""

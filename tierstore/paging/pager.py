@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from torch.profiler import record_function
 
@@ -19,6 +19,7 @@ from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer, PlainDevice
 from tierstore.paging.page import Content, Motion, Needed, NoFiles, Page, PageFiles, PageWrite
 from tierstore.paging.tier_plan import Placement, Tier
+from tierstore.run.committer import Progress
 from tierstore.storage.base import Transfer
 
 
@@ -29,10 +30,12 @@ class Pager:
 
     Args:
         files: the page files; NoFiles where every page stays in memory.
+        committer: says which slot of a page may be written, and in which step.
     """
 
-    def __init__(self, files: PageFiles | NoFiles) -> None:
+    def __init__(self, files: PageFiles | NoFiles, committer: Progress) -> None:
         self.files = files
+        self._committer = committer
         self._pool = BufferPool(0, 0)
         self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
         self._device: Device = PlainDevice()  # Pages are stepped there.
@@ -61,20 +64,13 @@ class Pager:
     #     of the other. The pages in host memory then go through their files: host -> nvme in
     #     make_way(), nvme -> device in place().
 
-    def make_way(
-        self,
-        pages: Sequence[Page],
-        placement: Placement,
-        device: Device,
-        write: Callable[[Page], None],
-    ) -> None:
+    def make_way(self, pages: Sequence[Page], placement: Placement, device: Device) -> None:
         """Free all memory that a placement does not use, so that place() finds room.
 
         Args:
             pages: all pages, in the order of the placement.
             placement: the tier of each page after place().
             device: where pages are stepped.
-            write: starts to write a page that is in memory; see write().
         """
         self.drop_early()
         moving = [
@@ -88,7 +84,7 @@ class Pager:
         leaving = [page for page, _ in moving if page not in copied]
         for page in leaving:
             if page.content is Content.CHANGED:
-                write(page)
+                self._write(page)
         self.finish_writes()
         for page in leaving:
             page.buffer = page.device_buffer = None
@@ -213,8 +209,8 @@ class Pager:
     def stream(self, pages: Sequence[Page], needed: Needed) -> Generator[Page, None, None]:
         """Yield pages in order, each HELD, with the needed sections read and checked.
 
-        The caller gives every page back by write(), keep() or release(), the oldest first, and
-        holds at most ``held_max`` pages when it asks for the next one. It asks for exactly
+        The caller gives every page back by swap_out() or release(), the oldest first, and holds
+        fewer than ``held_max`` pages when it asks for the next one. It asks for exactly
         ``len(pages)`` pages, gives the last ones back, and closes the stream. Example, with a
         window of two pages:
 
@@ -222,11 +218,11 @@ class Pager:
                 held = deque()
                 for _ in pages:
                     if len(held) == 2:
-                        pager.keep(held.popleft())
+                        pager.swap_out(held.popleft())
                     held.append(next(stream))
-                    held[-1].memory.add_(1)
+                    step(held[-1].view())
                 while held:
-                    pager.keep(held.popleft())
+                    pager.swap_out(held.popleft())
 
         When the stream is closed early, or a read fails, the pages that are read or held are
         released. After an interrupt within the pager, call abandon().
@@ -254,23 +250,15 @@ class Pager:
             self._drop(dict.fromkeys([*held, *ahead, *self._early]))
             self._early.clear()
 
-    def write(self, page: Page, *, step: int, slot: str) -> None:
-        """Start to write a page as the content of ``step`` into one of its two slots."""
-        if page.buffer is None:
-            while not self._pool.free_count:
-                self._finish_oldest_write()
-            page.buffer = self._pool.acquire()
-        self._leave_device(page)
-        page.content = Content.STORED if page.tier is Tier.NVME else Content.LOADED
-        self._writing[page] = self.files.write(page, step, slot)
-        page.motion = Motion.WRITING
+    def swap_out(self, page: Page) -> None:
+        """Give back a held page that was changed.
 
-    def keep(self, page: Page) -> None:
-        """Give back a held page that was changed, and that stays in memory without a write."""
-        if page.tier is Tier.HOST:
-            self._leave_device(page)
-        page.content = Content.CHANGED
-        self._rest(page)
+        A page that stays in memory is written for commits only: now, if the next commit is due.
+        """
+        if page.tier is Tier.NVME or self._committer.is_due:
+            self._write(page)
+        else:
+            self._keep(page)
 
     def release(self, page: Page) -> None:
         """Give back a held page that was not changed, or whose change is to be forgotten."""
@@ -286,16 +274,23 @@ class Pager:
 
     # -- Writes behind.
 
+    def write_changed(self, pages: Iterable[Page]) -> list[Transfer]:
+        """Start to write all pages that are newer than their files.
+
+        Returns:
+            The writes in flight, earlier ones included. The entries of their pages are set.
+        """
+        for page in pages:
+            if page.content is Content.CHANGED:
+                self._write(page)
+        for page, write in self._writing.items():
+            page.entry = write.entry()
+        return list(self._writing.values())
+
     def finish_writes(self) -> None:
         """Wait for all writes. Raises StorageError for the first that failed."""
         while self._writing:
             self._finish_oldest_write()
-
-    def pending_writes(self) -> list[Transfer]:
-        """Return the writes that may not have ended, and set the entries of their pages."""
-        for page, write in self._writing.items():
-            page.entry = write.entry()
-        return list(self._writing.values())
 
     def abandon(self, pages: Iterable[Page]) -> None:
         """Wait for all transfers and take all buffers back, whatever became of the pages.
@@ -431,6 +426,26 @@ class Pager:
             page.copy = self._device.copy_in(host, page.device_buffer)
 
     # -- Out.
+
+    def _write(self, page: Page) -> None:
+        """Start to write a page to the slot that no commit needs."""
+        with self.stalled():
+            slot = self._committer.claim_copy(page.index)
+        if page.buffer is None:
+            while not self._pool.free_count:
+                self._finish_oldest_write()
+            page.buffer = self._pool.acquire()
+        self._leave_device(page)
+        page.content = Content.STORED if page.tier is Tier.NVME else Content.LOADED
+        self._writing[page] = self.files.write(page, self._committer.step, slot)
+        page.motion = Motion.WRITING
+
+    def _keep(self, page: Page) -> None:
+        """Let a page that was changed stay in memory, newer than its file."""
+        if page.tier is Tier.HOST:
+            self._leave_device(page)
+        page.content = Content.CHANGED
+        self._rest(page)
 
     def _leave_device(self, page: Page) -> None:
         """Start to copy a page that was stepped on the device to its buffer."""

@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 
 import torch
 
 from tierstore.paging.device import Copy, Device
 from tierstore.paging.host_mirrors import Mirror, Mirrors
-from tierstore.paging.page import Needed, Page
+from tierstore.paging.page import Needed
 from tierstore.paging.page_table import LocalSubgroup, pages_of
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Spread
@@ -25,7 +25,6 @@ class Sweep:
     Args:
         pager: moves the pages.
         subgroups: all of the store, in order.
-        swap_out: writes a held page to where it may be written.
         mirrors: bring gradients and parameters to the host; None: they are used where they are.
         spread: sends what was stepped to the replicas.
         free_gradients: whether to let go of each gradient after its use.
@@ -37,7 +36,6 @@ class Sweep:
         self,
         pager: Pager,
         subgroups: Sequence[LocalSubgroup],
-        swap_out: Callable[[Page], None],
         *,
         mirrors: Mirrors | None,
         spread: Spread,
@@ -47,7 +45,6 @@ class Sweep:
     ) -> None:
         self._pager = pager
         self._subgroups = subgroups
-        self._swap_out = swap_out
         self._mirrors = mirrors
         self._spread = spread
         self._free_gradients = free_gradients
@@ -108,7 +105,7 @@ class Sweep:
         if mirror is not None:
             mirror.send_back()
         if subgroup.page is not None:
-            self._swap_out(subgroup.page)
+            self._pager.swap_out(subgroup.page)
         if self._free_gradients:
             for name, parameter in subgroup.parameters.items():
                 if self._last_uses[name] is subgroup:

@@ -160,12 +160,7 @@ def _complete(
         spread.begin(subgroup, subgroup.direct, tensors, tensors)
 
 
-def write_pages(
-    pager: Pager,
-    pages: Sequence[Page],
-    fill: Callable[[PageView], None],
-    swap_out: Callable[[Page], None],
-) -> None:
+def write_pages(pager: Pager, pages: Sequence[Page], fill: Callable[[PageView], None]) -> None:
     """Make every page anew: from zeros and the parameters, then by what ``fill`` does."""
     stream = pager.stream(pages, Needed.NOTHING)
     with contextlib.closing(stream):
@@ -174,7 +169,7 @@ def write_pages(
             view.initialize()
             fill(view)
             view.read_parameters()
-            swap_out(page)
+            pager.swap_out(page)
 
 
 def fill_states(view: PageView, values: States) -> None:

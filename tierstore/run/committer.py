@@ -1,13 +1,8 @@
-"""Making one step durable after the other, in the background.
+"""The committer: one step of a run after the other becomes durable, in the background.
 
-The order is what a crash cannot get wrong: pages written and looked at, page files
-flushed, manifest under a temporary name, its final name, the directory. Until the last of
-these the commit before is the one that a restart finds; the pages that it names are
-untouched, because a step writes to the other copy of each page. Of several ranks each does
-so with its own files, then tells the others; none overwrites anything before all have.
-
-A file that is shared, with a published checkpoint for one, is never written again: a fresh
-one, allocated ahead, takes its name.
+A commit writes and flushes pages, then puts the manifest under a temporary name, renames it, and
+syncs the directory. Until the last of these is durable, a restart finds the commit before it, whose
+pages are intact, because a step writes to the other slot of each page.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch.profiler import record_function
+from typing_extensions import override
 
 from tierstore.errors import StorageError, StoreFailedError
 from tierstore.layout.page_layout import PageLayout, layout_digest
@@ -39,20 +35,20 @@ from tierstore.storage.base import Storage, Transfer
 
 
 def write_durably(storage: Storage, name: str, data: bytes) -> None:
-    """Make a small file appear whole or not at all, whenever a crash comes."""
+    """Write a small file that a crash leaves either whole or absent."""
     storage.put(f"{name}.tmp", data)
     storage.rename(f"{name}.tmp", name)
     storage.sync_directory()
 
 
 def mark_dirty(storage: Storage, revision: Revision) -> None:
-    """Say durably that the one copy of each page of this commit is being overwritten."""
+    """Note durably that the only slot of a page of this commit is being overwritten."""
     mark = {"overwriting": manifest_name(revision)}
     write_durably(storage, DIRTY_NAME, json.dumps(mark).encode())
 
 
 def read_mark(data: bytes) -> Revision | None:
-    """Return the commit that a dirty mark is about, or None where it is damaged."""
+    """Return the commit that a dirty mark names; None if the mark is damaged."""
     try:
         return manifest_revision(json.loads(data)["overwriting"])
     except (ValueError, LookupError, TypeError):
@@ -60,85 +56,159 @@ def read_mark(data: bytes) -> Revision | None:
 
 
 def clear_dirty(storage: Storage) -> None:
-    """Take the mark back, after a newer commit is durable: should it return, it is late."""
+    """Remove the mark once a newer commit is durable. A mark that comes back then is stale."""
     storage.unlink(DIRTY_NAME)
 
 
-class Commits:
-    """The commits of one rank's run: which is the last, and the next one on its way.
+class Progress:
+    """The steps of a store, and what changed since the last commit.
 
-    Commits are made one at a time on a thread of their own. With ``single_copy`` each page
-    has one file, so that a step overwrites what the last commit needs, under a mark.
+    A store without a directory has nothing else: no commit is ever due.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Number of the last step."""
+        self.scalars: dict[str, dict[str, float]] = {}
+        """Parameter name -> scalar name -> value."""
+        self.extra: Any = None
+        """The value that was given to the commit that was restored."""
+        self.changed = False
+        """Whether pages were changed since the last commit was begun."""
+        self.groups_written = 0
+        """Number of groups with pages; groups attached later are in no commit."""
+
+    @property
+    def committed_step(self) -> int:
+        """The newest durable step, or 0."""
+        return 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last step is to be committed before the next one begins."""
+        return False
+
+    def note_written(self, groups: int) -> None:
+        """Note that pages were changed, and that the first ``groups`` groups all have pages."""
+        self.changed, self.groups_written = True, groups
+
+    def claim_copy(self, page: int) -> str:
+        """Refuse: without a directory no page is written."""
+        raise AssertionError(f"page {page} has no file")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Committer(Progress):
+    """The commits of one rank: the last one, the one in flight, and what the next one holds.
+
+    Commits are made one at a time on a thread. Each rank commits its own files and then tells
+    the other ranks; no rank overwrites a page before all ranks have committed.
+
+    A file that is shared, for example with a published checkpoint, is never written again: a
+    spare file, allocated ahead, takes its name.
 
     Args:
         storage: the rank's files.
         peers: all ranks, to be told of each commit.
-        committed: the commit that the run goes on from, or None.
-        single_copy: whether each page has one file instead of two.
+        identity: the run.
+        commit_every: steps from one commit to the next. None: no commit is ever due, and each
+            page has one slot instead of two, so that a step overwrites what the last commit
+            needs, under a mark.
     """
 
     def __init__(
-        self, storage: Storage, peers: Peers, committed: Manifest | None, *, single_copy: bool
+        self, storage: Storage, peers: Peers, identity: RunIdentity, *, commit_every: int | None
     ) -> None:
+        super().__init__()
+        self.identity = identity
+        """The run."""
+        self.committed: Manifest | None = None
+        """The newest durable commit."""
         self._storage = storage
         self._peers = peers
-        self._single_copy = single_copy
+        self._commit_every = commit_every
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
-        self.go_on_from(committed)
+        self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra to commit with it.
 
-    def go_on_from(self, manifest: Manifest | None) -> None:
-        """Make a commit found by recovery the last one, in an attempt of its own."""
-        self.attempt: str = self._peers.gather(secrets.token_hex(8))[0]
-        """Names this opening of the run in every manifest, the same on all ranks."""
-        self.committed = manifest
-        """The newest durable commit."""
-        self.begun = manifest
-        """The newest commit that begin() was called for."""
+    def begin_attempt(self, manifest: Manifest | None) -> None:
+        """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
+        self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
+        self.committed = self._begun = manifest
         entries = manifest.pages if manifest else ()
         self._copies = {index: entry.copy for index, entry in enumerate(entries)}
         self._files_written: set[str] = set()
         self._spares: set[str] = set()
         self._dirty = self._renamed = False
         self._pending: Future[None] | None = None
-        self._number_begun = self._number_durable = 0  # Number of the last commit that was.
+        # Commits are counted, to tell whether the last one that was begun is durable.
+        self._number_begun = self._number_durable = 0
+
+    def restore(self, manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
+        """Go back to a commit, and give the groups their hyperparameters. All ranks call this."""
+        self.begin_attempt(manifest)
+        for group, saved in zip(groups, manifest.hyperparameters, strict=True):
+            group.hyperparameters.update(tagged_json.decode(saved))
+        self.scalars = tagged_json.decode(manifest.scalars)
+        self.extra = tagged_json.decode(manifest.extra)
+        self.step = manifest.step
+        self.groups_written = len(groups)
+        self._note_begun()
 
     @property
+    @override
     def committed_step(self) -> int:
-        """The newest durable step, or 0."""
         return self.committed.step if self.committed else 0
 
     @property
-    def begun_step(self) -> int:
-        """The newest step that begin() was called for, or 0."""
-        return self.begun.step if self.begun else 0
+    @override
+    def is_due(self) -> bool:
+        every = self._commit_every
+        begun_step = self._begun.step if self._begun else 0
+        return every is not None and self.step - begun_step >= every
 
     @property
-    def copies(self) -> str:
-        """The files that each page has, by their last letter."""
-        return "a" if self._single_copy else "ab"
+    def is_up_to_date(self) -> bool:
+        """Whether the last commit that was begun holds everything."""
+        return not self.changed and not (self.step and self._next_extra[0] == self.step)
 
+    @property
+    def slots(self) -> str:
+        """The slots that each page has: "a", or "ab"."""
+        return "a" if self._commit_every is None else "ab"
+
+    # -- Before a commit: which files may be written.
+
+    @override
     def claim_copy(self, page: int) -> str:
-        """Return the copy of a page that may be overwritten now, and remember to flush it.
+        """Return the slot of a page that may be overwritten now, and remember to flush it.
 
-        Blocks until the last commit begun is durable: until then a crash needs both.
+        Blocks until the last commit that was begun is durable. Until then a crash may need
+        either slot. Example, for a page that every step writes:
+
+            step  slot  needed by
+            1     a     commit 1
+            2     b     commit 2; the claim waits for commit 1, which needs a
+            3     a     commit 3; the claim waits for commit 2, which needs b
 
         Raises:
-            StorageError, StoreFailedError: it is not, and never will be.
+            StorageError, StoreFailedError: the last commit never becomes durable.
         """
         self.wait()
         if self._number_durable != self._number_begun:
             raise StoreFailedError("an interrupt came as a commit began, and it was never made")
-        committed = self._copies.get(page)
-        copy = "b" if committed == "a" and not self._single_copy else "a"
+        needed = self._copies.get(page)
+        copy = "b" if needed == "a" and "b" in self.slots else "a"
         name = page_file(page, copy)
         if self._storage.is_shared(name):
             self.provide_spares([name])
-        if copy == committed and not self._dirty:
+        if copy == needed and not self._dirty:
             assert self.committed is not None
             mark_dirty(self._storage, self.committed.revision)
             self._dirty = True
-        # Also where it is not shared any more: who reads it from a checkpoint that was removed
-        # meanwhile may have it open still.
+        # Also if the file is not shared any more: a reader of a checkpoint that was removed
+        # may still have it open.
         if name in self._spares:
             self._renamed = True
             self._storage.rename(spare_file(name), name)
@@ -147,7 +217,7 @@ class Commits:
         return copy
 
     def provide_spares(self, names: Iterable[str]) -> None:
-        """Allocate what shall take the place of these page files, for all or for none.
+        """Allocate spare files for these page files, for all or for none.
 
         Raises:
             StorageError: the disk is full, say. Nothing was changed.
@@ -167,139 +237,43 @@ class Commits:
             raise
 
     def drop_spares(self) -> None:
-        """Give back the space that nothing needs, because nothing is shared any more."""
+        """Remove the spare files of page files that are not shared any more."""
         for name in list(self._spares):
             if not self._storage.is_shared(name):
                 self._storage.unlink(spare_file(name))
                 self._spares.discard(name)
 
     def forget_spares(self) -> None:
-        """Note that recovery removed whatever was allocated ahead."""
+        """Note that recovery removed all spare files."""
         self._spares.clear()
 
-    def begin(self, manifest: Manifest, writes: Sequence[Transfer]) -> None:
-        """Start to make a step durable; the one before is waited for.
+    # -- A commit.
 
-        Args:
-            manifest: what the step holds; nothing in it may change any more.
-            writes: transfers of its pages that were not yet seen to have succeeded.
+    def annotate(self, extra: Any) -> bool:
+        """Keep a copy of the extra for the commit of this step; return whether to begin it now.
 
         Raises:
-            StorageError: the commit before failed.
+            TypeError, ValueError: no commit can hold the extra.
         """
-        self.wait()
-        files = sorted(self._files_written)
-        copies = {index: entry.copy for index, entry in enumerate(manifest.pages)}
-        # Submitted last: an interrupt before that leaves a commit that is never durable,
-        # and claim_copy() then lets nothing be overwritten.
-        self._number_begun += 1
-        self.begun = manifest
-        self._copies, self._files_written, self._dirty = copies, set(), False
-        renamed, self._renamed = self._renamed, False
-        self._pending = self._executor.submit(
-            self._commit, self._number_begun, manifest, writes, files, renamed
-        )
-
-    def wait(self) -> None:
-        """Block until the step that was begun, if any, is durable.
-
-        Raises:
-            StorageError: it is not, and the commit before it is still the last one. Raised
-                by every call until go_on_from().
-        """
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-    def settle(self) -> None:
-        """Block until the thread has nothing left to do, whatever became of it."""
-        self._executor.submit(lambda: None).result()
-
-    def close(self) -> None:
-        """End the thread, after the step that was begun."""
-        self._executor.shutdown()
-
-    def _commit(
-        self,
-        number: int,
-        manifest: Manifest,
-        writes: Sequence[Transfer],
-        files: Sequence[str],
-        renamed: bool,
-    ) -> None:
-        def commit_here() -> None:
-            for write in writes:
-                write.wait()
-            self._storage.flush(files)
-            if renamed:  # Else the manifest could name a page file that is still another.
-                self._storage.sync_directory()
-            write_durably(self._storage, manifest_name(manifest.revision), manifest.to_bytes())
-
-        with record_function(f"tierstore::commit {manifest.step}"):
-            together(self._peers, "commit", commit_here)
-        self.committed = manifest
-        self._number_durable = number
-        self._forget_older()
-
-    def _forget_older(self) -> None:
-        names = self._storage.list()
-        revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
-        for revision in revisions[: -1 if self._single_copy else -2]:
-            self._storage.unlink(manifest_name(revision))
-        if DIRTY_NAME in names:
-            clear_dirty(self._storage)
-
-
-class History:
-    """What changed since the last commit, and what the next one will hold."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.scalars: dict[str, dict[str, float]] = {}
-        """Parameter name -> scalar name -> value."""
-        self.extra: Any = None
-        """What was given to the commit that was restored."""
-        self.changed = False
-        """Whether a page was written since a commit was begun."""
-        self.groups_written = 0
-        """Groups attached later have no pages yet and are in no commit."""
-        self._next_extra: tuple[int, Any] = (0, None)  # A step, and what to commit with it.
-
-    def wrote(self, groups: int) -> None:
-        """Note that pages were written, those of so many groups being all there now."""
-        self.changed, self.groups_written = True, groups
-
-    def annotate(self, extra: Any) -> None:
-        """Keep a copy of what the commit of this step shall hold.
-
-        Raises:
-            TypeError, ValueError: no commit can hold it.
-        """
+        was_begun = self._begun is not None and 0 < self.step == self._begun.step
+        if was_begun and extra is None and not self.changed:
+            return False
         self._next_extra = (self.step, tagged_json.encode(extra, name="extra"))
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether a commit of everything was begun: there is nothing new to say."""
-        return not self.changed and not (self.step and self._next_extra[0] == self.step)
+        # The same step with another extra, or the values that a run begins with.
+        return was_begun or (self.changed and not self.step) or self.is_due
 
     def manifest(
         self,
-        identity: RunIdentity,
-        *,
-        attempt: str,
-        before: Manifest | None,
         groups: Sequence[PagedGroup],
         pages: Sequence[tuple[PageLayout, PageEntry | None]],
+        *,
         shared: bool,
     ) -> Manifest:
-        """Return the manifest of this step: a copy of all that later steps will change.
+        """Return the manifest of this step: a copy of everything that later steps will change.
 
         Args:
-            identity: the run.
-            attempt: this opening of it.
-            before: the commit before it, if there is one.
             groups: all groups; those without pages are left out.
-            pages: the layout of every page, and where its content was written last.
+            pages: the layout of every page, and what its file holds.
             shared: whether other ranks have a part of the groups.
 
         Raises:
@@ -312,16 +286,16 @@ class History:
             if entry is not None and layout.subgroup.group < len(groups)
         ]
         layouts = [layout for layout, _ in written]
-        extra_step, extra = self._next_extra
+        before, (extra_step, extra) = self._begun, self._next_extra
         return Manifest(
-            run_id=identity.run_id,
-            attempt=attempt,
-            rank=identity.rank,
-            world_size=identity.world_size,
+            run_id=self.identity.run_id,
+            attempt=self._attempt,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
             step=self.step,
             number=before.number + 1 if before and before.step == self.step else 1,
             first=before is None,
-            page_bytes=identity.page_bytes,
+            page_bytes=self.identity.page_bytes,
             groups=[[parameter.spec for parameter in group.parameters] for group in groups],
             layout=layout_digest(layouts),
             pages=[entry for _, entry in written],
@@ -331,26 +305,92 @@ class History:
             extra=extra if extra_step == self.step else None,
         )
 
-    def committed(self) -> None:
-        """Note that a commit of everything was begun."""
+    def begin(self, manifest: Manifest, writes: Sequence[Transfer]) -> None:
+        """Start to make a step durable, after the commit in flight.
+
+        Args:
+            manifest: the step; nothing in it may change any more.
+            writes: writes of its pages that may not have ended.
+
+        Raises:
+            StorageError: the commit before failed.
+        """
+        self.wait()
+        files = sorted(self._files_written)
+        # Submitted last: an interrupt before that leaves a commit that is never durable,
+        # and claim_copy() then lets nothing be overwritten.
+        self._number_begun += 1
+        self._begun = manifest
+        self._copies = {index: entry.copy for index, entry in enumerate(manifest.pages)}
+        self._files_written, self._dirty = set(), False
+        renamed, self._renamed = self._renamed, False
+        self._pending = self._executor.submit(
+            self._commit, self._number_begun, manifest, writes, files, renamed
+        )
+        self._note_begun()
+
+    def wait(self) -> None:
+        """Block until the commit that was begun, if any, is durable.
+
+        Raises:
+            StorageError: it failed, and the commit before it is still the last one. Raised by
+                every call until restore().
+        """
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def settle(self) -> None:
+        """Block until the thread has nothing to do, whatever became of the commit."""
+        self._executor.submit(lambda: None).result()
+
+    @override
+    def close(self) -> None:
+        """End the thread, after the commit in flight."""
+        self._executor.shutdown()
+
+    def _note_begun(self) -> None:
         self._next_extra = (0, None)
         self.changed = False
 
-    def go_on_from(self, manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
-        """Make a commit the present, and give the groups their hyperparameters back."""
-        for group, saved in zip(groups, manifest.hyperparameters, strict=True):
-            group.hyperparameters.update(tagged_json.decode(saved))
-        self.scalars = tagged_json.decode(manifest.scalars)
-        self.extra = tagged_json.decode(manifest.extra)
-        self.step = manifest.step
-        self.groups_written = len(groups)
-        self.committed()
+    def _commit(
+        self,
+        number: int,
+        manifest: Manifest,
+        writes: Sequence[Transfer],
+        files: Sequence[str],
+        renamed: bool,
+    ) -> None:
+        """Make a step durable on this rank, then on all; runs on the commit thread."""
+
+        def commit_here() -> None:
+            for write in writes:
+                write.wait()
+            self._storage.flush(files)
+            if renamed:  # Else the manifest could name a page file whose spare has its name.
+                self._storage.sync_directory()
+            write_durably(self._storage, manifest_name(manifest.revision), manifest.to_bytes())
+
+        with record_function(f"tierstore::commit {manifest.step}"):
+            together(self._peers, "commit", commit_here)
+        self.committed = manifest
+        self._number_durable = number
+        self._forget_older()
+
+    def _forget_older(self) -> None:
+        """Remove the manifests that no restart needs any more, and the dirty mark."""
+        names = self._storage.list()
+        revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
+        for revision in revisions[: -len(self.slots)]:  # A slot of every page for each that stays.
+            self._storage.unlink(manifest_name(revision))
+        if DIRTY_NAME in names:
+            clear_dirty(self._storage)
 
 
 def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
     """Return the hyperparameters of a group as a manifest holds them.
 
     Raises:
-        TypeError, ValueError: one that no commit can hold, by name.
+        TypeError, ValueError: a hyperparameter that no commit can hold; the message names it.
     """
     return tagged_json.encode(group.own_hyperparameters(), name=f"param_groups[{index}]")
