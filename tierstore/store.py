@@ -325,9 +325,9 @@ class TierStore(PagedStates):
         together(self._ranks, "check the run", check)
         self._guard.awaits_restore = True  # Until all of the below is done.
         try:
-            self._pager.abandon(self._pages)
+            self._pager.reset(self._pages, manifest.pages)
             self._place_again()
-            restore_parameters(self._pager, self._pages, manifest.pages)
+            restore_parameters(self._pager, self._pages)
             self._spread_all()
             committer.restore(manifest, self._groups)
             self._allocate(self._pages)

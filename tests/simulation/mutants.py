@@ -433,7 +433,7 @@ UNDER_FAULTS = [
         ),
         (
             "restore() keeps what rests in memory",
-            _patch(Pager, "abandon", resting_faults.memory_kept),
+            _patch(Pager, "reset", resting_faults.memory_kept),
         ),
     )
 ]

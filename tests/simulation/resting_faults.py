@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.run.committer import Committer
+from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Transfer
 
 
@@ -30,7 +31,7 @@ def left_out_of_commits() -> Iterator[None]:
         yield
 
 
-_keep, _make_way, _abandon = Pager._keep, Pager.make_way, Pager.abandon
+_keep, _make_way, _reset = Pager._keep, Pager.make_way, Pager.reset
 _move_to_memory = Pager._move_to_memory
 
 
@@ -64,9 +65,8 @@ def read_again(self: Pager, page: Page, *args: Any) -> None:
         page.content = Content.STORED
 
 
-def memory_kept(self: Pager, pages: Iterable[Page]) -> None:
-    pages = list(pages)
+def memory_kept(self: Pager, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
     resting = [page for page in pages if page.in_memory]
-    _abandon(self, pages)
+    _reset(self, pages, entries)
     for page in resting:
         page.content = Content.LOADED

@@ -20,6 +20,7 @@ from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer, PlainDev
 from tierstore.paging.page import Content, Motion, Needed, NoFiles, Page, PageFiles, PageWrite
 from tierstore.paging.tier_plan import Placement, Tier
 from tierstore.run.committer import Progress
+from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Transfer
 
 
@@ -225,7 +226,7 @@ class Pager:
                     pager.swap_out(held.popleft())
 
         When the stream is closed early, or a read fails, the pages that are read or held are
-        released. After an interrupt within the pager, call abandon().
+        released. After an interrupt within the pager, call reset().
 
         Raises:
             StorageError: a page could not be read, or a page before it could not be written.
@@ -292,29 +293,26 @@ class Pager:
         while self._writing:
             self._finish_oldest_write()
 
-    def abandon(self, pages: Iterable[Page]) -> None:
-        """Wait for all transfers and take all buffers back, whatever became of the pages.
+    def reset(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
+        """Go back to what the files of all pages hold, whatever became of the pages.
 
-        The content of each page is its file from then on.
+        Waits for all transfers and takes all buffers back.
+
+        Args:
+            pages: all pages.
+            entries: what the file of each page holds.
         """
-        pages = list(pages)
-        self.files.drain_late()
-        for page in pages:
-            self._drop_from_device(page)
-        self.files.drain()
-        self._writing.clear()
-        self._early.clear()
+        self._abandon_transfers(pages)
         self.lost_write = False
-        for page in pages:
+        for page, entry in zip(pages, entries, strict=True):
             if page.tier is not Tier.HOST:
                 page.buffer = None
             page.reads = []
-            page.content = Content.FRESH if page.entry is None else Content.STORED
-            page.motion = Motion.AT_REST
+            page.entry, page.content, page.motion = entry, Content.STORED, Motion.AT_REST
         self._pool.release_all()
 
     def free_memory(self, pages: Iterable[Page]) -> None:
-        """Free the memory of pages and the pool, after abandon()."""
+        """Free the memory of pages and the pool, after reset()."""
         self._free_pool()
         for page in pages:
             page.buffer = page.device_buffer = None
@@ -323,7 +321,7 @@ class Pager:
     def close(self, pages: Iterable[Page]) -> None:
         """Free all memory once no transfer uses it."""
         pages = list(pages)
-        self.abandon(pages)
+        self._abandon_transfers(pages)
         self.files.close()
         self._staging.clear()
         for page in pages:
@@ -339,6 +337,15 @@ class Pager:
                 yield
         finally:
             self.stall_seconds += time.perf_counter() - started
+
+    def _abandon_transfers(self, pages: Iterable[Page]) -> None:
+        """Block until nothing is in flight, whatever became of it."""
+        self.files.drain_late()
+        for page in pages:
+            self._drop_from_device(page)
+        self.files.drain()
+        self._writing.clear()
+        self._early.clear()
 
     # -- In.
 

@@ -10,13 +10,12 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
 from tierstore.layout.parameters import PagedGroup, ParameterSpec, check_states
-from tierstore.paging.page import Content, Needed, Page
+from tierstore.paging.page import Needed, Page
 from tierstore.paging.page_table import LocalSubgroup
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Spread
 from tierstore.paging.views import PageView, ShardView
 from tierstore.ranks.peers import Peers, agree
-from tierstore.run.manifest import PageEntry
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -182,10 +181,8 @@ def fill_states(view: PageView, values: States) -> None:
                 chunk.state(state).copy_(place.select(local))
 
 
-def restore_parameters(pager: Pager, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
-    """Take what a commit says of each page for its content, and copy masters to parameters."""
-    for page, entry in zip(pages, entries, strict=True):
-        page.entry, page.content = entry, Content.STORED
+def restore_parameters(pager: Pager, pages: Sequence[Page]) -> None:
+    """Copy the masters in pages to the parameters."""
     stream = pager.stream(pages, Needed.MASTERS)
     with contextlib.closing(stream):
         for page in stream:
