@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,25 +17,35 @@ from torch import distributed as dist
 
 from tierstore.checkpoint.opening import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.publication import Publication
+from tierstore.checkpoint.restore import Restore
 from tierstore.config import Budget, StoreConfig
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
-from tierstore.paged import PagedStates
-from tierstore.paging.fsdp import reshard
-from tierstore.paging.rank_checks import require_same_options
+from tierstore.layout.parameters import PagedGroup
+from tierstore.paging import rank_checks
+from tierstore.paging.fsdp import reshard as drop_gathered_copies
+from tierstore.paging.page import NoFiles, PageFiles
+from tierstore.paging.page_table import PageTable
+from tierstore.paging.pager import Pager
+from tierstore.paging.sweep import Changes, SteppedPages, Sweep, may_retry
 from tierstore.paging.tier_plan import Tier
-from tierstore.paging.whole_states import restore_parameters
+from tierstore.paging.whole_states import (
+    agree_to_read,
+    agree_to_write,
+    fill_states,
+    read_states,
+    write_pages,
+)
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Ranks, on_rank_0, together
-from tierstore.run.committer import Committer
+from tierstore.ranks.peers import Ranks, together
+from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
-from tierstore.run.manifest import Manifest
-from tierstore.run.page_files import check_files, check_same_model
-from tierstore.run.recovery import recover
+from tierstore.run.opening import open_committer
+from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.units import parse_bytes
 
 
-class TierStore(PagedStates):
+class TierStore:
     """Keeps the state of an optimizer in page files and streams it through few buffers.
 
     Args:
@@ -114,22 +125,9 @@ class TierStore(PagedStates):
         if reshard and not resume:
             raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
-        directories = [Path(each) for each in paths] if isinstance(paths, Sequence) else []
+        directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
         if reshard and not directories:
             raise ValueError("reshard=True needs the path of a run directory")
-        ranks = ranks_of(process_group, timeout_s=peer_timeout)
-
-        def open_storage() -> Storage | None:
-            if not isinstance(paths, Sequence):
-                return paths
-            return open_directories(
-                directories,
-                ranks.rank,
-                engine=engine,
-                page_bytes=config.page_bytes,
-                overwrite=overwrite,
-            )
-
         modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
         options = {
             "page_bytes": config.page_bytes,
@@ -137,25 +135,238 @@ class TierStore(PagedStates):
             "number of directories": len(directories),
             **modes,
         }
-        try:
-            require_same_options(ranks, options)
-            self._resharded: Path | None = None
+        self._config = config
+        self._ranks = ranks = ranks_of(process_group, timeout_s=peer_timeout)
+        self._resharded: Path | None = None  # A checkpoint that restore() begins from.
+        self._publication: Publication | None = None  # A checkpoint that is being copied.
+        self._changes = Changes()
+        with contextlib.ExitStack() as opened:
+            opened.callback(ranks.close)
+            rank_checks.require_same_options(ranks, options)
+            storage = None if isinstance(paths, Sequence) else paths
             if directories:
                 self._resharded, directories = look_for_other_ranks(directories, ranks, **modes)
-            storage = together(ranks, "open the run directory", open_storage)
-            super().__init__(storage, config, ranks, resume=resume, overwrite=overwrite)
-        except BaseException:
-            ranks.close()
-            raise
-        self._publication: Publication | None = None  # One that is being copied.
-        if self._resharded is not None:
-            self._guard.awaits_restore = True
-        elif directories and not self._guard.awaits_restore:
-            try:
+                open_storage = partial(
+                    open_directories,
+                    directories,
+                    ranks.rank,
+                    engine=engine,
+                    page_bytes=config.page_bytes,
+                    overwrite=overwrite,
+                )
+                storage = together(ranks, "open the run directory", open_storage)
+            self._committer: Progress = Progress()
+            files: PageFiles | NoFiles = NoFiles()
+            page_bytes, awaits_restore = config.page_bytes, self._resharded is not None
+            if storage is not None:
+                opened.callback(storage.close)
+                self._committer = committer = open_committer(
+                    storage,
+                    ranks,
+                    resume=resume,
+                    overwrite=overwrite,
+                    page_bytes=config.page_bytes,
+                    commit_every=commit_every,
+                )
+                files = PageFiles(storage, run_id=committer.identity.run_id, checksums=checksums)
+                page_bytes = committer.identity.page_bytes
+                awaits_restore = awaits_restore or committer.committed is not None
+            opened.callback(self._committer.close)
+            self._usability = Usability(
+                ranks, has_directory=storage is not None, awaits_restore=awaits_restore
+            )
+            self._pager = Pager(files, self._committer)
+            self._table = PageTable(
+                ranks, config, page_bytes, self._pager, self._committer, self._usability
+            )
+            opened.callback(self._table.close)
+            if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
-            except BaseException:
-                self._close(synchronize=False)
-                raise
+            self._opened = opened.pop_all()
+
+    # -- Parameters and steps.
+
+    def attach(self, groups: Sequence[PagedGroup]) -> None:
+        """Lay out pages for these groups, after those of groups attached before.
+
+        Nothing is written yet. Call it at the first step or just before restore(), when
+        frameworks have put the parameters where they stay. All ranks call it together.
+
+        Raises:
+            BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
+                message names the smallest budget that does.
+            ValueError, TypeError: a name twice, or a hyperparameter that no commit can hold.
+            RunMismatchError: the ranks have different parameters; the message names the first.
+            PeerFailed: any of these on another rank.
+        """
+        self._usability.require_usable()
+        self._table.attach(groups)
+
+    @contextlib.contextmanager
+    def sweep(self, window: int = 1) -> Iterator[SteppedPages]:
+        """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
+
+        Yields the pages of which some parameter has a gradient on any rank, in order: of each
+        subgroup a page, be it empty. The loop body updates ``master`` and ``states`` of the
+        chunks in place; the store then writes the parameters and the page, and sends the
+        parameters to the ranks that hold them, too. A step that was not committed yet is
+        committed first.
+
+        Args:
+            window: how many pages are stepped at once: each is written when so many more were
+                asked for. At most ``window_max``, and the same on all ranks.
+
+        If the loop raises or stops early after the first page was handed out, the
+        parameters are of two steps and the store is failed. (A store without a directory,
+        which has no step to go back to, goes on as optimizers of PyTorch do.)
+
+        Raises:
+            StorageError, CorruptionError: a page could not be read or written. Before the
+                first page was handed out, nothing was changed and the step may be retried.
+            SweepError: the loop was left before its last page.
+            ValueError: a parameter or gradient does not fit what was attached.
+            PeerFailed: any of these on another rank.
+
+        Warns:
+            UserWarning: a parameter was changed outside of the optimizer. Where it takes a
+                device to find out, that is told when the next sweep begins.
+        """
+        self._usability.require_restored()
+        if not 1 <= window <= self.window_max:
+            raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
+        table = self._table
+        table.ensure_placed()
+        table.require_same_values()
+        present = rank_checks.names_with_gradient(self._ranks, table.groups, table.specs)
+        self._changes.warn(wait=True)
+        if self._committer.is_due:
+            self._begin_commit()
+        sweep = Sweep(
+            table,
+            self._committer,
+            self._usability,
+            self._ranks,
+            free_gradients=self._config.free_gradients,
+            present=present,
+            window=window,
+        )
+        with sweep.run() as pages:
+            yield pages
+        self._changes.note(sweep.changed, table.step_device)
+        self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
+
+    def prefetch(self) -> None:
+        """Start to read what the next sweep will step, as far as buffers are free; return at once.
+
+        Raises:
+            StorageError: a write of the last step failed, or a read could not begin, which
+                may be tried again.
+        """
+        self._usability.require_restored()
+        with self._only_reading():
+            self._pager.prefetch(self._table.pages)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """All ranks of the job that the parameters are one model of; None where there is one."""
+        return self._ranks if self._ranks.world_size > 1 else None
+
+    @property
+    def window_max(self) -> int:
+        """How many pages sweep() may have stepped at once, the same on all ranks."""
+        return self._table.window_max
+
+    @property
+    def compute(self) -> str:
+        """Where steps are computed: on the parameters' "device", or on the "host"."""
+        return self._config.compute
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups attached; those of one optimizer, which sweep() steps together."""
+        return len(self._table.groups)
+
+    @property
+    def step(self) -> int:
+        """Number of steps done, in this run and before it was resumed."""
+        return self._committer.step
+
+    @property
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Parameter name -> scalar name -> value: small states such as a step count.
+
+        Kept in memory and stored with every commit; restore() puts them back. Change them
+        within sweep(), after its last page: whatever interrupts that fails the store.
+        """
+        return self._committer.scalars
+
+    def read_states(
+        self, names: Collection[str] | None = None
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the states of some parameters, or of all, as they are now.
+
+        The tensors are private mappings of the page files: they cost no memory, and stay as
+        they are. (What this rank has in pieces, or gets from others, is put together in an
+        unnamed file; without a directory all are copies.) All ranks ask together for the same.
+
+        Returns:
+            Parameter name -> state name -> tensor of the parameter's shape, a DTensor as that
+            may be one, on the host. The state "master" is there only for parameters that are
+            not their own; before the first step it is the parameter, and other states are zero.
+        """
+        self._usability.require_restored()
+        wanted = self._table.specs.keys() if names is None else names
+        agree_to_read(self._ranks, wanted)
+        self._table.ensure_placed()
+        with self._only_reading():
+            return read_states(self._table, wanted)
+
+    @torch.no_grad()
+    def write_states(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        """Replace states, outside of a step. States not named become zero, or the parameter.
+
+        Args:
+            values: as read_states() returns them, or whole; converted to each state's dtype.
+            scalars: what to update ``scalars`` with, together with the pages.
+
+        Raises:
+            ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
+        """
+        self._usability.require_restored()
+        agree_to_write(self._ranks, self._table.groups, values)
+        self._table.ensure_placed()
+        with self._usability.failing(interrupts=True):
+            write_pages(
+                self._table,
+                self._committer,
+                lambda view: fill_states(view, values),
+                scalars or {},
+            )
+
+    def move(self, tier: str) -> None:
+        """Bring all pages to one tier, between two steps: turn offload on or off.
+
+        It stays so until another move(), or until the store is closed. Results do not change.
+        All ranks call it together.
+
+        Args:
+            tier: "device" or "host", which the budget of that name must hold in full, or "nvme".
+
+        Raises:
+            BudgetError: they do not fit; nothing was changed.
+            StorageError, CorruptionError: a page could not be read or written.
+        """
+        self._usability.require_restored()
+        target = Tier(tier)
+        if target is Tier.NVME:
+            self._require_committer('move("nvme")')
+        self._table.move(target)
+
+    # -- Commits and checkpoints.
 
     @property
     def committed_step(self) -> int:
@@ -183,7 +394,7 @@ class TierStore(PagedStates):
                 too large; the message names it.
             StorageError: an earlier commit or write failed.
         """
-        self._guard.require_restored()
+        self._usability.require_restored()
         if self._require_committer("commit()").annotate(extra):
             self._begin_commit()
 
@@ -193,13 +404,13 @@ class TierStore(PagedStates):
         Raises:
             StorageError: it could not be made durable; the commit before it is intact.
         """
-        self._guard.require_restored()
+        self._usability.require_restored()
         committer = self._require_committer("synchronize()")
         if not committer.is_up_to_date:
             self._begin_commit()
-        with self._guard.failing(interrupts=False), self._pager.stalled():
+        with self._usability.failing(interrupts=False), self._pager.stalled():
             committer.wait()
-        with self._guard.failing(interrupts=True):
+        with self._usability.failing(interrupts=True):
             self._pager.finish_writes()
 
     def checkpoint(
@@ -238,18 +449,17 @@ class TierStore(PagedStates):
         from tierstore.checkpoint.page_links import RankCommit
         from tierstore.checkpoint.publish import Committed, publish
 
-        self._guard.require_restored()
+        self._usability.require_restored()
         committer = self._require_committer("checkpoint()")
-        storage = self._require_storage("checkpoint()")
         self._finish_publication()
         self.synchronize()
-        manifest = committer.committed
+        manifest, table = committer.committed, self._table
         commits = []
         if manifest is not None:
-            pages = self._pages[: len(manifest.pages)]
+            pages = table.pages[: len(manifest.pages)]
             commits.append(
                 RankCommit(
-                    storage=storage,
+                    storage=committer.storage,
                     manifest=manifest,
                     layouts=[page.layout for page in pages],
                     provide_spares=committer.provide_spares,
@@ -258,7 +468,7 @@ class TierStore(PagedStates):
         committed = Committed(
             peers=self._ranks,
             commits=commits,
-            contents=lambda: contents_of(model, self._groups[: committer.groups_written]),
+            contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
             model_prefix=model_prefix,
         )
 
@@ -269,7 +479,7 @@ class TierStore(PagedStates):
             return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
         except BaseException as error:
             if self._ranks.world_size > 1 and not isinstance(error, Exception):
-                self._fail(error)  # The others stand in the middle of it, and cannot be told.
+                self._usability.fail(error)  # Other ranks are in the middle of publishing.
             with contextlib.suppress(StorageError):  # The first error is the one to mend.
                 committer.drop_spares()
             raise
@@ -295,131 +505,40 @@ class TierStore(PagedStates):
             ValueError: the optimizer has no use for a hyperparameter of the checkpoint, or a
                 forward of FSDP2 is under way. Nothing was changed.
         """
-        self._guard.require_open()
-        storage = self._require_storage("restore()")
+        usability = self._usability
+        usability.require_open()
         committer = self._require_committer("restore()")
-        members = [each for group in self._groups for each in group.parameters]
-        together(self._ranks, "begin a restore", lambda: reshard(members))
+        parameters = self._table.parameters
+        together(self._ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
+        restore = Restore(self._ranks, committer, self._table, usability)
         if checkpoint is not None:
-            return self._begin_from(checkpoint)
+            return restore.from_checkpoint(checkpoint)
         if self._resharded is not None:
-            return self._reshard(committer, self._resharded)
-        changed = committer.step or committer.groups_written or self._guard.failure
-        if not (self._guard.awaits_restore or changed):
+            step = restore.from_resharded(self._resharded, self.synchronize)
+            self._resharded = None
+            return step
+        was_changed = committer.step or committer.groups_written or usability.failure
+        if not (usability.awaits_restore or was_changed):
             return 0
         self._settle_publication()  # It reads files that recovery would remove.
-        committer.settle()
-        manifest = recover(storage, committer.identity, self._ranks)
-        committer.forget_spares()
-        if manifest is None:
-            raise RunDirectoryError(
-                f"no step was committed by all ranks of {storage.location} yet, so there is "
-                "none to go back to: start over with a new model and a new store"
-            )
+        return restore.from_commit()
 
-        def check(committed: Manifest = manifest) -> None:
-            layouts = [page.layout for page in self._pages]
-            check_same_model(committed, self._groups, layouts)
-            check_files(storage, layouts, committed)
-
-        together(self._ranks, "check the run", check)
-        self._guard.awaits_restore = True  # Until all of the below is done.
-        try:
-            self._pager.reset(self._pages, manifest.pages)
-            self._place_again()
-            restore_parameters(self._pager, self._pages)
-            self._spread_all()
-            committer.restore(manifest, self._groups)
-            self._allocate(self._pages)
-        except BaseException as error:
-            self._ranks.fail(error)
-            raise
-        self._guard.awaits_restore = False
-        self._guard.failure = None
-        return manifest.step
-
-    def _reshard(self, committer: Committer, checkpoint: Path) -> int:
-        """Begin from what the run was on other ranks, and commit it before that is removed."""
-        from tierstore.checkpoint.stopped_run import end_reshard
-
-        self._guard.awaits_restore = False
-        try:
-            together(self._ranks, "allocate pages", lambda: self._allocate(self._pages))
-            step = self._begin_from(checkpoint)
-        except BaseException:
-            self._guard.awaits_restore = True
-            raise
-        committer.annotate(self.extra)
-        self.synchronize()
-        run = checkpoint.parent
-        on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(run))
-        self._resharded = None
-        return step
-
-    def _begin_from(self, checkpoint: str | os.PathLike[str]) -> int:
-        from tierstore.checkpoint.load import CheckpointSource
-
-        if self._guard.awaits_restore or self._committer.step or self._guard.failure:
-            todo = "go on with restore() alone, or name another directory, or pass overwrite=True"
-            if checkpoint is self._resharded:  # That failed.
-                todo = "nothing is lost, start the job again with resume=True and reshard=True"
-            raise RunDirectoryError(
-                f"a checkpoint begins a new run, and this one has steps already: {todo}"
-            )
-        wanted = self._groups, self._committer.scalars
-        source = together(
-            self._ranks,
-            "check a checkpoint",
-            lambda: CheckpointSource(checkpoint, *wanted, self._ranks),
-        )
-        with self._guard.failing(interrupts=True):
-            self._committer.step = source.step
-            self._write_pages(source.fill, source.scalars)
-            self._committer.extra = source.extra
-            for group, values in zip(self._groups, source.hyperparameters, strict=True):
-                group.hyperparameters.update(values)
-        return source.step
-
-    def move(self, tier: str) -> None:
-        """Bring all pages to one tier, between two steps: turn offload on or off.
-
-        It stays so until another move(), or until the store is closed. Results do not change.
-        All ranks call it together.
-
-        Args:
-            tier: "device" or "host", which the budget of that name must hold in full, or "nvme".
-
-        Raises:
-            BudgetError: they do not fit; nothing was changed.
-            StorageError, CorruptionError: a page could not be read or written.
-        """
-        self._guard.require_restored()
-        target = Tier(tier)
-        if target is Tier.NVME:
-            self._require_storage('move("nvme")')
-
-        def plan() -> None:
-            if self._device is not None:
-                self._placement(self._pages, self._device.device, target)
-
-        together(self._ranks, "plan a move", plan)  # Before any of them moves a page.
-        together(self._ranks, "move pages", lambda: self._bring_to(target))
-        self._tier = target
-        self._agree_on_window()
+    # -- The store itself.
 
     def stats(self) -> Stats:
         """Return what the store has done since it was opened."""
+        pager, pages = self._pager, self._table.pages
         return Stats(
-            engine=self._storage.engine if self._storage else "none",
-            pages=len(self._pages),
-            state_bytes=sum(page.layout.nbytes for page in self._pages),
-            bytes_read=self._pager.files.bytes_read,
-            bytes_written=self._pager.files.bytes_written,
-            bytes_spread=self._spread.bytes_sent,
-            stall_seconds=self._pager.stall_seconds,
-            host_bytes_peak=self._pager.host_bytes_peak,
-            device_bytes_peak=self._pager.device_bytes_peak,
-            pages_in=dict(Counter(page.tier.value for page in self._pages)),
+            engine=pager.files.engine,
+            pages=len(pages),
+            state_bytes=sum(page.layout.nbytes for page in pages),
+            bytes_read=pager.files.bytes_read,
+            bytes_written=pager.files.bytes_written,
+            bytes_spread=self._table.replication.bytes_sent,
+            stall_seconds=pager.stall_seconds,
+            host_bytes_peak=pager.host_bytes_peak,
+            device_bytes_peak=pager.device_bytes_peak,
+            pages_in=dict(Counter(page.tier.value for page in pages)),
         )
 
     def close(self) -> None:
@@ -431,23 +550,18 @@ class TierStore(PagedStates):
         self._close(synchronize=True)
 
     def _close(self, *, synchronize: bool) -> None:
-        if self._guard.closed or self._guard.is_forked:
+        usability = self._usability
+        if usability.closed or usability.is_forked:
             return
-        if self._guard.sweeping:
-            self._guard.fail(SweepError("the store was closed in the middle of a step"))
+        if usability.sweeping:
+            usability.fail(SweepError("the store was closed in the middle of a step"))
         with contextlib.ExitStack() as stack:  # From the last to the first, whatever fails.
-            stack.callback(setattr, self._guard, "closed", True)
-            stack.callback(self._ranks.close)
-            if self._storage:
-                stack.callback(self._storage.close)
-                stack.callback(self._committer.close)
-            stack.callback(self._pager.close, self._displaced or self._pages)
-            if self._mirrors is not None:
-                stack.callback(self._mirrors.close)
+            stack.callback(setattr, usability, "closed", True)
+            stack.callback(self._opened.close)
             # Its error is in the log, and not the one to raise where there is another.
             stack.callback(self._finish_publication if synchronize else self._settle_publication)
-            usable = not (self._guard.failure or self._guard.awaits_restore)
-            if synchronize and self._storage and usable:
+            is_usable = not (usability.failure or usability.awaits_restore)
+            if synchronize and is_usable and usability.has_directory:
                 self.synchronize()
 
     def __enter__(self) -> Self:
@@ -468,6 +582,35 @@ class TierStore(PagedStates):
             self._ranks.fail(error, of_others=True)
         self._close(synchronize=kind is None)
 
+    def _begin_commit(self) -> None:
+        """Begin to commit the last step; all ranks call this."""
+        committer, table = self._require_committer("a commit"), self._table
+        table.require_same_values()
+        rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
+        with self._usability.failing(interrupts=True):
+            writes = self._pager.write_changed(table.pages)
+        pages = [(page.layout, page.entry) for page in table.pages]
+        manifest = committer.manifest(table.groups, pages, shared=self._ranks.world_size > 1)
+        with self._pager.stalled(), self._usability.failing(interrupts=False):
+            committer.begin(manifest, writes)
+
+    @contextlib.contextmanager
+    def _only_reading(self) -> Iterator[None]:
+        """Fail the store if the block, which only reads pages, raises and may not be retried."""
+        try:
+            yield
+        except BaseException as error:
+            if may_retry(error, self._pager, self._ranks):
+                self._pager.drop_early()
+            else:
+                self._usability.fail(error)
+            raise
+
+    def _require_committer(self, call: str) -> Committer:
+        if not isinstance(self._committer, Committer):
+            raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
+        return self._committer
+
     def _finish_publication(self) -> None:
         publication, self._publication = self._publication, None
         if publication is not None:
@@ -476,11 +619,6 @@ class TierStore(PagedStates):
     def _settle_publication(self) -> None:
         if self._publication is not None:
             self._publication.settle()
-
-    def _require_storage(self, call: str) -> Storage:
-        if self._storage is None:
-            raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
-        return self._storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

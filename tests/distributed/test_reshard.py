@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import tierstore
-import tierstore.run.recovery
+import tierstore.run.opening
 from tests.rank_programs import checkpoints
 from tests.rank_programs.checkpoints import EXTRA, Job, paged
 from tests.support import killed_processes
@@ -202,7 +202,7 @@ def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("failing", "operation"),
     [
-        (1, "tierstore.run.recovery.write_durably"),
+        (1, "tierstore.run.opening.write_durably"),
         (0, "tierstore.checkpoint.stopped_run.remove_surplus"),
     ],
 )
@@ -249,7 +249,7 @@ def test_stopped_in_its_first_commit(pool: RankPool, tmp_path: Path) -> None:
 def test_in_use_on_the_way(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else deletes what it is about to begin from."""
     directory = copied(root, tmp_path)
-    for module in (tierstore.run.recovery, stopped_run):
+    for module in (tierstore.run.opening, stopped_run):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     _, store, optimizer = checkpoints.open_job(job_of(directory, "copies", store=RESUMED))
     for options in ({"overwrite": True}, RESUMED):

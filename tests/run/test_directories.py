@@ -332,7 +332,7 @@ def test_a_file_that_says_nothing_more(two: list[Path]) -> None:
 def test_a_directory_in_use(
     shared: int, two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tierstore.run.recovery, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tierstore.run.opening, "LOCK_TIMEOUT_S", 0.1)
     first = toy(two)
     others = [tmp_path / "new", two[shared]]
     (tmp_path / "new" / RANK).mkdir(parents=True)

@@ -177,7 +177,7 @@ def test_every_record_is_a_file_that_torch_load_reads(tmp_path: Path) -> None:
     expected = training.resident_run(3, torch.bfloat16, page_bytes=10000)
     manifest = json.loads((tmp_path / RANK / "commit-0000000003").read_text().partition("\n")[2])
     elements: dict[str, int] = {}
-    for page, entry in zip(store._pages, manifest["pages"], strict=True):
+    for page, entry in zip(store._table.pages, manifest["pages"], strict=True):
         file = (tmp_path / RANK / f"page-{page.index:06d}.{entry['copy']}").read_bytes()
         for record in (record for section in page.layout.sections for record in section.records):
             nbytes = RECORD_PREFIX_BYTES + record.data_nbytes

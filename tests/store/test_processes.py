@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tierstore
-import tierstore.run.recovery
+import tierstore.run.opening
 from tests.support import killed_processes, training
 from tests.support.toy import RANK, Spec, Toy, open_muon, resumed
 
@@ -76,8 +76,8 @@ def hold(connection: Connection, directory: Path) -> None:
 def test_a_directory_in_use_is_refused_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tierstore.run.recovery.LOCK_TIMEOUT_S == 30
-    monkeypatch.setattr(tierstore.run.recovery, "LOCK_TIMEOUT_S", 0.3)
+    assert tierstore.run.opening.LOCK_TIMEOUT_S == 30
+    monkeypatch.setattr(tierstore.run.opening, "LOCK_TIMEOUT_S", 0.3)
     with process(hold, tmp_path) as (child, connection):
         pid = connection.recv()
         holder = f"process {pid} on host {socket.gethostname()}"
@@ -112,7 +112,7 @@ def test_a_waiting_opener_gets_in_when_the_first_one_closes(tmp_path: Path) -> N
 def test_a_second_store_in_the_same_process_is_refused_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tierstore.run.recovery, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tierstore.run.opening, "LOCK_TIMEOUT_S", 0.1)
     toy = Toy(tmp_path)
     with pytest.raises(tierstore.RunLockedError, match=str(os.getpid())):
         Toy(tmp_path, resume=True)

@@ -25,8 +25,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tierstore import paged
-from tierstore.paging import page, views
+from tierstore.paging import page, page_table, views
 from tierstore.paging.device import CudaDevice
 
 GARBAGE = 205
@@ -370,9 +369,9 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
 
         stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
         # Where pages rest is decided for a GPU; tensors that are made for it are plain ones.
-        on_gpu = mock.patch.object(paged, "device_of", return_value=torch.device("cuda"))
+        on_gpu = mock.patch.object(page_table, "device_of", return_value=torch.device("cuda"))
         stack.enter_context(on_gpu)
-        plain = mock.patch.object(paged, "open_device")
+        plain = mock.patch.object(page_table, "open_device")
         stack.enter_context(plain).side_effect = lambda _: CudaDevice(torch.device("cpu"))
         # Parameters on a device are not looked at before the sweep ends.
         stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))

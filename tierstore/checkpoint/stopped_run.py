@@ -27,7 +27,8 @@ from tierstore.run.file_names import (
     manifest_revision,
     rank_folder,
 )
-from tierstore.run.recovery import LOCK_TIMEOUT_S, erase, erase_commits
+from tierstore.run.opening import LOCK_TIMEOUT_S
+from tierstore.run.recovery import erase, erase_commits
 from tierstore.run.sealed import unseal
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder

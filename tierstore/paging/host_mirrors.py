@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 
 import torch
+from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import PagedParameter
 from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import MOVING_PAGES, Copy, Device
 from tierstore.paging.page import Page
+from tierstore.paging.views import Source
 from tierstore.units import SECTOR_BYTES, align_up
 
 _ALIGNMENT = 64
@@ -23,7 +25,7 @@ _ALIGNMENT = 64
 Key = tuple[str, Chunk]
 
 
-class Mirror:
+class Mirror(Source):
     """The gradients and parameters of one page, in host memory."""
 
     def __init__(self, memory: torch.Tensor, device: Device, page: Page) -> None:
@@ -49,20 +51,20 @@ class Mirror:
         """Block until everything is here."""
         self._down.wait()
 
+    @override
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
-        """See Source.gradient."""
         return self._gradients.get((parameter.name, chunk))
 
+    @override
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
-        """See Source.values."""
         return self._values[parameter.name, chunk]
 
+    @override
     def place(self, name: str, chunk: Chunk) -> Chunk:
-        """See Source.place."""
         return self.page.direct.place(name, chunk)
 
+    @override
     def send_back(self) -> None:
-        """Start to copy the parameters to where they came from."""
         page = self.page
         self._up = self._device.copy_up(
             list(self._values.values()),
@@ -78,6 +80,19 @@ class Mirror:
         self._down.wait()
         if self._up is not None:
             self._up.wait()
+
+
+class NoMirrors:
+    """The mirrors of a store that steps pages where the parameters are: none."""
+
+    nbytes = 0
+
+    def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
+        """Yield the parameters and gradients of each page themselves."""
+        yield from (page.direct for page in pages)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Mirrors:
@@ -101,7 +116,7 @@ class Mirrors:
         """Bytes of all of them."""
         return self._pool.nbytes
 
-    def of(self, pages: Sequence[Page]) -> Generator[Mirror, None, None]:
+    def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
         """Yield a mirror of each page when it is filled; the next ones are being filled."""
         waiting, ahead = deque(pages), deque[Mirror]()
         try:

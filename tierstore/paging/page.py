@@ -130,6 +130,8 @@ class PageFiles:
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
         self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
+        self.engine = storage.engine
+        """The storage engine, as in Stats."""
         self.bytes_read = 0
         self.bytes_written = 0
 
@@ -255,6 +257,7 @@ class PageFiles:
 class NoFiles:
     """The page files of a store without a directory: every page stays in memory."""
 
+    engine = "none"
     bytes_read = 0
     bytes_written = 0
 

@@ -1,124 +1,258 @@
-"""From an optimizer's groups to the pages of a run and their files, and back again."""
+"""The page table: the param groups of a store, their pages, and the memory of each page."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-
+from tierstore.config import StoreConfig
 from tierstore.layout.ownership import SharedSubgroup
-from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
-from tierstore.paging.page import Content, Page
-from tierstore.paging.views import Direct, PageView, Source
-from tierstore.run.committer import encode_hyperparameters
+from tierstore.paging import rank_checks
+from tierstore.paging.device import Device, PlainDevice, open_device
+from tierstore.paging.host_mirrors import Mirrors, NoMirrors, mirrors_bytes
+from tierstore.paging.local_subgroups import (
+    LocalSubgroup,
+    check_groups,
+    device_of,
+    local_subgroups,
+    pages_of,
+)
+from tierstore.paging.page import Page
+from tierstore.paging.pager import Pager
+from tierstore.paging.replication import Spread
+from tierstore.paging.tier_plan import Placement, Tier, place, place_all
+from tierstore.ranks.peers import Ranks, together
+from tierstore.run.committer import Progress
+from tierstore.run.usability import Usability
+
+# With several ranks, the matrices of one subgroup are gathered, the updates of the next are
+# computed, and the updates of a third are scattered, all at once.
+_WINDOW_MAX = 3
 
 
-def check_groups(
-    groups: Sequence[PagedGroup], known: Collection[str], *, first_group: int
-) -> dict[str, ParameterSpec]:
-    """Return the parameters of groups by name, after checking that a store can keep them.
+class PageTable:
+    """The param groups that were attached, cut into subgroups and pages.
 
     Args:
-        groups: what is to be attached.
-        known: names of the parameters that are attached already.
-        first_group: number of the first of these groups.
-
-    Raises:
-        ValueError, TypeError: two parameters of one name, or a hyperparameter that no commit
-            can hold.
+        ranks: all ranks of the job, which attach the same groups.
+        config: the settings.
+        page_bytes: about how large a page is.
+        pager: moves the pages.
+        committer: allocates the page files.
+        usability: of the store.
     """
-    specs: dict[str, ParameterSpec] = {}
-    for spec in (parameter.spec for group in groups for parameter in group.parameters):
-        if spec.name in specs or spec.name in known:
-            raise ValueError(f"two parameters are named {spec.name!r}: names must be unique")
-        specs[spec.name] = spec
-    for index, group in enumerate(groups, start=first_group):
-        encode_hyperparameters(index, group)  # Refuses now what could not be committed later.
-    return specs
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LocalSubgroup:
-    """A subgroup, and what this rank has of it."""
-
-    index: int
-    layout: PageLayout
-    parameters: Mapping[str, PagedParameter]
-    """All of the subgroup, by name."""
-    direct: Direct
-    """Where they and their gradients are."""
-    page: Page | None
-    """None where this rank owns nothing of it."""
-    shared: SharedSubgroup
-    """What each rank owns of it."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        config: StoreConfig,
+        page_bytes: int,
+        pager: Pager,
+        committer: Progress,
+        usability: Usability,
+    ) -> None:
+        self.groups: list[PagedGroup] = []
+        self.specs: dict[str, ParameterSpec] = {}
+        """Parameter name -> spec when the parameter was attached."""
+        self.subgroups: list[LocalSubgroup] = []
+        self.pager = pager
+        self.replication = Spread(ranks)
+        self.mirrors: Mirrors | NoMirrors = NoMirrors()
+        self._ranks = ranks
+        self._config = config
+        self._page_bytes = page_bytes
+        self._committer = committer
+        self._usability = usability
+        # Most pages that may be stepped at once: with any number of buffers, and with those here.
+        self._window = self.window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
+        self._device: Device = PlainDevice()  # The parameters are there.
+        self._tier: Tier | None = None  # The tier that move() chose for all pages.
+        self._is_placed = True
+        self._values_may_differ = False  # Whether replicas may hold other values than the owner.
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether there is a page that was never written."""
-        return self.page is not None and self.page.content is Content.FRESH
+    def pages(self) -> list[Page]:
+        """All pages of this rank, in order."""
+        return pages_of(self.subgroups)
 
-    def view(self, source: Source, present: Collection[str]) -> PageView:
-        """Return the tensors to step, given the names of parameters that have a gradient."""
-        memory = torch.empty(0, dtype=torch.uint8) if self.page is None else self.page.memory
-        return PageView(self.layout, self.parameters, memory, source, present)
+    @property
+    def partition(self) -> list[SharedSubgroup]:
+        """The subgroups with the part that each rank owns, in order."""
+        return [subgroup.shared for subgroup in self.subgroups]
 
+    @property
+    def parameters(self) -> list[PagedParameter]:
+        """All parameters, in order of the groups."""
+        return [parameter for group in self.groups for parameter in group.parameters]
 
-def local_subgroups(
-    groups: Sequence[PagedGroup],
-    shared: Sequence[SharedSubgroup],
-    *,
-    rank: int,
-    first_subgroup: int,
-    first_page: int,
-) -> list[LocalSubgroup]:
-    """Lay out the pages of one rank.
+    @property
+    def step_device(self) -> Device:
+        """The device that pages are stepped on."""
+        return PlainDevice() if self._config.compute == "host" else self._device
 
-    Args:
-        groups: the groups to page.
-        shared: their subgroups.
-        rank: the rank.
-        first_subgroup: number of the first subgroup.
-        first_page: number of the first page; a rank has no page of a subgroup that it owns
-            nothing of.
-    """
-    members = {parameter.name: parameter for group in groups for parameter in group.parameters}
-    subgroups = []
-    for number, subgroup in enumerate(shared, start=first_subgroup):
-        layout = lay_out(subgroup.of(rank))
-        parameters = {name: members[name] for name in layout.parameter_names}
-        direct, page = Direct(subgroup.places(rank)), None
-        if layout.nbytes:
-            page = Page(first_page, layout, parameters, direct)
-            first_page += 1
-        subgroups.append(
-            LocalSubgroup(
-                index=number,
-                layout=layout,
-                parameters=parameters,
-                direct=direct,
-                page=page,
-                shared=subgroup,
-            )
+    def attach(self, groups: Sequence[PagedGroup]) -> None:
+        """Lay out pages for groups, after the pages of earlier groups. All ranks call this.
+
+        Raises:
+            BudgetError, ValueError, TypeError, RunMismatchError, PeerFailed: as
+                TierStore.attach(). The table is unchanged.
+        """
+        first_group = len(self.groups)
+        specs = together(
+            self._ranks,
+            "check the param groups",
+            lambda: check_groups(groups, self.specs, first_group=first_group),
         )
-    return subgroups
+        partition = rank_checks.partition_groups(
+            self._ranks,
+            groups,
+            earlier=self.partition,
+            first_group=first_group,
+            page_bytes=self._page_bytes,
+        )
+        self._values_may_differ = self._ranks.world_size > 1 and not self._usability.awaits_restore
+        subgroups = together(
+            self._ranks, "lay out pages", lambda: self._laid_out(groups, partition)
+        )
+        self.replication.prepare(partition)
+        self.groups += groups
+        self.subgroups += subgroups
+        self.specs |= specs
+        self._agree_on_window()
 
+    def allocate_files(self, pages: Sequence[Page]) -> None:
+        """Allocate the files that steps write, so that a full disk is found before a step."""
+        self._committer.allocate({page.index: page.layout for page in pages})
 
-def pages_of(subgroups: Iterable[LocalSubgroup]) -> list[Page]:
-    """Return the pages of some subgroups, in order."""
-    return [subgroup.page for subgroup in subgroups if subgroup.page is not None]
+    def require_same_values(self) -> None:
+        """Refuse replicas of other values than the owner's, once after attach()."""
+        if self._values_may_differ:
+            rank_checks.require_same_values(self._ranks, self.groups, self.partition)
+            self._values_may_differ = False
 
+    def replicate(self) -> None:
+        """Send all parameters from their owners to their replicas. All ranks call this."""
+        for subgroup in self.subgroups:
+            self.replication.begin(subgroup, subgroup.direct, subgroup.parameters)
+        self.replication.finish()
+        self._values_may_differ = False
 
-def device_of(groups: Sequence[PagedGroup]) -> torch.device:
-    """Return the device that all parameters are on.
+    def move(self, tier: Tier) -> None:
+        """Move all pages to one tier, to stay there. All ranks call this.
 
-    Raises:
-        ValueError: they are on several.
-    """
-    members = [parameter for group in groups for parameter in group.parameters]
-    devices = {parameter.tensor.device: parameter.name for parameter in members}
-    if len(devices) > 1:
-        places = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"one store pages the parameters of one device, got {places}")
-    return next(iter(devices), torch.device("cpu"))
+        Raises:
+            BudgetError: a rank has no room; nothing was changed.
+            StorageError, CorruptionError: a page could not be read or written.
+        """
+        together(self._ranks, "plan a move", lambda: self._plan(self.pages, self._device, tier))
+        together(self._ranks, "move pages", lambda: self._move(tier))
+        self._tier = tier
+        self._agree_on_window()
+
+    def ensure_placed(self) -> None:
+        """Place the pages again if that was interrupted before."""
+        if not self._is_placed:
+            self._place(self.pages, self._plan(self.pages, self._device, self._tier))
+
+    def close(self) -> None:
+        """Free all memory once nothing uses it."""
+        try:
+            self.mirrors.close()
+        finally:
+            self.pager.close(self.pages)
+
+    def _laid_out(
+        self, groups: Sequence[PagedGroup], partition: Sequence[SharedSubgroup]
+    ) -> list[LocalSubgroup]:
+        """Return the subgroups of some groups, with memory and files for their pages."""
+        subgroups = local_subgroups(
+            groups,
+            partition,
+            rank=self._ranks.rank,
+            first_subgroup=len(self.subgroups),
+            first_page=len(self.pages),
+        )
+        new_pages = pages_of(subgroups)
+        pages = [*self.pages, *new_pages]
+        torch_device = device_of([*self.groups, *groups])
+        device = self._device if self.groups else open_device(torch_device)
+        placement = self._plan(pages, device, self._tier)
+        self._device = device
+        self._place(pages, placement)
+        if not self._usability.awaits_restore:
+            self.allocate_files(new_pages)
+        return subgroups
+
+    def _agree_on_window(self) -> None:
+        """Let all ranks step as many pages at once as the rank with the fewest buffers can."""
+        limits = self._ranks.gather(self.pager.held_max)
+        self.window_max = min([self._window, *(limit for limit in limits if limit is not None)])
+
+    def _plan(self, pages: Sequence[Page], device: Device, tier: Tier | None) -> Placement:
+        """Return the tier of each page: as the budget allows, or one tier for all pages.
+
+        Args:
+            pages: all pages, in order.
+            device: the device of the parameters.
+            tier: the tier of all pages; None: the budget decides.
+
+        Raises:
+            BudgetError: the budget is too small.
+        """
+        sizes = [page.layout.nbytes for page in pages]
+        on_host = self._config.compute == "host"
+        if not self._usability.has_directory:  # Without files there is no budget to keep to.
+            default = Tier.HOST if on_host or device.is_host else Tier.DEVICE
+            tiers = (tier or default,) * len(pages)
+            return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
+        budget = self._config.budget
+        if on_host:
+            budget = replace(budget, reserved=mirrors_bytes(pages, self._window))
+        return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
+
+    def _move(self, tier: Tier) -> None:
+        self._place(self.pages, self._plan(self.pages, self._device, tier))
+        with self._usability.failing(interrupts=True):
+            self.pager.load(self.pages)
+
+    def _place(self, pages: Sequence[Page], placement: Placement) -> None:
+        """Bring pages to the tiers of a placement.
+
+        Args:
+            pages: all pages of the table, and after them the pages of groups to be attached.
+            placement: the tier of each page.
+
+        Raises:
+            BudgetError: the machine has not enough memory. If steps were done, the store has
+                failed, and ensure_placed() tries again after restore(). Else the table is
+                unchanged; pages without files keep their content in the memory that they have.
+        """
+        self._is_placed = False
+        mirror_bytes = mirrors_bytes(pages, self._window) if self._config.compute == "host" else 0
+        try:
+            if self.mirrors.nbytes != mirror_bytes:
+                self.mirrors.close()
+                self.mirrors = NoMirrors()
+            self.pager.make_way(pages, placement, self.step_device)
+            if self.mirrors.nbytes != mirror_bytes:
+                self.mirrors = Mirrors(self._device, mirror_bytes, self._window)
+            self.pager.place(
+                pages,
+                placement,
+                self.step_device,
+                other_bytes=mirror_bytes,
+                window=self._window,
+            )
+        except BaseException as error:
+            # The traceback would keep memory allocated that a retry needs.
+            traceback.clear_frames(error.__traceback__)
+            self.pager.free(pages[len(self.pages) :])
+            if not self.pages:
+                self.pager.free_pool()
+                self._is_placed = True
+            elif self._usability.has_directory:
+                self._usability.fail(error)
+            raise
+        self._is_placed = True

@@ -97,7 +97,7 @@ class Pager:
             if page in copied and tier is Tier.DEVICE:
                 self._move_to_memory(page, tier, device)
         if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
-            self._free_pool()
+            self.free_pool()
 
     def place(
         self,
@@ -147,10 +147,6 @@ class Pager:
             return None
         # The next page needs a buffer, and so may a page that is written from the device.
         return max(1, self._pool.count - 1 - self._reserved)
-
-    def _free_pool(self) -> None:
-        self.files.register(memoryview(b""))
-        self._pool = BufferPool(0, 0)
 
     def _provide_staging(self, device: Device, sizes: Sequence[int], window: int) -> int:
         """Allocate device memory to step pages in that rest elsewhere; return its bytes.
@@ -311,12 +307,16 @@ class Pager:
             page.entry, page.content, page.motion = entry, Content.STORED, Motion.AT_REST
         self._pool.release_all()
 
-    def free_memory(self, pages: Iterable[Page]) -> None:
-        """Free the memory of pages and the pool, after reset()."""
-        self._free_pool()
+    def free(self, pages: Iterable[Page]) -> None:
+        """Free the memory of pages that were never read, held or written."""
         for page in pages:
             page.buffer = page.device_buffer = None
             page.tier = Tier.NVME
+
+    def free_pool(self) -> None:
+        """Free all buffers of the pool, while no page has a buffer."""
+        self.files.register(memoryview(b""))
+        self._pool = BufferPool(0, 0)
 
     def close(self, pages: Iterable[Page]) -> None:
         """Free all memory once no transfer uses it."""
@@ -326,7 +326,7 @@ class Pager:
         self._staging.clear()
         for page in pages:
             page.buffer = page.device_buffer = None
-        self._free_pool()
+        self.free_pool()
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from tierstore.layout.dtensors import local_tensor
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.sharding import HeldChunk
-from tierstore.paging.page_table import LocalSubgroup
+from tierstore.paging.local_subgroups import LocalSubgroup
 from tierstore.paging.views import Source
 from tierstore.ranks.peers import Ranks
 from tierstore.units import align_up

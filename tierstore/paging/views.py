@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
@@ -28,8 +29,11 @@ class Source(Protocol):
     def place(self, name: str, chunk: Chunk) -> Chunk:
         """Return where a chunk of a parameter lies in what this rank holds of it."""
 
+    def send_back(self) -> None:
+        """Start to copy the parameters to where they are used, if that is elsewhere."""
 
-class Direct:
+
+class Direct(Source):
     """Parameters and gradients where they are.
 
     Args:
@@ -40,18 +44,22 @@ class Direct:
     def __init__(self, places: Mapping[tuple[str, Chunk], Chunk]) -> None:
         self._places = places
 
+    @override
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
-        """See Source.values."""
         return self._select(parameter.name, chunk, parameter.tensor)
 
+    @override
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
-        """See Source.gradient."""
         grad = parameter.tensor.grad
         return None if grad is None else self._select(parameter.name, chunk, grad)
 
+    @override
     def place(self, name: str, chunk: Chunk) -> Chunk:
-        """See Source.place."""
         return self._places.get((name, chunk), chunk)
+
+    @override
+    def send_back(self) -> None:
+        pass
 
     def _select(self, name: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
         return self.place(name, chunk).select(local_tensor(tensor))

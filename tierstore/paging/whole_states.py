@@ -10,12 +10,13 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
 from tierstore.layout.parameters import PagedGroup, ParameterSpec, check_states
+from tierstore.paging.local_subgroups import LocalSubgroup
 from tierstore.paging.page import Needed, Page
-from tierstore.paging.page_table import LocalSubgroup
+from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
-from tierstore.paging.replication import Spread
 from tierstore.paging.views import PageView, ShardView
 from tierstore.ranks.peers import Peers, agree
+from tierstore.run.committer import Progress
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -59,26 +60,18 @@ def _require_same(lists: Sequence[Sequence[str]]) -> None:
             )
 
 
-def read_states(
-    pager: Pager,
-    groups: Sequence[PagedGroup],
-    subgroups: Sequence[LocalSubgroup],
-    spread: Spread,
-    names: Collection[str],
-) -> dict[str, dict[str, torch.Tensor]]:
+def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
     """Return the states of some parameters; see TierStore.read_states().
 
     Args:
-        pager: reads the pages.
-        groups: all of the store.
-        subgroups: all of the store, in order.
-        spread: sends what this rank owns to its replicas.
-        names: those of the parameters, the same on all ranks.
+        table: all subgroups, in order.
+        names: the parameters, the same on all ranks.
     """
-    members = [each for group in groups for each in group.parameters if each.name in names]
+    pager, replication = table.pager, table.replication
+    members = [each for each in table.parameters if each.name in names]
     shapes = {each.name: tuple(local_tensor(each.tensor).shape) for each in members}
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
-    wanted = [each for each in subgroups if not each.parameters.keys().isdisjoint(shapes)]
+    wanted = [each for each in table.subgroups if not each.parameters.keys().isdisjoint(shapes)]
     pages = [subgroup.page for subgroup in wanted if subgroup.page is not None]
     stream = pager.stream(pages, Needed.STEP)
     with contextlib.closing(stream):
@@ -91,8 +84,8 @@ def read_states(
                         name = shard.spec.name
                         _collect(pager, page, shard, content, shapes[name], found[name])
                 pager.release(page)
-            _complete(pager, subgroup, spread, shapes, found)
-    spread.finish()
+            _complete(table, subgroup, shapes, found)
+    replication.finish()
     for each in members:
         for state, dtype in _read_states_of(each.spec):
             if state not in found[each.name]:  # It has no elements.
@@ -141,34 +134,48 @@ def _collect(
 
 
 def _complete(
-    pager: Pager,
+    table: PageTable,
     subgroup: LocalSubgroup,
-    spread: Spread,
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
-    """Bring what other ranks own of a subgroup to those that hold it."""
-    of_states: dict[str, dict[str, torch.Tensor]] = {}
+    """Send the states of a subgroup from their owners to the ranks that hold replicas."""
+    state_tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in subgroup.parameters.items():
         if name in shapes:
             for state, dtype in _read_states_of(parameter.spec):
                 if state not in found[name]:
-                    found[name][state] = pager.files.scratch(shapes[name], dtype)
-                of_states.setdefault(state, {})[name] = found[name][state]
-    for tensors in of_states.values():
-        spread.begin(subgroup, subgroup.direct, tensors, tensors)
+                    found[name][state] = table.pager.files.scratch(shapes[name], dtype)
+                state_tensors.setdefault(state, {})[name] = found[name][state]
+    for tensors in state_tensors.values():
+        table.replication.begin(subgroup, subgroup.direct, tensors, tensors)
 
 
-def write_pages(pager: Pager, pages: Sequence[Page], fill: Callable[[PageView], None]) -> None:
-    """Make every page anew: from zeros and the parameters, then by what ``fill`` does."""
-    stream = pager.stream(pages, Needed.NOTHING)
-    with contextlib.closing(stream):
+def write_pages(
+    table: PageTable,
+    committer: Progress,
+    fill: Callable[[PageView], None],
+    scalars: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Make all pages anew, outside of a step. An error leaves pages of two kinds.
+
+    Args:
+        table: the pages.
+        committer: told of the new pages, and of the scalars.
+        fill: fills a page that holds zeros and the parameters.
+        scalars: what to update the scalars with.
+    """
+    with contextlib.closing(table.pager.stream(table.pages, Needed.NOTHING)) as stream:
         for page in stream:
             view = page.view()
             view.initialize()
             fill(view)
             view.read_parameters()
-            pager.swap_out(page)
+            table.pager.swap_out(page)
+    for name, values in scalars.items():
+        committer.scalars[name] = dict(values)
+    committer.note_written(len(table.groups))
+    table.replicate()
 
 
 def fill_states(view: PageView, values: States) -> None:
@@ -181,10 +188,10 @@ def fill_states(view: PageView, values: States) -> None:
                 chunk.state(state).copy_(place.select(local))
 
 
-def restore_parameters(pager: Pager, pages: Sequence[Page]) -> None:
-    """Copy the masters in pages to the parameters."""
-    stream = pager.stream(pages, Needed.MASTERS)
-    with contextlib.closing(stream):
+def restore_parameters(table: PageTable) -> None:
+    """Copy the masters in all pages to the parameters, on their owners and replicas."""
+    with contextlib.closing(table.pager.stream(table.pages, Needed.MASTERS)) as stream:
         for page in stream:
             page.view().restore_parameters()
-            pager.release(page)
+            table.pager.release(page)
+    table.replicate()

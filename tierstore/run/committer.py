@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,7 @@ from tierstore.run.file_names import (
     spare_file,
 )
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity
+from tierstore.run.page_files import create_files
 from tierstore.storage.base import Storage, Transfer
 
 
@@ -96,6 +97,9 @@ class Progress:
         """Refuse: without a directory no page is written."""
         raise AssertionError(f"page {page} has no file")
 
+    def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
+        """Allocate nothing."""
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -126,7 +130,8 @@ class Committer(Progress):
         """The run."""
         self.committed: Manifest | None = None
         """The newest durable commit."""
-        self._storage = storage
+        self.storage = storage
+        """The rank's files."""
         self._peers = peers
         self._commit_every = commit_every
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
@@ -174,11 +179,23 @@ class Committer(Progress):
         return not self.changed and not (self.step and self._next_extra[0] == self.step)
 
     @property
-    def slots(self) -> str:
-        """The slots that each page has: "a", or "ab"."""
+    def _slots(self) -> str:
         return "a" if self._commit_every is None else "ab"
 
-    # -- Before a commit: which files may be written.
+    # -- Before a commit: the files that steps may write.
+
+    @override
+    def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
+        """Allocate the files of pages, so that a full disk is found before a step.
+
+        Args:
+            layouts: page number -> layout of the page.
+
+        Raises:
+            StorageError: the disk is full, say.
+        """
+        names = create_files(self.storage, layouts, self._slots)
+        self.provide_spares(name for name in names if self.storage.is_shared(name))
 
     @override
     def claim_copy(self, page: int) -> str:
@@ -199,19 +216,19 @@ class Committer(Progress):
         if self._number_durable != self._number_begun:
             raise StoreFailedError("an interrupt came as a commit began, and it was never made")
         needed = self._copies.get(page)
-        copy = "b" if needed == "a" and "b" in self.slots else "a"
+        copy = "b" if needed == "a" and "b" in self._slots else "a"
         name = page_file(page, copy)
-        if self._storage.is_shared(name):
+        if self.storage.is_shared(name):
             self.provide_spares([name])
         if copy == needed and not self._dirty:
             assert self.committed is not None
-            mark_dirty(self._storage, self.committed.revision)
+            mark_dirty(self.storage, self.committed.revision)
             self._dirty = True
         # Also if the file is not shared any more: a reader of a checkpoint that was removed
         # may still have it open.
         if name in self._spares:
             self._renamed = True
-            self._storage.rename(spare_file(name), name)
+            self.storage.rename(spare_file(name), name)
             self._spares.discard(name)
         self._files_written.add(name)
         return copy
@@ -226,21 +243,21 @@ class Committer(Progress):
         try:
             for name in names:
                 if name not in self._spares:
-                    self._storage.create(spare_file(name), self._storage.size(name))
+                    self.storage.create(spare_file(name), self.storage.size(name))
                     self._spares.add(name)
                     made.append(name)
         except StorageError:
             for name in made:
                 with contextlib.suppress(StorageError):  # The first error is the one to mend.
-                    self._storage.unlink(spare_file(name))
+                    self.storage.unlink(spare_file(name))
                     self._spares.discard(name)
             raise
 
     def drop_spares(self) -> None:
         """Remove the spare files of page files that are not shared any more."""
         for name in list(self._spares):
-            if not self._storage.is_shared(name):
-                self._storage.unlink(spare_file(name))
+            if not self.storage.is_shared(name):
+                self.storage.unlink(spare_file(name))
                 self._spares.discard(name)
 
     def forget_spares(self) -> None:
@@ -366,10 +383,10 @@ class Committer(Progress):
         def commit_here() -> None:
             for write in writes:
                 write.wait()
-            self._storage.flush(files)
+            self.storage.flush(files)
             if renamed:  # Else the manifest could name a page file whose spare has its name.
-                self._storage.sync_directory()
-            write_durably(self._storage, manifest_name(manifest.revision), manifest.to_bytes())
+                self.storage.sync_directory()
+            write_durably(self.storage, manifest_name(manifest.revision), manifest.to_bytes())
 
         with record_function(f"tierstore::commit {manifest.step}"):
             together(self._peers, "commit", commit_here)
@@ -379,12 +396,12 @@ class Committer(Progress):
 
     def _forget_older(self) -> None:
         """Remove the manifests that no restart needs any more, and the dirty mark."""
-        names = self._storage.list()
+        names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
-        for revision in revisions[: -len(self.slots)]:  # A slot of every page for each that stays.
-            self._storage.unlink(manifest_name(revision))
+        for revision in revisions[: -len(self._slots)]:  # A slot of every page for each that stays.
+            self.storage.unlink(manifest_name(revision))
         if DIRTY_NAME in names:
-            clear_dirty(self._storage)
+            clear_dirty(self.storage)
 
 
 def encode_hyperparameters(index: int, group: PagedGroup) -> Any:

@@ -9,15 +9,12 @@ directories, pages may lie in any of them, and everything else is in the first.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import secrets
-import weakref
 from collections.abc import Mapping, Sequence
 
 from tierstore.errors import CorruptionError, RunDirectoryError
 from tierstore.ranks.peers import Peers, agree, together
-from tierstore.run.committer import clear_dirty, read_mark, write_durably
+from tierstore.run.committer import clear_dirty, read_mark
 from tierstore.run.file_names import (
     DIRTY_NAME,
     IDENTITY_NAME,
@@ -31,8 +28,6 @@ from tierstore.storage.base import Storage
 
 logger = logging.getLogger("tierstore")
 
-LOCK_TIMEOUT_S = 30.0
-
 _DAMAGED = ".damaged"
 _OWN_NAMES = re.compile(
     rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|{MANIFEST_PATTERN}({re.escape(_DAMAGED)})?"
@@ -41,65 +36,6 @@ _OWN_NAMES = re.compile(
 _TEMPORARY_NAME = re.compile(
     rf"(?:{_OWN_NAMES.pattern})\.tmp|page-\d+\.[ab]\.(next|copying-[0-9a-f]+)"
 )
-_storages_in_use: weakref.WeakSet[Storage] = weakref.WeakSet()
-
-
-def abandon_in_children(storage: Storage) -> None:
-    """Have every child forked from now on drop the descriptors of a storage.
-
-    A child that kept them would keep the lock of a parent that was killed.
-    """
-    _storages_in_use.add(storage)
-
-
-def _abandon_all() -> None:
-    for storage in list(_storages_in_use):
-        storage.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
-
-
-def open_run(
-    storage: Storage, peers: Peers, *, resume: bool, overwrite: bool, page_bytes: int
-) -> tuple[RunIdentity, Manifest | None]:
-    """Lock a rank's directory and find its run in it, or begin a new one.
-
-    Returns:
-        The identity, and the manifest of the committed step to go on from; None where the
-        run is new.
-
-    Raises:
-        RunLockedError: another process uses the directory.
-        RunDirectoryError: it holds a run and neither ``resume`` nor ``overwrite`` was
-            given, or a run that cannot be resumed.
-        PeerFailed: any of this on another rank.
-    """
-
-    def look() -> bool:
-        storage.lock(LOCK_TIMEOUT_S)
-        names = storage.list()
-        steps = [revision[0] for name in names if (revision := manifest_revision(name))]
-        holds_work = bool(steps) or DIRTY_NAME in names
-        if holds_work and not resume and not overwrite:
-            state = f"committed at step {max(steps)}" if steps else "not committed"
-            raise RunDirectoryError(
-                f"{storage.location} holds a run {state}: pass resume=True to go on with it, "
-                "or overwrite=True to delete it and start over"
-            )
-        return holds_work
-
-    if any(agree(peers, "look for a run", look)) and resume:
-        return find_run(storage, peers)
-    together(peers, "erase the commits of the old run", lambda: erase_commits(storage))
-    together(peers, "erase the old run", lambda: erase(storage))
-    run_id = peers.gather(secrets.token_hex(16))[0]
-    identity = RunIdentity(
-        run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
-    )
-    data = identity.to_bytes()
-    together(peers, "write the identity", lambda: write_durably(storage, IDENTITY_NAME, data))
-    return identity, None
 
 
 def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | None]:

@@ -1,11 +1,11 @@
-"""Whether a store may be used: open, by its own process, between steps, not failed, restored."""
+"""Whether a store may be used: open, in its own process, between steps, not failed, restored."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tierstore.errors import (
     RunDirectoryError,
@@ -13,46 +13,54 @@ from tierstore.errors import (
     StoreFailedError,
     SweepError,
 )
+from tierstore.ranks.peers import Ranks
 
 logger = logging.getLogger("tierstore")
 
 
-class Guard:
-    """The condition of one store, asked before every call."""
+class Usability:
+    """The condition of one store, checked before every call.
 
-    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        """Make the condition of a new store.
+    Args:
+        ranks: all ranks, to be told of failures.
+        has_directory: whether there is a commit, or will be, to go back to after a failure.
+            Without a directory this rank stays usable, as optimizers of PyTorch do; others fail.
+        awaits_restore: whether the directory holds a commit to be restored first.
+    """
 
-        Args:
-            on_failure: told of what leaves the parameters or the pages between two steps.
-        """
-        self._on_failure = on_failure
+    def __init__(self, ranks: Ranks, *, has_directory: bool, awaits_restore: bool) -> None:
+        self._ranks = ranks
         self._pid = os.getpid()
+        self.has_directory = has_directory
+        self.awaits_restore = awaits_restore
         self.closed = False
         self.failure: BaseException | None = None
-        """What left the parameters or the pages between two steps."""
-        self.awaits_restore = False
-        """Whether there is a commit that was not restored yet."""
+        """The error that left parameters or pages between two steps."""
         self.sweeping = False
-        """Whether a step is under way, so that parameters and pages are of two steps."""
+        """Whether a step is in progress, so that parameters and pages are of two steps."""
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the one that opened the store."""
+        """Whether this process is a child of the process that opened the store."""
         return self._pid != os.getpid()
 
     def fail(self, error: BaseException) -> None:
-        """Let nothing but restore() and close() work from now on."""
-        self.failure = error
-        logger.error("the store failed: %r", error)
-        self._on_failure(error)
+        """Refuse everything but restore() and close() from now on, and tell the other ranks."""
+        if self.has_directory:
+            self.failure = error
+            logger.error("the store failed: %r", error)
+        self._ranks.fail(error)
+
+    def note_restored(self) -> None:
+        """Allow everything again, after a commit was restored."""
+        self.failure, self.awaits_restore = None, False
 
     @contextlib.contextmanager
     def failing(self, *, interrupts: bool) -> Iterator[None]:
         """Fail the store if anything fails in the block.
 
         Args:
-            interrupts: whether an interrupt there leaves something half done, too.
+            interrupts: whether an interrupt in the block also leaves something half done.
         """
         try:
             yield
@@ -89,7 +97,7 @@ class Guard:
             ) from self.failure
 
     def require_restored(self) -> None:
-        """Raise, as require_usable() or because there is a commit to restore first."""
+        """Raise as require_usable(), or RunDirectoryError if a commit is to be restored first."""
         self.require_usable()
         if self.awaits_restore:
             raise RunDirectoryError(

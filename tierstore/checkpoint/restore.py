@@ -1,0 +1,125 @@
+"""Restore: parameters and pages from the last commit, a checkpoint, or a run being resharded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tierstore.errors import RunDirectoryError
+from tierstore.paging.page_table import PageTable
+from tierstore.paging.whole_states import restore_parameters, write_pages
+from tierstore.ranks.peers import Ranks, on_rank_0, together
+from tierstore.run.committer import Committer
+from tierstore.run.manifest import Manifest
+from tierstore.run.page_files import check_files, check_same_model
+from tierstore.run.recovery import recover
+from tierstore.run.usability import Usability
+
+
+class Restore:
+    """The ways back to a step. All ranks make the same calls.
+
+    Args:
+        ranks: all ranks of the job.
+        committer: the commits of the run.
+        table: the pages.
+        usability: of the store.
+    """
+
+    def __init__(
+        self, ranks: Ranks, committer: Committer, table: PageTable, usability: Usability
+    ) -> None:
+        self._ranks = ranks
+        self._committer = committer
+        self._table = table
+        self._usability = usability
+
+    def from_commit(self) -> int:
+        """Go back to the last commit of all ranks; return its step. See TierStore.restore()."""
+        committer, usability = self._committer, self._usability
+        committer.settle()
+        manifest = recover(committer.storage, committer.identity, self._ranks)
+        committer.forget_spares()
+        if manifest is None:
+            raise RunDirectoryError(
+                f"no step was committed by all ranks of {committer.storage.location} yet, so "
+                "there is none to go back to: start over with a new model and a new store"
+            )
+        together(self._ranks, "check the run", lambda: self._check(manifest))
+        usability.awaits_restore = True  # Until all of the below is done.
+        try:
+            self._table.pager.reset(self._table.pages, manifest.pages)
+            self._table.ensure_placed()
+            restore_parameters(self._table)
+            committer.restore(manifest, self._table.groups)
+            self._table.allocate_files(self._table.pages)
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
+        usability.note_restored()
+        return manifest.step
+
+    def from_checkpoint(self, checkpoint: str | os.PathLike[str]) -> int:
+        """Begin a new run with the content of a checkpoint; return its step."""
+        return self._load(
+            checkpoint,
+            "go on with restore() alone, or name another directory, or pass overwrite=True",
+        )
+
+    def from_resharded(self, checkpoint: Path, commit: Callable[[], None]) -> int:
+        """Begin a run from what it was on another number of ranks; return its step.
+
+        Args:
+            checkpoint: the old run, published in its own directory; removed at the end.
+            commit: makes a step durable, so that the checkpoint is not needed any more.
+        """
+        from tierstore.checkpoint.stopped_run import end_reshard
+
+        self._usability.awaits_restore = False
+        try:
+            pages = self._table.pages
+            together(self._ranks, "allocate pages", lambda: self._table.allocate_files(pages))
+            step = self._load(
+                checkpoint,
+                "nothing is lost, start the job again with resume=True and reshard=True",
+            )
+        except BaseException:
+            self._usability.awaits_restore = True
+            raise
+        self._committer.annotate(self._committer.extra)
+        commit()
+        on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(checkpoint.parent))
+        return step
+
+    def _check(self, manifest: Manifest) -> None:
+        layouts = [page.layout for page in self._table.pages]
+        check_same_model(manifest, self._table.groups, layouts)
+        check_files(self._committer.storage, layouts, manifest)
+
+    def _load(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
+        """Fill the pages of a new run from a checkpoint; return its step.
+
+        Args:
+            checkpoint: the directory.
+            todo: what to do if the run has steps already.
+        """
+        from tierstore.checkpoint.load import CheckpointSource
+
+        committer, groups = self._committer, self._table.groups
+        if self._usability.awaits_restore or committer.step or self._usability.failure:
+            raise RunDirectoryError(
+                f"a checkpoint begins a new run, and this one has steps already: {todo}"
+            )
+        source = together(
+            self._ranks,
+            "check a checkpoint",
+            lambda: CheckpointSource(checkpoint, groups, committer.scalars, self._ranks),
+        )
+        with self._usability.failing(interrupts=True):
+            committer.step = source.step
+            write_pages(self._table, committer, source.fill, source.scalars)
+            committer.extra = source.extra
+            for group, values in zip(groups, source.hyperparameters, strict=True):
+                group.hyperparameters.update(values)
+        return source.step
