@@ -26,7 +26,7 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Room for one page: the same bytes as a tensor and as a memoryview."""
+    """Memory for one page, as a tensor and as a memoryview."""
 
     tensor: torch.Tensor
     """uint8, one dimension, starts at a multiple of SECTOR_BYTES."""
@@ -34,36 +34,36 @@ class Buffer:
 
 
 class BufferPool:
-    """``count`` buffers of ``nbytes`` each, all allocated now, for as long as it lives.
+    """``count`` buffers of ``nbytes`` each, allocated at construction.
 
-    Used by one thread. Direct I/O pins the pages of a buffer, which is why they are huge
-    (fewer of them) and are not given to forked children (a fork would have to copy them).
+    Used by one thread. The memory is in huge pages, since direct I/O pins every page of a buffer,
+    and forked children do not get it, since a fork would have to copy pinned pages.
 
     Args:
         count: number of buffers.
-        nbytes: bytes of each, rounded up to sectors.
+        nbytes: bytes of each buffer, rounded up to sectors.
         page_locked: lock the memory for copies to and from CUDA devices.
 
     Attributes:
         memory: all buffers in one piece, to be registered with a storage.
 
     Raises:
-        BudgetError: the machine does not have so much memory.
+        BudgetError: the machine has not enough memory.
     """
 
     def __init__(self, count: int, nbytes: int, *, page_locked: bool = False) -> None:
         self.buffer_bytes = align_up(nbytes, SECTOR_BYTES)
         self.count = count
         arena_bytes = max(count * self.buffer_bytes, SECTOR_BYTES)
-        # Anonymous memory comes aligned to 4 KiB only: take a huge page more, start later.
+        # Anonymous memory is aligned to 4 KiB only: map a huge page more, and start at its edge.
         arena = _map(arena_bytes + HUGE_PAGE_BYTES)
         address = torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
         first = align_up(address, HUGE_PAGE_BYTES) - address
         arena.madvise(mmap.MADV_DONTFORK)
-        # Whole huge pages only: a part of one would take the memory of all of it.
+        # Whole huge pages only: the last, partial one would take the memory of a whole one.
         huge_bytes = arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if huge_bytes:
-            with contextlib.suppress(OSError):  # A kernel built without huge pages: only slower.
+            with contextlib.suppress(OSError):  # A kernel without huge pages: slower.
                 arena.madvise(mmap.MADV_HUGEPAGE, first, huge_bytes)
         _populate(arena, first, arena_bytes)
         if page_locked:
@@ -85,32 +85,32 @@ class BufferPool:
 
     @property
     def free_count(self) -> int:
-        """Number of buffers that acquire() could still hand out."""
+        """Number of free buffers."""
         return len(self._free)
 
     def acquire(self) -> Buffer:
-        """Take a free buffer. The caller has seen that ``free_count`` is not zero."""
+        """Take a free buffer. Requires free_count > 0."""
         return self._free.pop()
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back. No transfer may still use it."""
+        """Give a buffer back, which no transfer uses any more."""
         self._free.append(buffer)
 
     def release_all(self) -> None:
-        """Take back every buffer, whoever has it. No transfer may still use any."""
+        """Take back all buffers, which no transfer uses any more."""
         self._free = list(self._all)
 
 
 class _Arena(mmap.mmap):
-    """Memory of the system, taken back from CUDA before it is unmapped.
+    """Anonymous memory, unregistered from CUDA before it is unmapped.
 
-    A finalizer of ``weakref`` would be called when it is unmapped already.
+    A ``weakref`` finalizer would run after the unmapping.
     """
 
     unregister: Callable[[], object] | None = None
 
     def __del__(self) -> None:
-        # At the end of the process CUDA may be gone already, and takes care itself.
+        # At the end of the process CUDA may be gone, and has unregistered the memory.
         if self.unregister is not None and not sys.is_finalizing():
             self.unregister()
 
@@ -123,13 +123,13 @@ def _map(nbytes: int) -> _Arena:
 
 
 def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Have the kernel map every page now, so that no step waits for a page fault."""
+    """Map every page now, so that no step waits for a page fault."""
     try:
         arena.madvise(_MADV_POPULATE_WRITE, offset, nbytes)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise _no_memory(nbytes) from error
-        # Linux before 5.14 does not know this advice: touch each page ourselves.
+        # Linux before 5.14 does not know this advice: write to each page instead.
         for position in range(offset, offset + nbytes, mmap.PAGESIZE):
             arena[position] = 0
 
@@ -145,7 +145,7 @@ def _lock_pages(arena: _Arena, address: int, nbytes: int) -> None:
             format_bytes(nbytes),
             error,
         )
-        # CUDA keeps the error for whoever launches a kernel next: be that here.
+        # CUDA raises the error at the next kernel launch: launch a kernel now.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
         return
@@ -154,6 +154,6 @@ def _lock_pages(arena: _Arena, address: int, nbytes: int) -> None:
 
 def _no_memory(nbytes: int) -> BudgetError:
     return BudgetError(
-        f"this machine does not give {nbytes} bytes ({format_bytes(nbytes)}) for page buffers: "
+        f"this machine cannot provide {nbytes} bytes ({format_bytes(nbytes)}) for page buffers: "
         "free some, or pass a smaller host_memory"
     )

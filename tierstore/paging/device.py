@@ -1,7 +1,7 @@
-"""Copies between page buffers and the memory of the device that computes.
+"""Copies between page buffers and the device that computes.
 
-On a GPU each direction has a stream of its own, and order is kept by events: nothing waits
-for the device but who needs what a copy brought to the host.
+On a GPU each direction has a stream. Events order the copies, so that only code that reads a
+copied-back result waits for the device.
 """
 
 from __future__ import annotations
@@ -11,124 +11,121 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 # Besides the pages that are stepped, one page is copied in and one is copied out.
 MOVING_PAGES = 2
 
 
 class Copy(Protocol):
-    """A copy under way."""
+    """A copy in flight."""
 
     def wait(self) -> None:
-        """Block until it has ended."""
+        """Block until the copy has ended."""
 
     def done(self) -> bool:
-        """Return whether it has. Never blocks."""
+        """Return whether the copy has ended. Never blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class DeviceBuffer:
-    """Room for one page in the memory of a device."""
+    """Memory of a device for one page."""
 
     tensor: torch.Tensor
     """uint8, one dimension."""
     last_use: torch.cuda.Event | None = None
-    """Until then something on the device reads it, or writes to it."""
+    """The end of the last read or write of the memory on the device."""
 
 
 class Device(Protocol):
-    """Where steps are computed, and the way there and back."""
+    """A device that steps are computed on, and the copies to it and back."""
 
-    @property
-    def device(self) -> torch.device:
-        """As torch names it."""
-
-    @property
-    def is_host(self) -> bool:
-        """Whether pages are stepped in their host buffers."""
+    is_host: bool
+    """Whether pages are stepped in their host buffers."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Return ``nbytes`` of its memory."""
+        """Return ``nbytes`` of device memory."""
 
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
-        """Copy to the beginning of ``memory``. What is computed there afterwards finds it."""
+        """Copy to the beginning of ``memory``; computation issued afterwards sees the content."""
 
     def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
-        """Copy the beginning of ``memory`` to the host, as computed before."""
+        """Copy the beginning of ``memory`` to the host, after computation issued before."""
 
     def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
-        """Copy tensors to tensors on the host, of the same shapes."""
+        """Copy tensors to host tensors of the same shapes, after computation issued before."""
 
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
-        """Copy tensors from the host; what is computed afterwards finds them."""
+        """Copy tensors from the host; computation issued afterwards sees the content."""
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """Return where on the host a small tensor will be, as computed before, and its copy."""
+        """Start to copy a small tensor to the host; return the host tensor and the copy."""
 
     def note_use(self, memory: DeviceBuffer) -> None:
-        """Keep the memory as it is until all that was issued so far has ended."""
+        """Keep the memory unchanged until everything that was issued so far has ended."""
 
 
-class _Ended:
+class _Ended(Copy):
+    @override
     def wait(self) -> None:
-        """See Copy.wait."""
+        pass
 
+    @override
     def done(self) -> bool:
-        """See Copy.done."""
         return True
 
 
-class PlainDevice:
+class PlainDevice(Device):
     """The CPU: memory that is not page-locked, and copies that end at once."""
 
-    device = torch.device("cpu")
     is_host = True
 
+    @override
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """See Device.allocate."""
         return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8))
 
+    @override
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
-        """See Device.copy_in."""
         return self.copy_up([host], [memory.tensor[: host.numel()]])
 
+    @override
     def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
-        """See Device.copy_out."""
         return self.copy_down([memory.tensor[: host.numel()]], [host])
 
+    @override
     def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
-        """See Device.copy_down."""
         for source, host in zip(sources, hosts, strict=True):
             host.copy_(source)
         return _Ended()
 
+    @override
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
-        """See Device.copy_up."""
         return self.copy_down(hosts, targets)
 
+    @override
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """See Device.fetch."""
         return tensor, _Ended()
 
+    @override
     def note_use(self, memory: DeviceBuffer) -> None:
-        """See Device.note_use."""
+        pass
 
 
-class _EventCopy:
+class _EventCopy(Copy):
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
+    @override
     def wait(self) -> None:
-        """See Copy.wait."""
         self._event.synchronize()
 
+    @override
     def done(self) -> bool:
-        """See Copy.done."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-class CudaDevice:
-    """A GPU, with a stream for each direction. Steps are computed on the current stream."""
+class CudaDevice(Device):
+    """A GPU with a stream for each direction. Steps are computed on the current stream."""
 
     is_host = False
 
@@ -137,15 +134,15 @@ class CudaDevice:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @override
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """See Device.allocate."""
         memory = DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
-        self.note_use(memory)  # Whoever had these bytes before may still be using them.
+        self.note_use(memory)  # Earlier owners of these bytes may still be using them.
         return memory
 
+    @override
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
-        """See Device.copy_in."""
-        # Not behind the current stream, where another page is being stepped.
+        # Without waiting for the current stream, which may be stepping another page.
         if memory.last_use is not None:
             self._in.wait_event(memory.last_use)
         with torch.cuda.stream(self._in):
@@ -154,24 +151,24 @@ class CudaDevice:
         torch.cuda.current_stream(self.device).wait_event(memory.last_use)
         return _EventCopy(memory.last_use)
 
+    @override
     def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
-        """See Device.copy_out."""
         copy = self.copy_down([memory.tensor[: host.numel()]], [host])
         memory.last_use = self._recorded(self._out)
         return copy
 
+    @override
     def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
-        """See Device.copy_down."""
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             for source, host in zip(sources, hosts, strict=True):
                 host.copy_(source, non_blocking=True)
-                # Or its bytes could be given to others once the caller lets go of it.
+                # Else torch could reuse the bytes as soon as the caller drops the tensor.
                 source.record_stream(self._out)
         return _EventCopy(self._recorded(self._out))
 
+    @override
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
-        """See Device.copy_up."""
         current = torch.cuda.current_stream(self.device)
         self._in.wait_stream(current)
         with torch.cuda.stream(self._in):
@@ -182,22 +179,22 @@ class CudaDevice:
         current.wait_event(ended)
         return _EventCopy(ended)
 
+    @override
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """See Device.fetch."""
-        host = tensor.to("cpu", non_blocking=True)  # Into page-locked memory of torch.
+        host = tensor.to("cpu", non_blocking=True)  # To page-locked memory of torch.
         return host, _EventCopy(self._recorded(torch.cuda.current_stream(self.device)))
 
+    @override
     def note_use(self, memory: DeviceBuffer) -> None:
-        """See Device.note_use."""
         memory.last_use = self._recorded(torch.cuda.current_stream(self.device))
 
     def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        # Who waits for it sleeps.
+        # Blocking: a thread that waits for the event sleeps.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
 
 def open_device(device: torch.device) -> Device:
-    """Return the way to a CPU or CUDA device."""
+    """Return the Device of a CPU or CUDA device."""
     return CudaDevice(device) if device.type == "cuda" else PlainDevice()

@@ -1,4 +1,7 @@
-"""Parameters that FSDP2 has gathered: what is written to them, their modules do not see."""
+"""Drop FSDP2's gathered copies of parameters before the parameters are written.
+
+The next forward would otherwise use stale values.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,15 @@ if TYPE_CHECKING:
 
 
 def reshard(parameters: Iterable[PagedParameter]) -> None:
-    """Have FSDP2 forget the copies that it has gathered of parameters that will be written.
-
-    It has some after a forward that no backward followed, and would use them in the next.
+    """Have FSDP2 drop gathered copies of parameters, which it keeps after a forward alone.
 
     Raises:
-        ValueError: it does not, because it is in the middle of a forward; the message names
-            the parameter.
+        ValueError: FSDP2 keeps them, because a forward is in progress; the message names the
+            parameter.
     """
-    if "torch.distributed.fsdp" not in sys.modules:  # Who has used it has imported it.
+    if "torch.distributed.fsdp" not in sys.modules:  # Never imported, so never used.
         return
-    # A parameter does not know its modules, and nothing public lists them all.
+    # A parameter does not know its modules, and no public function lists all FSDP modules.
     from torch.distributed._composable_state import _module_state_mapping
 
     names: dict[int, str] = {}
@@ -31,8 +32,8 @@ def reshard(parameters: Iterable[PagedParameter]) -> None:
         for group in _parameter_groups(state()):
             if group.is_sharded:
                 continue
-            names = names or {id(each.tensor): each.name for each in parameters}
-            found = [names.get(id(each.sharded_param)) for each in group.fsdp_params]
+            names = names or {id(member.tensor): member.name for member in parameters}
+            found = [names.get(id(member.sharded_param)) for member in group.fsdp_params]
             name = next(filter(None, found), None)
             if name is None:
                 continue
@@ -45,8 +46,8 @@ def reshard(parameters: Iterable[PagedParameter]) -> None:
 
 
 def _parameter_groups(state: Any) -> Iterable[Any]:
-    """Return what one call of fully_shard() put together; a state may be of another wrapper."""
+    """Return the parameter groups of one fully_shard(); none if another wrapper made the state."""
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Earlier releases of torch have one at most.
+    if groups is None:  # Earlier releases of torch have at most one group.
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]

@@ -1,7 +1,7 @@
-"""Gradients and parameters of a page on the host, where it is stepped though they are elsewhere.
+"""Host copies of a page's gradients and parameters, to step on the host a page of a GPU.
 
-Copies go both ways while other pages are stepped: gradients and parameters come down ahead,
-updated parameters go up behind.
+While a page is stepped, gradients and parameters of the next pages are copied down, and updated
+parameters of earlier pages are copied up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = tuple[str, Chunk]
 
 
 class Mirror(Source):
-    """The gradients and parameters of one page, in host memory."""
+    """Host copies of the gradients and parameters of one page."""
 
     def __init__(self, memory: torch.Tensor, device: Device, page: Page) -> None:
         self.memory = memory
@@ -36,19 +36,18 @@ class Mirror(Source):
         self._gradients: dict[Key, torch.Tensor] = {}
         position = 0
         sources, targets = [], []
-        for key, tensor, found in _places(page):
+        for key, tensor, is_gradient in _tensors_of(page):
             host = memory[position : position + tensor.nbytes].view(tensor.dtype)
             host = host.view(tensor.shape)
-            found_in = self._gradients if found else self._values
-            found_in[key] = host
+            (self._gradients if is_gradient else self._values)[key] = host
             position += align_up(tensor.nbytes, _ALIGNMENT)
             sources.append(tensor)
             targets.append(host)
         self._down = device.copy_down(sources, targets)
         self._up: Copy | None = None
 
-    def arrive(self) -> None:
-        """Block until everything is here."""
+    def wait(self) -> None:
+        """Block until gradients and parameters have arrived."""
         self._down.wait()
 
     @override
@@ -60,8 +59,8 @@ class Mirror(Source):
         return self._values[parameter.name, chunk]
 
     @override
-    def place(self, name: str, chunk: Chunk) -> Chunk:
-        return self.page.direct.place(name, chunk)
+    def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
+        return self.page.direct.local_chunk(name, chunk)
 
     @override
     def send_back(self) -> None:
@@ -71,12 +70,12 @@ class Mirror(Source):
             [page.direct.values(page.parameters[name], chunk) for name, chunk in self._values],
         )
 
-    def has_left(self) -> bool:
-        """Return whether the parameters were sent back, and are there."""
+    def is_free(self) -> bool:
+        """Return whether the parameters were sent back and have arrived."""
         return self._up is not None and self._up.done()
 
-    def leave(self) -> None:
-        """Block until nothing uses the memory any more."""
+    def drain(self) -> None:
+        """Block until no copy uses the memory."""
         self._down.wait()
         if self._up is not None:
             self._up.wait()
@@ -96,63 +95,62 @@ class NoMirrors:
 
 
 class Mirrors:
-    """A few mirrors that take turns, for pages in the order of a sweep.
+    """Memory for a few mirrors, used in turn for pages in the order of a sweep.
 
     Args:
-        device: where parameters and gradients are.
-        nbytes: those of all mirrors; see mirrors_bytes().
-        held: how many of them are used for steps at once.
+        device: the device of parameters and gradients.
+        nbytes: bytes of all mirrors; see mirrors_bytes().
+        window: most pages that are stepped at once.
     """
 
-    def __init__(self, device: Device, nbytes: int, held: int) -> None:
+    def __init__(self, device: Device, nbytes: int, window: int) -> None:
         self._device = device
-        count = held + MOVING_PAGES
+        count = window + MOVING_PAGES
         self._pool = BufferPool(count, nbytes // count, page_locked=not device.is_host)
         self._free = deque(self._pool.acquire().tensor for _ in range(count))
-        self._behind: deque[Mirror] = deque()  # Their parameters may be on their way back.
+        self._behind: deque[Mirror] = deque()  # Their parameters may be in flight to the device.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all mirrors."""
         return self._pool.nbytes
 
     def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
-        """Yield a mirror of each page when it is filled; the next ones are being filled."""
+        """Yield a mirror of each page when it has arrived, while the next mirrors are filled."""
         waiting, ahead = deque(pages), deque[Mirror]()
         try:
             while waiting or ahead:
-                while self._behind and (self._behind[0].has_left() or not (ahead or self._free)):
-                    self._take_back()
+                while self._behind and (self._behind[0].is_free() or not (ahead or self._free)):
+                    self._reclaim()
                 while waiting and self._free:
                     ahead.append(Mirror(self._free[0], self._device, waiting.popleft()))
-                    self._free.popleft()  # Not before: it stays if the copies cannot begin.
-                ahead[0].arrive()
+                    self._free.popleft()  # Last: the memory stays free if a copy cannot begin.
+                ahead[0].wait()
                 yield ahead[0]
                 self._behind.append(ahead.popleft())
         finally:
             self._behind.extend(ahead)
 
     def close(self) -> None:
-        """Wait until nothing uses the memory, and give it back."""
+        """Wait until no copy uses the memory, and free it."""
         while self._behind:
-            self._take_back()
+            self._reclaim()
         self._free.clear()
         self._pool = BufferPool(0, 0)
 
-    def _take_back(self) -> None:
-        self._behind[0].leave()
+    def _reclaim(self) -> None:
+        self._behind[0].drain()
         self._free.append(self._behind.popleft().memory)
 
 
-def mirrors_bytes(pages: Iterable[Page], held: int) -> int:
-    """Return how many bytes the mirrors of some pages take when all parameters have gradients.
+def mirrors_bytes(pages: Iterable[Page], window: int) -> int:
+    """Return the bytes of the mirrors of some pages if all parameters have gradients.
 
     Args:
-        pages: all that there may be a mirror of.
-        held: how many are used for steps at once.
+        pages: the pages.
+        window: most pages that are stepped at once.
     """
-    # Of the others one is filled with gradients, and of one the parameters go back.
-    return (held + MOVING_PAGES) * max(map(_mirror_bytes, pages), default=0)
+    return (window + MOVING_PAGES) * max(map(_mirror_bytes, pages), default=0)
 
 
 def _mirror_bytes(page: Page) -> int:
@@ -165,8 +163,8 @@ def _mirror_bytes(page: Page) -> int:
     return align_up(nbytes, SECTOR_BYTES)
 
 
-def _places(page: Page) -> Iterable[tuple[Key, torch.Tensor, bool]]:
-    """Yield each chunk of the parameters, and of the gradients where there is one."""
+def _tensors_of(page: Page) -> Iterable[tuple[Key, torch.Tensor, bool]]:
+    """Yield each chunk of the parameters, and of the gradients if there are; and which it is."""
     for name, chunk in page.layout.records:
         parameter = page.parameters[name]
         yield (name, chunk), page.direct.values(parameter, chunk), False

@@ -1,7 +1,7 @@
-"""What goes on beside the training thread, in the timeline of ``torch.profiler``.
+"""Lanes for page transfers in the timeline of ``torch.profiler``.
 
-A profile of all threads (``_ExperimentalConfig(profile_all_threads=True)``) shows transfers
-in lanes of their own, beside what is computed meanwhile.
+A profile of all threads (``_ExperimentalConfig(profile_all_threads=True)``) shows them beside
+the computation on the training thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from tierstore.storage.base import Transfer
 
 
 class Lane:
-    """Transfers of one kind, which end in the order in which they begin.
+    """A lane for transfers of one kind, which end in the order in which they begin.
 
-    Costs nothing while no profiler runs: the thread begins with the first transfer that one
-    is to see.
+    Has no thread until a profiler runs.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +27,7 @@ class Lane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierstore-{name}")
 
     def show(self, what: str, transfers: Sequence[Transfer]) -> None:
-        """Show when these transfers were under way; together they are one range."""
+        """Show the time that these transfers take as one range, if a profiler runs."""
         if profiler._is_profiler_enabled:
             self._thread.submit(self._follow, f"tierstore::{self._name} {what}", transfers)
 
@@ -39,5 +38,7 @@ class Lane:
     def _follow(self, name: str, transfers: Sequence[Transfer]) -> None:
         with profiler.record_function(name):
             for transfer in transfers:
-                with contextlib.suppress(TierstoreError):  # Its own waiter is told.
+                with contextlib.suppress(
+                    TierstoreError
+                ):  # Raised to the caller that waits for the page.
                     transfer.wait()

@@ -1,7 +1,6 @@
-"""Where each page rests between two steps, and the buffers that the others stream through.
+"""The tier plan: the tier of each page between two steps, and the pool of buffers.
 
-A static plan: pages are stepped in one known order, so that which of them stay in memory
-can be decided once. Pure arithmetic over their sizes.
+Pages are stepped in one known order, so the plan is made once, from the sizes of the pages.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from tierstore.config import BUFFERS_MIN, Budget
 from tierstore.errors import BudgetError
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
 
-# More than this in flight does not make a disk faster: the rest of the memory keeps pages.
+# More in flight does not make a disk faster; the rest of the memory keeps pages.
 STREAM_BUFFERS = 4
 STREAM_BYTES = 2**28
 
 
 class Tier(enum.Enum):
-    """What holds a page between two steps."""
+    """The memory or file that holds a page between two steps."""
 
     DEVICE = "device"
-    """Memory of the device that the parameters are on."""
+    """Memory on the device of the parameters."""
     HOST = "host"
-    """A host buffer of its own."""
+    """Host memory that only the page uses."""
     NVME = "nvme"
-    """Its file; it is stepped in a buffer of the pool."""
+    """The page's file. The page is stepped in a buffer of the pool."""
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
@@ -41,21 +40,21 @@ class Placement:
     """The plan for all pages of a store."""
 
     tiers: tuple[Tier, ...]
-    """Where each page rests, in order."""
+    """The tier of each page, in order."""
     buffers: int
     """Number of buffers in the pool."""
     buffer_bytes: int
-    """Bytes of each."""
+    """Bytes of each buffer."""
 
 
 def place(sizes: Sequence[int], budget: Budget) -> Placement:
     """Keep as many pages in memory as fit, spread over the sweep; stream the others.
 
-    A given number of buffers is all the host memory that is used: then no page rests in it.
+    With an explicit buffer count, host memory holds buffers only.
 
     Args:
         sizes: bytes of each page, in the order of the sweep.
-        budget: what may be used.
+        budget: the memory that may be used.
 
     Raises:
         BudgetError: the host memory cannot hold the fewest buffers that work; the message
@@ -66,7 +65,7 @@ def place(sizes: Sequence[int], budget: Budget) -> Placement:
     tiers = [Tier.NVME] * len(sizes)
     for page in _spread(pages, aligned, budget.device_memory):
         tiers[page] = Tier.DEVICE
-    # Pages of the device go to their files through the pool, too.
+    # Pages of tier DEVICE also go to their files through the pool.
     buffer_bytes = max(aligned, default=SECTOR_BYTES)
     if budget.buffers is None:
         resting = [page for page in pages if tiers[page] is not Tier.DEVICE]
@@ -81,10 +80,10 @@ def place(sizes: Sequence[int], budget: Budget) -> Placement:
 
 
 def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
-    """Put every page into one tier.
+    """Place every page in one tier.
 
     Raises:
-        BudgetError: it does not fit; the message names the budget that does.
+        BudgetError: the pages do not fit; the message names the smallest budget that works.
     """
     aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
     limits = {Tier.DEVICE: budget.device_memory, Tier.HOST: budget.for_pages}
@@ -99,15 +98,15 @@ def place_all(sizes: Sequence[int], budget: Budget, tier: Tier) -> Placement:
 
 
 def _stream_buffers(buffer_bytes: int, pages: int, budget: Budget) -> int:
-    """Return how many buffers keep a disk busy without taking most of the memory."""
+    """Return the number of buffers that keeps a disk busy with at most half of the memory."""
     in_flight = min(STREAM_BYTES, budget.for_pages // 2)
     return min(pages, max(STREAM_BUFFERS, in_flight // buffer_bytes))
 
 
 def _spread(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
-    """Choose pages that fit, so that those between them are as evenly spread as can be.
+    """Choose pages that fit in a budget, spread evenly over the sweep.
 
-    The others' transfers then hide behind the computation on these.
+    The transfers of the other pages then overlap with the computation on the chosen pages.
     """
     total = sum(sizes[page] for page in pages)
     share = min(1.0, budget / total) if total else 0.0
@@ -119,7 +118,7 @@ def _spread(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int
             chosen.append(page)
             credit -= sizes[page]
             left -= sizes[page]
-    for page in sorted(set(pages) - set(chosen)):  # What rounding left over.
+    for page in sorted(set(pages) - set(chosen)):  # What rounding left out.
         if sizes[page] <= left:
             chosen.append(page)
             left -= sizes[page]
@@ -129,13 +128,13 @@ def _spread(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int
 def _with_pool(
     tiers: Sequence[Tier], aligned: Sequence[int], budget: Budget, *, may_rest: bool
 ) -> Placement:
-    """Give what host memory is left to the pool.
+    """Complete a placement with a pool, in the host memory that is left.
 
     Args:
-        tiers: where each page rests.
-        aligned: bytes of each.
-        budget: what may be used.
-        may_rest: whether with more memory all of them would rest in it, and need no pool.
+        tiers: the tier of each page.
+        aligned: bytes of each page, in whole sectors.
+        budget: the memory that may be used.
+        may_rest: whether with more host memory all pages would stay in it and need no pool.
     """
     resident = sum(size for size, tier in zip(aligned, tiers, strict=True) if tier is Tier.HOST)
     moving = [size for size, tier in zip(aligned, tiers, strict=True) if tier is not Tier.HOST]
@@ -151,7 +150,7 @@ def _with_pool(
     if count > count_max:
         smallest = count * nbytes
         if may_rest and budget.buffers is None and Tier.DEVICE not in tiers:
-            smallest = min(smallest, sum(moving))  # All of them could rest in so much.
+            smallest = min(smallest, sum(moving))  # All pages would stay in it.
         beside = f" beside {budget.reserved} for gradients and parameters"
         raise BudgetError(
             f"host_memory is {budget.host_memory} bytes ({format_bytes(budget.host_memory)}), "

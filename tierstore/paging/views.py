@@ -1,4 +1,4 @@
-"""What an optimizer sees of a page: tensors over its buffer, beside parameter and gradient."""
+"""Views of a page: tensors over its buffer, with the parameters and their gradients."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 class Source(Protocol):
-    """Where a view finds parameters and gradients."""
+    """Finds the parameters and gradients of a view."""
 
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk of a parameter, to be read and written."""
+        """Return a chunk of a parameter, to read and write."""
 
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
-        """Return the same chunk of its gradient, or None."""
+        """Return a chunk of a parameter's gradient; None without a gradient."""
 
-    def place(self, name: str, chunk: Chunk) -> Chunk:
-        """Return where a chunk of a parameter lies in what this rank holds of it."""
+    def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
+        """Return the offsets and sizes of a chunk within this rank's tensor of the parameter."""
 
     def send_back(self) -> None:
-        """Start to copy the parameters to where they are used, if that is elsewhere."""
+        """Start to copy the parameters back to their device, if the source has copies."""
 
 
 class Direct(Source):
-    """Parameters and gradients where they are.
+    """The parameters and gradients themselves.
 
     Args:
-        places: parameter name and chunk -> where it lies in this rank's tensor; without those
-            that lie in the same place there.
+        local_chunks: parameter name and chunk -> the chunk within this rank's tensor, for chunks
+            that differ from it.
     """
 
-    def __init__(self, places: Mapping[tuple[str, Chunk], Chunk]) -> None:
-        self._places = places
+    def __init__(self, local_chunks: Mapping[tuple[str, Chunk], Chunk]) -> None:
+        self._local_chunks = local_chunks
 
     @override
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
@@ -54,15 +54,15 @@ class Direct(Source):
         return None if grad is None else self._select(parameter.name, chunk, grad)
 
     @override
-    def place(self, name: str, chunk: Chunk) -> Chunk:
-        return self._places.get((name, chunk), chunk)
+    def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
+        return self._local_chunks.get((name, chunk), chunk)
 
     @override
     def send_back(self) -> None:
         pass
 
     def _select(self, name: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
-        return self.place(name, chunk).select(local_tensor(tensor))
+        return self.local_chunk(name, chunk).select(local_tensor(tensor))
 
 
 class ChunkView:
@@ -85,8 +85,8 @@ class ChunkView:
         self.chunk = chunk
         """Offsets and sizes within the parameter."""
         self.master = master
-        """The values that the step is applied to, shape ``chunk.sizes``; float32 or wider.
-        A parameter of that dtype is its own master: then this is a view of it."""
+        """The values that a step changes: shape ``chunk.sizes``, float32 or wider. A parameter of
+        that dtype is its own master; then this is a view of the parameter."""
         self.states = states
         """State name -> tensor of shape ``chunk.sizes`` and the state's dtype."""
 
@@ -94,7 +94,7 @@ class ChunkView:
     def grad(self) -> torch.Tensor | None:
         """The same chunk of the parameter's gradient; not to be modified.
 
-        None where no rank has one; zeros where another rank has one and this has none.
+        None if no rank has a gradient; zeros if only other ranks have one.
         """
         gradient = self._source.gradient(self._parameter, self.chunk)
         if gradient is None and self._has_gradient:
@@ -102,9 +102,9 @@ class ChunkView:
         return gradient
 
     @property
-    def place(self) -> Chunk:
-        """Offsets and sizes within what this rank holds of the parameter."""
-        return self._source.place(self._parameter.name, self.chunk)
+    def local(self) -> Chunk:
+        """Offsets and sizes within this rank's tensor of the parameter."""
+        return self._source.local_chunk(self._parameter.name, self.chunk)
 
     def state(self, name: str) -> torch.Tensor:
         """Return a state by name, "master" among them."""
@@ -131,15 +131,15 @@ class ShardView:
         self.parameter = parameter
         self.spec = spec
         self.chunks = chunks
-        """Those that this rank owns; of several ranks some may own none."""
+        """The chunks that this rank owns; may be empty."""
         self.has_gradient = has_gradient
-        """Whether the shard is to be stepped: this rank or another has a gradient."""
+        """Whether any rank has a gradient, so that the shard is to be stepped."""
 
 
 class PageView:
-    """A page in the hands of an optimizer: what this rank owns of one subgroup.
+    """A page as an optimizer sees it: the part of one subgroup that this rank owns.
 
-    Valid until the next page is asked for, or as many more as sweep() was told.
+    Valid until a window of further pages was asked for; see TierStore.sweep().
     """
 
     __slots__ = ("_layout", "_memory", "_parameters", "_source", "group", "shards")
@@ -159,7 +159,7 @@ class PageView:
         self.group = layout.subgroup.group
         """Index of the group, in the order of attach(), that all shards belong to."""
         self.shards = []
-        """All of the subgroup, in the same order on every rank."""
+        """All shards of the subgroup, in the same order on every rank."""
         for shard in layout.subgroup.shards:
             name = shard.parameter.name
             has_gradient = name in present
@@ -185,22 +185,21 @@ class PageView:
         return ChunkView(parameter, chunk, master, states, self._source, has_gradient)
 
     def initialize(self) -> None:
-        """Make the content of a page that was never written: zeros, and the parameters."""
+        """Fill a page that was never written, with zeros and the parameters."""
         for chunk in self._chunks():
             for state in chunk.states.values():
                 state.zero_()
             chunk.master.copy_(chunk.values)
 
     def adopt_parameters(self) -> dict[str, torch.Tensor]:
-        """Take over parameters that someone else changed since they were last written.
+        """Copy to the masters the parameters that were changed outside of the optimizer.
 
-        A parameter of low precision is its master, rounded; where it is not, it was
-        changed (by ``model.load_state_dict()``, say), and the master follows it. Does not
-        wait for a device.
+        A parameter of low precision is its master, rounded. Elements that differ from it were
+        changed, by ``model.load_state_dict()`` for example. Does not wait for a device.
 
         Returns:
-            Parameter name -> bool, no dimension: whether it was changed. Without those that
-            are known not to be.
+            Parameter name -> bool of shape (): whether the parameter was changed. Parameters
+            that are known to be unchanged may be absent.
         """
         changed: dict[str, torch.Tensor] = {}
         for shard in self.shards:
@@ -208,7 +207,7 @@ class PageView:
                 continue
             name = shard.spec.name
             for chunk in shard.chunks:
-                # A device would have to be waited for, to save less than that takes.
+                # On a device the result would have to be waited for, which takes longer.
                 if chunk.values.device.type == "cpu" and _rounds_to(chunk.master, chunk.values):
                     continue
                 rounded = chunk.master.to(shard.spec.dtype)
@@ -220,14 +219,14 @@ class PageView:
         return changed
 
     def write_parameters(self) -> None:
-        """Round the masters into the parameters that are not their own master."""
+        """Round the masters to the parameters that are not their own master."""
         for shard in self.shards:
             if not shard.spec.owns_master:
                 for chunk in shard.chunks:
                     chunk.values.copy_(chunk.master)
 
     def read_parameters(self) -> None:
-        """Copy the parameters that are their own master into the page's records."""
+        """Copy the parameters that are their own master to the page's records."""
         for records in self._layout.records.values():
             master = records[MASTER]
             if master.parameter.owns_master:
@@ -235,7 +234,7 @@ class PageView:
                 master.view(self._memory).copy_(self._source.values(parameter, master.chunk))
 
     def restore_parameters(self) -> None:
-        """Copy the masters in the page into the parameters, whoever owns them."""
+        """Copy the masters in the page to the parameters, which may be their own masters."""
         for records in self._layout.records.values():
             master = records[MASTER]
             parameter = self._parameters[master.parameter.name]
@@ -249,8 +248,8 @@ def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
     """Return whether a master on the CPU, rounded, is 16-bit ``values``, bit for bit."""
     if not values.ndim:
         values, master = values[None], master[None]
-    # Piece by piece, so that what is rounded stays in the cache. By numpy, since torch compares
-    # one element at a time.
+    # In pieces, so that the rounded values stay in the cache; with numpy, since torch.equal()
+    # compares one element at a time.
     rows = max(1, _PIECE_ELEMENTS * len(values) // max(1, values.numel()))
     for start in range(0, len(values), rows):
         bits = values[start : start + rows].view(torch.int16)

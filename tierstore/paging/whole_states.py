@@ -1,4 +1,4 @@
-"""Whole states of parameters, gathered from pages and scattered into them, outside a step."""
+"""Whole states of parameters, read from pages and written to pages outside of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
 from tierstore.layout.parameters import PagedGroup, ParameterSpec, check_states
-from tierstore.paging.local_subgroups import LocalSubgroup
+from tierstore.paging.local_subgroups import LocalSubgroup, pages_of
 from tierstore.paging.page import Needed, Page
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
@@ -22,24 +22,24 @@ States = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def agree_to_read(peers: Peers, names: Collection[str]) -> None:
-    """Check that all ranks want the states of the same parameters.
+    """Check that all ranks read the states of the same parameters.
 
     Raises:
-        RunMismatchError: they do not.
-        PeerFailed: another rank wants no states at all.
+        RunMismatchError: the names differ.
+        PeerFailed: another rank makes another call.
     """
     _require_same(agree(peers, "read states", lambda: sorted(names)))
 
 
 def agree_to_write(peers: Peers, groups: Sequence[PagedGroup], values: States) -> None:
-    """Check that states fit the parameters, and that all ranks give the same ones.
+    """Check that states fit the parameters, and that all ranks write the same states.
 
     Raises:
-        ValueError: one does not fit.
-        RunMismatchError: the ranks give other ones each.
-        PeerFailed: one of another rank does not fit.
+        ValueError: a state does not fit.
+        RunMismatchError: the ranks passed different states.
+        PeerFailed: a state does not fit on another rank.
     """
-    parameters = {each.name: each for group in groups for each in group.parameters}
+    parameters = {member.name: member for group in groups for member in group.parameters}
 
     def check() -> list[str]:
         for name, states in values.items():
@@ -68,13 +68,11 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
         names: the parameters, the same on all ranks.
     """
     pager, replication = table.pager, table.replication
-    members = [each for each in table.parameters if each.name in names]
-    shapes = {each.name: tuple(local_tensor(each.tensor).shape) for each in members}
+    members = [member for member in table.parameters if member.name in names]
+    shapes = {member.name: tuple(local_tensor(member.tensor).shape) for member in members}
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
-    wanted = [each for each in table.subgroups if not each.parameters.keys().isdisjoint(shapes)]
-    pages = [subgroup.page for subgroup in wanted if subgroup.page is not None]
-    stream = pager.stream(pages, Needed.STEP)
-    with contextlib.closing(stream):
+    wanted = [s for s in table.subgroups if not s.parameters.keys().isdisjoint(shapes)]
+    with contextlib.closing(pager.stream(pages_of(wanted), Needed.STEP)) as stream:
         for subgroup in wanted:
             if subgroup.page is not None:
                 page = next(stream)
@@ -86,19 +84,20 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
                 pager.release(page)
             _complete(table, subgroup, shapes, found)
     replication.finish()
-    for each in members:
-        for state, dtype in _read_states_of(each.spec):
-            if state not in found[each.name]:  # It has no elements.
-                found[each.name][state] = torch.zeros(shapes[each.name], dtype=dtype)
-        found[each.name] = {
-            state: placed_as(each.tensor, found[each.name][state])
-            for state, _ in _read_states_of(each.spec)
+    for member in members:
+        states = found[member.name]
+        for state, dtype in _readable_states(member.spec):
+            if state not in states:  # The parameter has no elements.
+                states[state] = torch.zeros(shapes[member.name], dtype=dtype)
+        found[member.name] = {
+            state: placed_as(member.tensor, states[state])
+            for state, _ in _readable_states(member.spec)
         }
     return found
 
 
-def _read_states_of(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
-    """Return the states of a parameter; one that is its own master has none beside it."""
+def _readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
+    """Return the states that a user reads: a parameter that is its own master is no state."""
     return spec.states if spec.owns_master else spec.all_states
 
 
@@ -110,27 +109,27 @@ def _collect(
     shape: tuple[int, ...],
     states: dict[str, torch.Tensor],
 ) -> None:
-    """Add what a page holds of the states of one parameter.
+    """Add the part of one parameter's states that a page holds.
 
     Args:
-        pager: gives memory.
-        page: held, with all that is read of it.
-        shard: the parameter's.
-        content: the page's file as memory, or None if there is none.
-        shape: of what this rank holds of the parameter.
-        states: state name -> tensor of that shape, in the making.
+        pager: provides memory.
+        page: the page, held, with the sections of a step.
+        shard: the parameter's shard in the page.
+        content: the page's file as memory; None without a file.
+        shape: shape of this rank's tensor of the parameter.
+        states: state name -> tensor of that shape; completed page by page.
     """
     spec = shard.spec
-    for state, dtype in _read_states_of(spec):
+    for state, dtype in _readable_states(spec):
         for view in shard.chunks:
-            place = page.direct.place(spec.name, view.chunk)
-            if content is not None and place.sizes == shape:
+            local = page.direct.local_chunk(spec.name, view.chunk)
+            if content is not None and local.sizes == shape:
                 states[state] = page.layout.records[spec.name, view.chunk][state].over(content)
                 continue
-            # Pieces of several pages, or of none yet, have no place in one file.
+            # The state is in several pages, or in none yet: there is no file to map.
             if state not in states:
                 states[state] = pager.files.scratch(shape, dtype)
-            place.select(states[state]).copy_(view.state(state))
+            local.select(states[state]).copy_(view.state(state))
 
 
 def _complete(
@@ -143,7 +142,7 @@ def _complete(
     state_tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in subgroup.parameters.items():
         if name in shapes:
-            for state, dtype in _read_states_of(parameter.spec):
+            for state, dtype in _readable_states(parameter.spec):
                 if state not in found[name]:
                     found[name][state] = table.pager.files.scratch(shapes[name], dtype)
                 state_tensors.setdefault(state, {})[name] = found[name][state]
@@ -182,10 +181,10 @@ def fill_states(view: PageView, values: States) -> None:
     """Copy states of parameters into a page; see TierStore.write_states()."""
     for shard in view.shards:
         for state, value in values.get(shard.spec.name, {}).items():
-            local = local_tensor(value)
+            tensor = local_tensor(value)
             for chunk in shard.chunks:
-                place = chunk.place if is_dtensor(value) else chunk.chunk
-                chunk.state(state).copy_(place.select(local))
+                position = chunk.local if is_dtensor(value) else chunk.chunk
+                chunk.state(state).copy_(position.select(tensor))
 
 
 def restore_parameters(table: PageTable) -> None:
