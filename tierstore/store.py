@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +17,6 @@ from torch import distributed as dist
 from tierstore.checkpoint.opening import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.restore import Restore
-from tierstore.config import Budget, StoreConfig
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
@@ -27,7 +25,7 @@ from tierstore.paging.page import NoFiles, PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep, may_retry
-from tierstore.paging.tier_plan import Tier
+from tierstore.paging.tier_plan import Budget, Tier
 from tierstore.paging.whole_states import (
     agree_to_read,
     agree_to_write,
@@ -42,7 +40,7 @@ from tierstore.run.directories import open_directories
 from tierstore.run.opening import open_committer
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
-from tierstore.units import parse_bytes
+from tierstore.units import SECTOR_BYTES, parse_bytes
 
 
 class TierStore:
@@ -108,34 +106,25 @@ class TierStore:
         process_group: dist.ProcessGroup | Ranks | None = None,
         peer_timeout: float = 600.0,
     ) -> None:
-        config = StoreConfig(
-            budget=Budget(
-                host_memory=parse_bytes(host_memory),
-                device_memory=parse_bytes(device_memory),
-                buffers=buffers,
-            ),
-            page_bytes=parse_bytes(page_bytes),
-            commit_every=commit_every,
-            checksums=checksums,
-            compute=compute,
-            free_gradients=free_gradients,
+        budget = Budget(
+            host_memory=parse_bytes(host_memory),
+            device_memory=parse_bytes(device_memory),
+            buffers=buffers,
         )
-        if resume and overwrite:
-            raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
-        if reshard and not resume:
-            raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
+        page_size = parse_bytes(page_bytes)
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
         directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
-        if reshard and not directories:
-            raise ValueError("reshard=True needs the path of a run directory")
+        _check_page_options(page_size, commit_every, compute, budget)
+        _check_modes(directories, resume=resume, overwrite=overwrite, reshard=reshard)
         modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
         options = {
-            "page_bytes": config.page_bytes,
+            "page_bytes": page_size,
             "commit_every": commit_every,
             "number of directories": len(directories),
             **modes,
         }
-        self._config = config
+        self._compute = compute
+        self._free_gradients = free_gradients
         self._ranks = ranks = ranks_of(process_group, timeout_s=peer_timeout)
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
@@ -143,21 +132,24 @@ class TierStore:
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
-            storage = None if isinstance(paths, Sequence) else paths
             if directories:
                 self._resharded, directories = look_for_other_ranks(directories, ranks, **modes)
-                open_storage = partial(
-                    open_directories,
+
+            def open_storage() -> Storage | None:
+                if not isinstance(paths, Sequence):
+                    return paths
+                return open_directories(
                     directories,
                     ranks.rank,
                     engine=engine,
-                    page_bytes=config.page_bytes,
+                    page_bytes=page_size,
                     overwrite=overwrite,
                 )
-                storage = together(ranks, "open the run directory", open_storage)
+
+            storage = together(ranks, "open the run directory", open_storage)
             self._committer: Progress = Progress()
             files: PageFiles | NoFiles = NoFiles()
-            page_bytes, awaits_restore = config.page_bytes, self._resharded is not None
+            awaits_restore = self._resharded is not None
             if storage is not None:
                 opened.callback(storage.close)
                 self._committer = committer = open_committer(
@@ -165,11 +157,11 @@ class TierStore:
                     ranks,
                     resume=resume,
                     overwrite=overwrite,
-                    page_bytes=config.page_bytes,
+                    page_bytes=page_size,
                     commit_every=commit_every,
                 )
                 files = PageFiles(storage, run_id=committer.identity.run_id, checksums=checksums)
-                page_bytes = committer.identity.page_bytes
+                page_size = committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.callback(self._committer.close)
             self._usability = Usability(
@@ -177,7 +169,13 @@ class TierStore:
             )
             self._pager = Pager(files, self._committer)
             self._table = PageTable(
-                ranks, config, page_bytes, self._pager, self._committer, self._usability
+                ranks,
+                self._pager,
+                self._committer,
+                self._usability,
+                budget=budget,
+                page_bytes=page_size,
+                on_host=compute == "host",
             )
             opened.callback(self._table.close)
             if directories and not awaits_restore:
@@ -246,7 +244,7 @@ class TierStore:
             self._committer,
             self._usability,
             self._ranks,
-            free_gradients=self._config.free_gradients,
+            free_gradients=self._free_gradients,
             present=present,
             window=window,
         )
@@ -279,7 +277,7 @@ class TierStore:
     @property
     def compute(self) -> str:
         """Where steps are computed: on the parameters' "device", or on the "host"."""
-        return self._config.compute
+        return self._compute
 
     @property
     def group_count(self) -> int:
@@ -619,6 +617,36 @@ class TierStore:
     def _settle_publication(self) -> None:
         if self._publication is not None:
             self._publication.settle()
+
+
+def _check_page_options(
+    page_bytes: int, commit_every: int | None, compute: str, budget: Budget
+) -> None:
+    if page_bytes < SECTOR_BYTES:
+        raise ValueError(f"page_bytes must be at least {SECTOR_BYTES}, got {page_bytes}")
+    if compute not in ("device", "host"):
+        raise ValueError(f"compute must be 'device' or 'host', got {compute!r}")
+    if compute == "host" and budget.device_memory:
+        raise ValueError(
+            "compute='host' steps pages in host memory: device_memory must be 0, got "
+            f"{budget.device_memory}"
+        )
+    if commit_every is not None and commit_every < 1:
+        raise ValueError(
+            "commit_every must be a positive number of steps, or None to commit on "
+            f"synchronize() and close() only; got {commit_every}"
+        )
+
+
+def _check_modes(
+    directories: Sequence[Path], *, resume: bool, overwrite: bool, reshard: bool
+) -> None:
+    if resume and overwrite:
+        raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
+    if reshard and not resume:
+        raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
+    if reshard and not directories:
+        raise ValueError("reshard=True needs the path of a run directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

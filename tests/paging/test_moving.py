@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.support.toy import Spec, Toy
-from tierstore.config import Budget
 from tierstore.paging import buffers
 from tierstore.paging.device import DeviceBuffer, PlainDevice
-from tierstore.paging.tier_plan import Tier, place
+from tierstore.paging.tier_plan import Budget, Tier, place
 from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.config import Budget
 from tierstore.errors import BudgetError
-from tierstore.paging.tier_plan import Placement, Tier, place, place_all
+from tierstore.paging.tier_plan import Budget, Placement, Tier, place, place_all
 from tierstore.units import SECTOR_BYTES, align_up
 
 SIZES = st.lists(st.integers(1, 40 * SECTOR_BYTES), min_size=1, max_size=30)

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tierstore.config import StoreConfig
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.paging import rank_checks
@@ -22,7 +21,7 @@ from tierstore.paging.local_subgroups import (
 from tierstore.paging.page import Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Spread
-from tierstore.paging.tier_plan import Placement, Tier, place, place_all
+from tierstore.paging.tier_plan import Budget, Placement, Tier, place, place_all
 from tierstore.ranks.peers import Ranks, together
 from tierstore.run.committer import Progress
 from tierstore.run.usability import Usability
@@ -37,21 +36,24 @@ class PageTable:
 
     Args:
         ranks: all ranks of the job, which attach the same groups.
-        config: the settings.
-        page_bytes: about how large a page is.
         pager: moves the pages.
         committer: allocates the page files.
         usability: of the store.
+        budget: the memory that pages may use.
+        page_bytes: about how large a page is.
+        on_host: whether pages are stepped on the host wherever the parameters are.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        config: StoreConfig,
-        page_bytes: int,
         pager: Pager,
         committer: Progress,
         usability: Usability,
+        *,
+        budget: Budget,
+        page_bytes: int,
+        on_host: bool,
     ) -> None:
         self.groups: list[PagedGroup] = []
         self.specs: dict[str, ParameterSpec] = {}
@@ -61,8 +63,9 @@ class PageTable:
         self.replication = Spread(ranks)
         self.mirrors: Mirrors | NoMirrors = NoMirrors()
         self._ranks = ranks
-        self._config = config
+        self._budget = budget
         self._page_bytes = page_bytes
+        self._on_host = on_host
         self._committer = committer
         self._usability = usability
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
@@ -90,7 +93,7 @@ class PageTable:
     @property
     def step_device(self) -> Device:
         """The device that pages are stepped on."""
-        return PlainDevice() if self._config.compute == "host" else self._device
+        return PlainDevice() if self._on_host else self._device
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for groups, after the pages of earlier groups. All ranks call this.
@@ -146,8 +149,10 @@ class PageTable:
             BudgetError: a rank has no room; nothing was changed.
             StorageError, CorruptionError: a page could not be read or written.
         """
-        together(self._ranks, "plan a move", lambda: self._plan(self.pages, self._device, tier))
-        together(self._ranks, "move pages", lambda: self._move(tier))
+        placement = together(
+            self._ranks, "plan a move", lambda: self._plan(self.pages, self._device, tier)
+        )
+        together(self._ranks, "move pages", lambda: self._move(placement))
         self._tier = tier
         self._agree_on_window()
 
@@ -202,18 +207,17 @@ class PageTable:
             BudgetError: the budget is too small.
         """
         sizes = [page.layout.nbytes for page in pages]
-        on_host = self._config.compute == "host"
         if not self._usability.has_directory:  # Without files there is no budget to keep to.
-            default = Tier.HOST if on_host or device.is_host else Tier.DEVICE
+            default = Tier.HOST if self._on_host or device.is_host else Tier.DEVICE
             tiers = (tier or default,) * len(pages)
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
-        budget = self._config.budget
-        if on_host:
+        budget = self._budget
+        if self._on_host:
             budget = replace(budget, reserved=mirrors_bytes(pages, self._window))
         return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
 
-    def _move(self, tier: Tier) -> None:
-        self._place(self.pages, self._plan(self.pages, self._device, tier))
+    def _move(self, placement: Placement) -> None:
+        self._place(self.pages, placement)
         with self._usability.failing(interrupts=True):
             self.pager.load(self.pages)
 
@@ -230,7 +234,7 @@ class PageTable:
                 unchanged; pages without files keep their content in the memory that they have.
         """
         self._is_placed = False
-        mirror_bytes = mirrors_bytes(pages, self._window) if self._config.compute == "host" else 0
+        mirror_bytes = mirrors_bytes(pages, self._window) if self._on_host else 0
         try:
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors.close()

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tierstore.config import BUFFERS_MIN, Budget
 from tierstore.errors import BudgetError
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
+
+# One buffer is stepped while another is read ahead or written behind.
+BUFFERS_MIN = 2
 
 # More in flight does not make a disk faster; the rest of the memory keeps pages.
 STREAM_BUFFERS = 4
@@ -33,6 +35,29 @@ class Tier(enum.Enum):
     def _missing_(cls, value: object) -> NoReturn:
         names = ", ".join(repr(tier.value) for tier in cls)
         raise ValueError(f"a tier is one of {names}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The memory that a store may use, in bytes; see TierStore."""
+
+    host_memory: int
+    device_memory: int
+    buffers: int | None
+    reserved: int = 0
+    """Bytes of the host memory that are not for pages."""
+
+    def __post_init__(self) -> None:
+        if self.buffers is not None and self.buffers < BUFFERS_MIN:
+            raise ValueError(
+                f"buffers must be at least {BUFFERS_MIN} (one page is stepped while another "
+                f"moves), or None for as many as host_memory holds; got {self.buffers}"
+            )
+
+    @property
+    def for_pages(self) -> int:
+        """Bytes of host memory for pages and their buffers."""
+        return max(0, self.host_memory - self.reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -65,30 +66,20 @@ class Direct(Source):
         return self.local_chunk(name, chunk).select(local_tensor(tensor))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkView:
     """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
 
-    __slots__ = ("_has_gradient", "_parameter", "_source", "chunk", "master", "states")
-
-    def __init__(
-        self,
-        parameter: PagedParameter,
-        chunk: Chunk,
-        master: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        source: Source,
-        has_gradient: bool,
-    ) -> None:
-        self._parameter = parameter
-        self._source = source
-        self._has_gradient = has_gradient
-        self.chunk = chunk
-        """Offsets and sizes within the parameter."""
-        self.master = master
-        """The values that a step changes: shape ``chunk.sizes``, float32 or wider. A parameter of
-        that dtype is its own master; then this is a view of the parameter."""
-        self.states = states
-        """State name -> tensor of shape ``chunk.sizes`` and the state's dtype."""
+    chunk: Chunk
+    """Offsets and sizes within the parameter."""
+    master: torch.Tensor
+    """The values that a step changes: shape ``chunk.sizes``, float32 or wider. A parameter of
+    that dtype is its own master; then this is a view of the parameter."""
+    states: Mapping[str, torch.Tensor]
+    """State name -> tensor of shape ``chunk.sizes`` and the state's dtype."""
+    _parameter: PagedParameter
+    _source: Source
+    _has_gradient: bool
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -116,24 +107,16 @@ class ChunkView:
         return self._source.values(self._parameter, self.chunk)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ShardView:
     """One parameter shard of a page: the chunks of one parameter, in flat order."""
 
-    __slots__ = ("chunks", "has_gradient", "parameter", "spec")
-
-    def __init__(
-        self,
-        parameter: PagedParameter,
-        spec: ParameterSpec,
-        chunks: list[ChunkView],
-        has_gradient: bool,
-    ) -> None:
-        self.parameter = parameter
-        self.spec = spec
-        self.chunks = chunks
-        """The chunks that this rank owns; may be empty."""
-        self.has_gradient = has_gradient
-        """Whether any rank has a gradient, so that the shard is to be stepped."""
+    parameter: PagedParameter
+    spec: ParameterSpec
+    chunks: list[ChunkView]
+    """The chunks that this rank owns; may be empty."""
+    has_gradient: bool
+    """Whether any rank has a gradient, so that the shard is to be stepped."""
 
 
 class PageView:
@@ -182,7 +165,7 @@ class PageView:
         states = {
             state: record.view(self._memory) for state, record in records.items() if state != MASTER
         }
-        return ChunkView(parameter, chunk, master, states, self._source, has_gradient)
+        return ChunkView(chunk, master, states, parameter, self._source, has_gradient)
 
     def initialize(self) -> None:
         """Fill a page that was never written, with zeros and the parameters."""
