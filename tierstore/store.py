@@ -47,44 +47,43 @@ class TierStore:
     """Keeps the state of an optimizer in page files and streams it through few buffers.
 
     Args:
-        directory: the run directory, on a disk; made if absent. A list of several, on
-            several disks, has the pages dealt over them, in proportion to the bandwidth
-            measured as the run begins; a run that is resumed needs all of them, in any
-            order. A ``Storage`` stands for itself. None keeps every page in memory, of the
-            device that computes unless moved: nothing is read, written or committed.
-        host_memory: most bytes that page buffers and pages that rest in host memory may take
-            together: an int, or a string such as "16GiB". What the buffers leave keeps as many
-            pages in memory as fit.
-        device_memory: most bytes of the parameters' device that pages may rest in.
-        page_bytes: about how much state one page holds. A run keeps the value it began with.
-        buffers: number of page buffers, at least 2, and no page rests in host memory; None:
-            what ``host_memory`` gives.
-        commit_every: steps from one commit to the next, at the price of losing up to that
-            many in a crash. None keeps one copy of each page instead of two and commits on
-            synchronize() and close() only; a crash in between loses the run.
+        directory: the run directory, on a disk; created if absent. Pages are striped over a
+            list of several directories, on several disks, in proportion to the bandwidth
+            measured when the run begins; resuming the run needs all of them, in any order. A
+            ``Storage`` is used as it is. None keeps every page in memory, on the device that
+            computes unless move() says otherwise; nothing is read, written or committed.
+        host_memory: most bytes of host memory for page buffers and pages together: an int, or a
+            string such as "16GiB". Memory that the buffers leave keeps as many pages as fit.
+        device_memory: most bytes for pages on the parameters' device.
+        page_bytes: about how much state one page holds. A run keeps its first value.
+        buffers: number of page buffers, at least 2; no page then stays in host memory. None: as
+            many as ``host_memory`` allows.
+        commit_every: steps from one commit to the next; a crash loses up to that many steps.
+            None keeps one slot of each page instead of two, and commits on synchronize() and
+            close() only; a crash in between loses the run.
         engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
         checksums: whether pages are checked when they are read.
-        resume: go on with the run in the directory, through restore(); a directory without
-            a commit begins a new run.
+        resume: resume the run in the directory, with restore(). A directory without a commit
+            begins a new run.
         overwrite: delete the run in the directory and begin a new one.
-        reshard: with ``resume``, go on with a run of another number of ranks, too: restore()
-            then lays it out anew, with ``page_bytes`` as given, as a run of its own.
+        reshard: with ``resume``, also resume a run of another number of ranks: restore() then
+            begins a run from it, with pages of ``page_bytes``.
         compute: where steps are computed: on the parameters' "device", or on the "host", to
-            which gradients are copied then.
-        free_gradients: set each ``.grad`` to None as soon as it was used.
-        process_group: the ranks of the job that have a part of the parameters; None: all
-            ranks where torch.distributed is initialized, else this process alone. ``Ranks``
-            are used as they are.
-        peer_timeout: seconds after which a rank that does not answer is given up, and this
-            one fails.
+            which gradients are then copied.
+        free_gradients: set each ``.grad`` to None after its use.
+        process_group: the ranks that own the parameters together; None: all ranks if
+            torch.distributed is initialized, else this process alone. ``Ranks`` are used as
+            they are.
+        peer_timeout: seconds after which a rank that does not answer counts as failed.
 
-    A store is used by one thread, and by the process that made it.
+    A store is used by one thread of the process that opened it.
 
     Raises:
         RunDirectoryError: the directory cannot be used; the message says what to do.
-        RunLockedError: another process uses it.
-        StorageError: the disk refused.
-        ValueError: an argument is out of range.
+        RunLockedError: another process uses the directory.
+        StorageError: a file operation failed.
+        ValueError: an argument is out of range, or differs between ranks.
+        PeerFailed: any of these on another rank.
     """
 
     def __init__(
@@ -185,15 +184,16 @@ class TierStore:
     # -- Parameters and steps.
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
-        """Lay out pages for these groups, after those of groups attached before.
+        """Lay out pages for param groups, after the pages of groups attached before.
 
-        Nothing is written yet. Call it at the first step or just before restore(), when
-        frameworks have put the parameters where they stay. All ranks call it together.
+        Writes no page. Call it at the first step or just before restore(), when frameworks have
+        moved and sharded the parameters. All ranks call it together.
 
         Raises:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
                 message names the smallest budget that does.
-            ValueError, TypeError: a name twice, or a hyperparameter that no commit can hold.
+            ValueError, TypeError: two parameters have one name, or no commit can hold a
+                hyperparameter.
             RunMismatchError: the ranks have different parameters; the message names the first.
             PeerFailed: any of these on another rank.
         """
@@ -204,30 +204,30 @@ class TierStore:
     def sweep(self, window: int = 1) -> Iterator[SteppedPages]:
         """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
 
-        Yields the pages of which some parameter has a gradient on any rank, in order: of each
-        subgroup a page, be it empty. The loop body updates ``master`` and ``states`` of the
-        chunks in place; the store then writes the parameters and the page, and sends the
-        parameters to the ranks that hold them, too. A step that was not committed yet is
-        committed first.
+        Yields one page for each subgroup in which any rank has a gradient, in order; a page is
+        empty on a rank that owns nothing of the subgroup. The loop body updates ``master`` and
+        ``states`` of the chunks in place. The store then writes the parameters and the page, and
+        sends the parameters to their replicas. If a commit is due, it begins first.
 
         Args:
-            window: how many pages are stepped at once: each is written when so many more were
-                asked for. At most ``window_max``, and the same on all ranks.
+            window: number of pages that are stepped at once: a page stays valid until this
+                number of further pages was asked for. At most ``window_max``, and the same on
+                all ranks.
 
-        If the loop raises or stops early after the first page was handed out, the
-        parameters are of two steps and the store is failed. (A store without a directory,
-        which has no step to go back to, goes on as optimizers of PyTorch do.)
+        If the loop raises or stops early after the first page was handed out, the parameters are
+        of two steps and the store fails. (A store without a directory has no step to go back to,
+        and stays usable as optimizers of PyTorch do.)
 
         Raises:
             StorageError, CorruptionError: a page could not be read or written. Before the
                 first page was handed out, nothing was changed and the step may be retried.
             SweepError: the loop was left before its last page.
-            ValueError: a parameter or gradient does not fit what was attached.
+            ValueError: a parameter or gradient is not as it was attached.
             PeerFailed: any of these on another rank.
 
         Warns:
-            UserWarning: a parameter was changed outside of the optimizer. Where it takes a
-                device to find out, that is told when the next sweep begins.
+            UserWarning: a parameter was changed outside of the optimizer. For parameters on a
+                GPU the next sweep warns.
         """
         self._usability.require_restored()
         if not 1 <= window <= self.window_max:
@@ -254,11 +254,11 @@ class TierStore:
         self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
 
     def prefetch(self) -> None:
-        """Start to read what the next sweep will step, as far as buffers are free; return at once.
+        """Start to read pages for the next sweep, as far as buffers are free; return at once.
 
         Raises:
-            StorageError: a write of the last step failed, or a read could not begin, which
-                may be tried again.
+            StorageError: a write of the last step failed; or a read could not begin, and may be
+                retried.
         """
         self._usability.require_restored()
         with self._only_reading():
@@ -266,12 +266,12 @@ class TierStore:
 
     @property
     def ranks(self) -> Ranks | None:
-        """All ranks of the job that the parameters are one model of; None where there is one."""
+        """All ranks of the job; None if there is one rank."""
         return self._ranks if self._ranks.world_size > 1 else None
 
     @property
     def window_max(self) -> int:
-        """How many pages sweep() may have stepped at once, the same on all ranks."""
+        """Largest window of sweep(), the same on all ranks."""
         return self._table.window_max
 
     @property
@@ -281,36 +281,42 @@ class TierStore:
 
     @property
     def group_count(self) -> int:
-        """Number of groups attached; those of one optimizer, which sweep() steps together."""
+        """Number of param groups attached. They belong to one optimizer."""
         return len(self._table.groups)
 
     @property
     def step(self) -> int:
-        """Number of steps done, in this run and before it was resumed."""
+        """Number of the last step, counted from the beginning of the run."""
         return self._committer.step
 
     @property
     def scalars(self) -> dict[str, dict[str, float]]:
         """Parameter name -> scalar name -> value: small states such as a step count.
 
-        Kept in memory and stored with every commit; restore() puts them back. Change them
-        within sweep(), after its last page: whatever interrupts that fails the store.
+        Kept in memory, and part of every commit. Change them within sweep(), after its last
+        page, so that an error in between fails the store.
         """
         return self._committer.scalars
 
     def read_states(
         self, names: Collection[str] | None = None
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the states of some parameters, or of all, as they are now.
+        """Return the current states of some parameters, or of all. All ranks call it together.
 
-        The tensors are private mappings of the page files: they cost no memory, and stay as
-        they are. (What this rank has in pieces, or gets from others, is put together in an
-        unnamed file; without a directory all are copies.) All ranks ask together for the same.
+        The tensors are private mappings of the page files: they cost no memory, and later steps
+        do not change them. (A state in several pages, or partly from other ranks, is assembled in
+        an unnamed file; without a directory all tensors are copies.)
+
+        Args:
+            names: the parameters, the same on all ranks; None: all parameters.
 
         Returns:
-            Parameter name -> state name -> tensor of the parameter's shape, a DTensor as that
-            may be one, on the host. The state "master" is there only for parameters that are
-            not their own; before the first step it is the parameter, and other states are zero.
+            Parameter name -> state name -> tensor on the host, of the parameter's shape; a
+            DTensor if the parameter is one. Parameters that are their own master have no state
+            "master". Before the first step masters are the parameters, other states zero.
+
+        Raises:
+            StorageError, CorruptionError: a page could not be read.
         """
         self._usability.require_restored()
         wanted = self._table.specs.keys() if names is None else names
@@ -325,14 +331,16 @@ class TierStore:
         values: Mapping[str, Mapping[str, torch.Tensor]],
         scalars: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Replace states, outside of a step. States not named become zero, or the parameter.
+        """Replace all states, outside of a step. All ranks call it together.
 
         Args:
-            values: as read_states() returns them, or whole; converted to each state's dtype.
-            scalars: what to update ``scalars`` with, together with the pages.
+            values: states as read_states() returns them, or whole tensors; converted to each
+                state's dtype. A master that is absent becomes the parameter, another state zero.
+            scalars: updates ``scalars``, together with the pages.
 
         Raises:
             ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
+            StorageError: a page could not be written; the store has failed.
         """
         self._usability.require_restored()
         agree_to_write(self._ranks, self._table.groups, values)
@@ -346,16 +354,16 @@ class TierStore:
             )
 
     def move(self, tier: str) -> None:
-        """Bring all pages to one tier, between two steps: turn offload on or off.
+        """Move all pages to one tier, between two steps: turn offload on or off.
 
-        It stays so until another move(), or until the store is closed. Results do not change.
-        All ranks call it together.
+        Pages stay there until another move() or close(). Results do not change. All ranks call
+        it together.
 
         Args:
             tier: "device" or "host", which the budget of that name must hold in full, or "nvme".
 
         Raises:
-            BudgetError: they do not fit; nothing was changed.
+            BudgetError: the pages do not fit; nothing was changed.
             StorageError, CorruptionError: a page could not be read or written.
         """
         self._usability.require_restored()
@@ -368,28 +376,28 @@ class TierStore:
 
     @property
     def committed_step(self) -> int:
-        """The newest step that a restart would find; 0 where there is none."""
+        """The newest durable step, which a restart finds; 0 without a commit."""
         return self._committer.committed_step
 
     @property
     def extra(self) -> Any:
-        """What was given to the commit that restore() went back to."""
+        """The extra of the commit that restore() went back to."""
         return self._committer.extra
 
     def commit(self, extra: Any = None) -> None:
-        """Make the last step the one that a restart finds, in the background.
+        """Make the last step durable in the background, so that a restart finds it.
 
-        Hyperparameters and ``extra`` are copied now; parameters and states are those that
-        the step left, whatever was changed since. With ``commit_every`` above 1 only
-        every so many steps are committed; ``extra`` is then kept for synchronize().
+        Copies hyperparameters and ``extra`` now; parameters and states are as the step left them.
+        With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
+        commits it with ``extra``.
 
         Args:
-            extra: plain values and small tensors to get back after a restart: the state of
-                the scheduler, of random generators, the position in the data.
+            extra: plain values and small tensors to get back after a restart, for example the
+                state of the scheduler and of random generators, and the position in the data.
 
         Raises:
-            TypeError, ValueError: ``extra`` holds something that cannot be stored, or is
-                too large; the message names it.
+            TypeError, ValueError: ``extra`` cannot be stored, or is too large; the message names
+                the value.
             StorageError: an earlier commit or write failed.
         """
         self._usability.require_restored()
@@ -397,10 +405,10 @@ class TierStore:
             self._begin_commit()
 
     def synchronize(self) -> None:
-        """Return when the last step is durable, committing it if nobody did.
+        """Commit the last step if no commit holds it, and wait until it is durable.
 
         Raises:
-            StorageError: it could not be made durable; the commit before it is intact.
+            StorageError: the commit failed; the commit before it is intact.
         """
         self._usability.require_restored()
         committer = self._require_committer("synchronize()")
@@ -421,27 +429,27 @@ class TierStore:
     ) -> Publication:
         """Publish the last step as a directory that ``torch.distributed.checkpoint`` loads.
 
-        Commits the step if nobody did. On the filesystem of the run the page files are
-        linked, no tensor is read or written, and the checkpoint is there on return. Pages on
-        another one are copied in the background: close() and the next checkpoint() wait
-        for it and raise what went wrong. An interrupt leaves nothing of the checkpoint, or
-        all of it, or a copy that goes on.
+        Synchronizes first. On the filesystem of the run, page files are linked, no tensor is read
+        or written, and the checkpoint is complete on return. On another filesystem, pages are
+        copied in the background; close() and the next checkpoint() wait for the copy and raise
+        its error. An interrupt leaves nothing of the checkpoint, or all of it, or a copy that
+        continues. All ranks call it together.
 
         Args:
-            path: the directory, which must be absent or empty.
-            model: adds what is not paged: buffers, frozen parameters, and the further names
-                of tied parameters. None: only what is paged.
-            keep_last: afterwards remove the oldest checkpoints that this run published
-                beside this one, but for so many; None keeps all.
-            model_prefix: what stands before the names of the model's parameters; "" is how
-                torchtitan has them.
+            path: the directory; must be absent or empty.
+            model: adds the tensors that are not paged: buffers, frozen parameters, and the
+                further names of tied parameters. None: paged state only.
+            keep_last: number of checkpoints of this run to keep next to ``path``; the oldest are
+                removed afterwards. None keeps all.
+            model_prefix: prefix of the names of the model's parameters; torchtitan uses "".
 
         Raises:
-            CheckpointError: there is something at ``path`` or no directory can be made
-                there, no step was done yet, or the model is another one or holds what no
-                checkpoint can. Nothing was published.
-            StorageError: the disk is full, say. Nothing is left of the checkpoint.
-            CorruptionError: a page that was copied is not what was committed. Likewise.
+            CheckpointError: ``path`` is not empty or cannot be created, no step was done yet, or
+                the model is another one or cannot be stored. Nothing was published.
+            StorageError: a file operation failed, on a full disk for example. Nothing is left of
+                the checkpoint.
+            CorruptionError: a copied page is not what was committed. Nothing is left of the
+                checkpoint.
         """
         from tierstore.checkpoint.model_contents import contents_of
         from tierstore.checkpoint.page_links import RankCommit
@@ -487,21 +495,21 @@ class TierStore:
         """Go back to the committed step: parameters, states, hyperparameters and ``extra``.
 
         Args:
-            checkpoint: begin a new run with what this checkpoint holds instead: one that was
-                published, or any of a model and its optimizer that DCP has written. It is
-                checked first.
+            checkpoint: begin a new run from this checkpoint instead: one that tierstore
+                published, or any DCP checkpoint of a model and its optimizer. It is checked
+                first.
 
         Returns:
-            The step, or 0 where nothing was ever committed and nothing was changed.
+            The step; 0 if nothing was ever committed and no step was done.
 
         Raises:
-            CheckpointError: the checkpoint is none, or of another model. Nothing was changed.
+            CheckpointError: not a checkpoint, or of another model. Nothing was changed.
             RunDirectoryError: steps were done, and none was committed. Nothing was changed.
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
             CorruptionError: a page, or the checkpoint, is not what was written.
-            ValueError: the optimizer has no use for a hyperparameter of the checkpoint, or a
-                forward of FSDP2 is under way. Nothing was changed.
+            ValueError: the optimizer cannot use a hyperparameter of the checkpoint, or a forward
+                of FSDP2 is in progress. Nothing was changed.
         """
         usability = self._usability
         usability.require_open()
@@ -524,7 +532,7 @@ class TierStore:
     # -- The store itself.
 
     def stats(self) -> Stats:
-        """Return what the store has done since it was opened."""
+        """Return counters of this opening of the store."""
         pager, pages = self._pager, self._table.pages
         return Stats(
             engine=pager.files.engine,
@@ -542,7 +550,7 @@ class TierStore:
     def close(self) -> None:
         """Synchronize, then release files, lock and buffers. May be called again.
 
-        A failed store is released as it is. Raises what synchronize() raises, after
+        A failed store is released without a commit. An error of synchronize() is raised after
         everything was released.
         """
         self._close(synchronize=True)
@@ -553,10 +561,10 @@ class TierStore:
             return
         if usability.sweeping:
             usability.fail(SweepError("the store was closed in the middle of a step"))
-        with contextlib.ExitStack() as stack:  # From the last to the first, whatever fails.
+        with contextlib.ExitStack() as stack:  # Calls all, the last one first, whatever fails.
             stack.callback(setattr, usability, "closed", True)
             stack.callback(self._opened.close)
-            # Its error is in the log, and not the one to raise where there is another.
+            # After an error in the program, the log alone says what became of the copy.
             stack.callback(self._finish_publication if synchronize else self._settle_publication)
             is_usable = not (usability.failure or usability.awaits_restore)
             if synchronize and is_usable and usability.has_directory:
@@ -571,17 +579,17 @@ class TierStore:
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        """Close; after an exception, commit nothing that was not being committed already.
+        """Close. After an exception, do not commit the last step if no commit of it has begun.
 
-        The last step may lack its ``extra`` and the learning rates of the scheduler. A
-        checkpoint that is being copied is waited for; if that fails, the log says so.
+        It may lack its ``extra`` and the learning rates of the scheduler. A checkpoint that is
+        being copied is waited for; if the copy fails, the log says so.
         """
         if error is not None:
             self._ranks.fail(error, of_others=True)
         self._close(synchronize=kind is None)
 
     def _begin_commit(self) -> None:
-        """Begin to commit the last step; all ranks call this."""
+        """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
@@ -594,7 +602,7 @@ class TierStore:
 
     @contextlib.contextmanager
     def _only_reading(self) -> Iterator[None]:
-        """Fail the store if the block, which only reads pages, raises and may not be retried."""
+        """Fail the store if the block, which only reads pages, raises and cannot be retried."""
         try:
             yield
         except BaseException as error:
@@ -651,23 +659,23 @@ def _check_modes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What a store has done since it was opened."""
+    """Counters of a store since it was opened."""
 
     engine: str
-    """How pages move: "io_uring", "libaio", "aiofiles", "memory"; "none" where all are resident."""
+    """The storage engine: "io_uring", "libaio", "aiofiles" or "memory"; "none" without files."""
     pages: int
     state_bytes: int
-    """Bytes of all pages, framing and padding included."""
+    """Bytes of all pages of this rank, with framing and padding."""
     bytes_read: int
     bytes_written: int
     bytes_spread: int
-    """What this rank sent of parameters that others hold, too: once for each that it went to."""
+    """Bytes of parameters that this rank sent to replicas, counted once per replica."""
     stall_seconds: float
     """Time that the training thread waited for transfers and commits."""
     host_bytes_peak: int
-    """Bytes of page buffers, pages that rest in host memory, and what compute="host" copies
-    gradients and parameters to, all together at their most."""
+    """Largest number of bytes of host memory for page buffers, for pages of tier "host", and for
+    the copies of gradients and parameters that compute="host" needs, together."""
     device_bytes_peak: int
-    """Bytes of the device that pages rest in or are stepped in, at their most."""
+    """Largest number of bytes of device memory that pages rest in or are stepped in."""
     pages_in: Mapping[str, int]
-    """Number of pages that rest in each of "device", "host" and "nvme"."""
+    """Tier -> number of pages: "device", "host" and "nvme"."""
