@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tierstore.errors import CorruptionError, StorageError, TierstoreError
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout
-from tierstore.run.checksums import block_checksum
+from tierstore.run.checksums import block_fault
 from tierstore.run.file_names import page_file, published_page
 from tierstore.run.manifest import Manifest
 from tierstore.storage.base import Folder, Storage
@@ -131,19 +131,17 @@ class PageFiles:
     def _check(self, page: int, number: int, data: memoryview) -> None:
         manifest, block = self.commit.manifest, self.commit.layouts[page].blocks[number]
         entry = manifest.pages[page]
-        if not entry.checksums:
-            return
-        found = block_checksum(
+        fault = block_fault(
             data,
+            entry.checksums,
+            number,
+            block,
             run_id=manifest.run_id,
             page=page,
-            offset=block.offset,
             step=entry.step,
         )
-        if found != entry.checksums[number]:
+        if fault is not None:
             name = page_file(page, entry.copy)
             raise CorruptionError(
-                f"{self._storage.home(name).location}/{name}: the "
-                f"{block.nbytes} bytes at offset {block.offset} are not those written in step "
-                f"{entry.step}; nothing was published"
+                f"{self._storage.home(name).location}/{name}: {fault}; nothing was published"
             )

@@ -16,7 +16,7 @@ def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str
     elements cover nothing and are never wrong.
     """
     chunks = [chunk for chunk in chunks if chunk.numel > 0]
-    outside = [chunk for chunk in chunks if not _lies_within(shape, chunk)]
+    outside = [chunk for chunk in chunks if not chunk.lies_within(shape)]
     if outside:
         yield f"{_text(outside[0])} does not lie within the tensor {list(shape)}"
         return
@@ -30,13 +30,6 @@ def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str
             f"{numel - covered} of {numel} elements of the tensor {list(shape)} are in no chunk: "
             "a load would leave them as they are, without a word"
         )
-
-
-def _lies_within(shape: Sequence[int], chunk: Chunk) -> bool:
-    return len(shape) == len(chunk.sizes) and all(
-        offset + size <= extent
-        for offset, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    )
 
 
 def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:

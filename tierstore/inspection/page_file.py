@@ -15,7 +15,7 @@ from tierstore.layout.records import (
     record_prefix,
     record_trailer,
 )
-from tierstore.run.checksums import block_checksum
+from tierstore.run.checksums import block_fault
 from tierstore.run.manifest import Manifest
 from tierstore.units import Extent
 
@@ -47,7 +47,7 @@ def _check_blocks(
 ) -> bool:
     """Return whether every block can be read and is what was written."""
     entry = manifest.pages[number]
-    changed: list[Extent] = []
+    changed: list[str] = []
     readable = True
     for index, block in enumerate(layout.blocks):
         try:
@@ -56,22 +56,20 @@ def _check_blocks(
             reader.fault(file.name, f"{error}; {_affected(layout, block)}")
             readable = False
         else:
-            found = block_checksum(
+            fault = block_fault(
                 data,
+                entry.checksums,
+                index,
+                block,
                 run_id=manifest.run_id,
                 page=number,
-                offset=block.offset,
                 step=entry.step,
             )
-            if entry.checksums and found != entry.checksums[index]:
-                changed.append(block)
+            if fault is not None:
+                changed.append(f"{fault}; {_affected(layout, block)}")
         reader.advance(block.nbytes)
-    for block in changed[:_NAMED_MAX]:
-        reader.fault(
-            file.name,
-            f"the {block.nbytes} bytes at offset {block.offset} are not those written in step "
-            f"{entry.step}; {_affected(layout, block)}",
-        )
+    for fault in changed[:_NAMED_MAX]:
+        reader.fault(file.name, fault)
     if len(changed) > _NAMED_MAX:
         reader.fault(
             file.name,

@@ -13,11 +13,14 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
 from tierstore.layout.page_layout import BLOCK_BYTES
 from tierstore.storage.paths import OPEN_FLAGS
 from tierstore.units import format_bytes
+
+T = TypeVar("T")
 
 GET_BYTES_MAX = 2**30
 """Most that is read at once. A file may say that it has any size, and have none of it."""
@@ -274,7 +277,7 @@ class Reader:
             ) from error
 
 
-def unsealed(read: Callable[[bytes, str], object], data: bytes, name: str) -> object:
+def unsealed(read: Callable[[bytes, str], T], data: bytes, name: str) -> T:
     """Return what ``read`` makes of the content of a sealed file.
 
     Raises:

@@ -8,11 +8,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, unsealed, wrong_name
-from tierstore.layout.parameters import ParameterSpec
 from tierstore.run.file_names import (
     DEALING_NAME,
     IDENTITY_NAME,
@@ -24,6 +24,7 @@ from tierstore.run.file_names import (
     published_manifest,
 )
 from tierstore.run.manifest import Manifest, RunIdentity
+from tierstore.run.recovery import newest_in_common, read_manifest
 from tierstore.run.sealed import body_errors, is_count, unseal
 from tierstore.run.striping import Dealing, deal
 from tierstore.storage.checks import LOCK_NAME
@@ -135,7 +136,7 @@ def _admitted(reader: Reader, directory: str, dealing_id: str, index: int) -> st
 
 def _dealing_in(reader: Reader, folder: str) -> Dealing:
     place = f"{folder}/{DEALING_NAME}"
-    return cast(Dealing, unsealed(Dealing.from_bytes, reader.get(place), place))
+    return unsealed(Dealing.from_bytes, reader.get(place), place)
 
 
 def _read_rank(reader: Reader, rank: Rank) -> None:
@@ -146,21 +147,14 @@ def _read_rank(reader: Reader, rank: Rank) -> None:
     for name, revision in rank.commits.items():
         place = f"{rank.folder}/{name}"
         with reader.noting(place):
-            manifest = read_manifest(reader, place)
-            identity = rank.identity or manifest
-            if (manifest.run_id, manifest.rank, manifest.world_size, manifest.revision) != (
-                *(identity.run_id, rank.rank, identity.world_size),
-                revision,
-            ):
-                raise CorruptionError(
-                    f"is of step {manifest.step} and rank {manifest.rank} of "
-                    f"{manifest.world_size} of run {manifest.run_id}: it does not belong here"
-                )
+            read = partial(read_manifest, revision=revision, rank=rank.rank, identity=rank.identity)
+            manifest = unsealed(read, reader.get(place), place)
+            _require_pages_for(manifest)
             rank.manifests[revision] = manifest
 
 
 def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
-    identity = cast(RunIdentity, unsealed(RunIdentity.from_bytes, reader.get(place), place))
+    identity = unsealed(RunIdentity.from_bytes, reader.get(place), place)
     if identity.rank != rank or identity.world_size <= rank:
         raise CorruptionError(
             f"is of rank {identity.rank} of {identity.world_size}: it does not belong here"
@@ -168,32 +162,20 @@ def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
     return identity
 
 
-def read_manifest(reader: Reader, place: str) -> Manifest:
-    """Return a manifest whose pages can be laid out again.
-
-    Raises:
-        CorruptionError: it is not whole.
-    """
-    manifest = cast(Manifest, unsealed(Manifest.from_bytes, reader.get(place), place))
-    _require_pages_for(manifest)
-    return manifest
-
-
 def _require_pages_for(manifest: Manifest) -> None:
     """Refuse sizes that would take forever to lay out."""
     if manifest.subgroups is not None:
         shards = [shard for subgroup in manifest.subgroups for shard in subgroup.shards]
         numels = ((shard.parameter, sum(c.numel for c in shard.chunks)) for shard in shards)
-        if sum(element_bytes(spec) * numel for spec, numel in numels) > _STATE_BYTES_MAX:
+        if sum(spec.element_bytes * numel for spec, numel in numels) > _STATE_BYTES_MAX:
             raise CorruptionError("has a right checksum but more in its pages than there can be")
         return
     specs = [spec for group in manifest.groups for spec in group]
-    nbytes = {spec.name: state_bytes(spec) for spec in specs}
     cut = [spec for spec in specs if spec.elementwise]
     # No page of parameters that may be cut holds more than this.
-    page_bytes_max = max([manifest.page_bytes, *map(element_bytes, specs)])
-    if sum(nbytes.values()) > _STATE_BYTES_MAX or (
-        sum(nbytes[spec.name] for spec in cut) > len(manifest.pages) * page_bytes_max
+    page_bytes_max = max([manifest.page_bytes, *(spec.element_bytes for spec in specs)])
+    if sum(spec.nbytes for spec in specs) > _STATE_BYTES_MAX or (
+        sum(spec.nbytes for spec in cut) > len(manifest.pages) * page_bytes_max
     ):
         raise CorruptionError("has a right checksum but parameters that its pages cannot hold")
 
@@ -219,8 +201,7 @@ def read_marker(reader: Reader) -> Mapping[str, Any]:
                 raise ValueError("there are no ranks")
         return body
 
-    data = reader.get(MARKER_NAME)
-    return cast(Mapping[str, Any], unsealed(read, data, MARKER_NAME))
+    return unsealed(read, reader.get(MARKER_NAME), MARKER_NAME)
 
 
 def read_published(
@@ -241,7 +222,8 @@ def read_published(
     for rank in ranks:
         place = published_manifest(rank)
         with reader.noting(place):
-            manifest = read_manifest(reader, place)
+            manifest = unsealed(Manifest.from_bytes, reader.get(place), place)
+            _require_pages_for(manifest)
             commit = (manifest.run_id, manifest.world_size, *manifest.revision, manifest.attempt)
             first = manifests[0] if manifests else manifest
             run_id, world_size, step = first.run_id, first.world_size, first.step
@@ -258,27 +240,11 @@ def read_published(
     return manifests
 
 
-def element_bytes(spec: ParameterSpec) -> int:
-    """Return the bytes of one element of a parameter in all its states together."""
-    return sum(dtype.itemsize for _, dtype in spec.all_states)
-
-
-def state_bytes(spec: ParameterSpec) -> int:
-    """Return the bytes of all states of a parameter together."""
-    nbytes = element_bytes(spec)
-    for size in spec.shape:
-        nbytes *= size
-    return nbytes
-
-
 def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
     """Return the newest commit that every rank has, of one attempt; None if there is none."""
-    attempts = [
-        {(revision, manifest.attempt) for revision, manifest in rank.manifests.items()}
-        for rank in ranks
-    ]
-    common = set.intersection(*attempts) if attempts else set()
-    return max((revision for revision, _ in common), default=None)
+    return newest_in_common(
+        [{r: manifest.attempt for r, manifest in rank.manifests.items()} for rank in ranks]
+    )
 
 
 def holder_of(reader: Reader) -> str | None:

@@ -25,10 +25,9 @@ from tierstore.inspection.run_reader import (
     read_marker,
     read_published,
     read_ranks,
-    state_bytes,
 )
 from tierstore.inspection.verify import kind_of
-from tierstore.layout.parameters import ParameterSpec
+from tierstore.layout.parameters import ParameterSpec, dtype_name
 from tierstore.run.file_names import MARKER_NAME, METADATA_NAME, published_manifest
 from tierstore.run.manifest import Manifest
 
@@ -196,14 +195,10 @@ def _parameter(group: int, spec: ParameterSpec) -> ParameterSummary:
         group=group,
         name=spec.name,
         shape=spec.shape,
-        dtype=_dtype_name(spec.dtype),
-        states={state: _dtype_name(dtype) for state, dtype in spec.all_states},
-        nbytes=state_bytes(spec),
+        dtype=dtype_name(spec.dtype),
+        states={state: dtype_name(dtype) for state, dtype in spec.all_states},
+        nbytes=spec.nbytes,
     )
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _add_metadata(summary: Summary, metadata: Metadata) -> None:
@@ -215,7 +210,7 @@ def _add_metadata(summary: Summary, metadata: Metadata) -> None:
                 TensorSummary(
                     key=key,
                     shape=tuple(item.size),
-                    dtype=_dtype_name(dtype),
+                    dtype=dtype_name(dtype),
                     chunks=len(item.chunks),
                     nbytes=math.prod(item.size) * dtype.itemsize,
                 )

@@ -30,18 +30,21 @@ class Chunk:
         """How many elements the rectangle has."""
         return math.prod(self.sizes)
 
+    def lies_within(self, shape: Sequence[int]) -> bool:
+        """Return whether the rectangle is one of a tensor of this shape."""
+        return len(shape) == len(self.sizes) and all(
+            offset + size <= extent
+            for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of this rectangle of ``tensor``, of shape ``sizes``.
 
         Raises:
             ValueError: the rectangle does not lie within the tensor.
         """
-        shape = tuple(tensor.shape)
-        if len(shape) != len(self.sizes) or any(
-            offset + size > extent
-            for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
-        ):
-            raise ValueError(f"{self} does not lie within a tensor of shape {list(shape)}")
+        if not self.lies_within(tensor.shape):
+            raise ValueError(f"{self} does not lie within a tensor of shape {list(tensor.shape)}")
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dimension, offset, size)
         return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,16 @@ class ParameterSpec:
     def all_states(self) -> tuple[tuple[str, torch.dtype], ...]:
         """Name and dtype of each state, the master first."""
         return ((MASTER, master_dtype(self.dtype)), *self.states)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element in all states together."""
+        return sum(dtype.itemsize for _, dtype in self.all_states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states together."""
+        return math.prod(self.shape) * self.element_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""

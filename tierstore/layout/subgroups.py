@@ -93,7 +93,7 @@ def _unit_numel(row: Row, page_bytes: int) -> int:
     parameter = row.parameter
     if not parameter.elementwise:
         return row.numel
-    numel_max = page_bytes * row.ranks // 2 // _bytes_per_element(parameter)
+    numel_max = page_bytes * row.ranks // 2 // parameter.element_bytes
     rows = (
         math.prod(parameter.shape[dimension:]) for dimension in range(1, len(parameter.shape) + 1)
     )
@@ -102,7 +102,7 @@ def _unit_numel(row: Row, page_bytes: int) -> int:
 
 def _stop_within(row: Row, start: int, unit: int, room: int) -> int:
     """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
-    unit_bytes = unit * _bytes_per_element(row.parameter)
+    unit_bytes = unit * row.parameter.element_bytes
     units = min(-(-(row.numel - start) // unit), room * row.ranks // unit_bytes)
     # The framing of records also takes room, which depends on the chunks: step down until it fits.
     while units > 0:
@@ -122,10 +122,6 @@ def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[C
         numel_max -= numel_max % row_numel
     for first in range(start, stop, numel_max):
         yield from flat_range_chunks(parameter.shape, first, min(first + numel_max, stop))
-
-
-def _bytes_per_element(parameter: ParameterSpec) -> int:
-    return sum(dtype.itemsize for _, dtype in parameter.all_states)
 
 
 def _nbytes(row: Row, start: int, stop: int) -> int:

@@ -7,7 +7,7 @@ step.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
@@ -36,3 +36,32 @@ def block_checksums(
         )
         for block in blocks
     ]
+
+
+def block_fault(
+    data: memoryview,
+    checksums: Sequence[int],
+    number: int,
+    block: Extent,
+    *,
+    run_id: str,
+    page: int,
+    step: int,
+) -> str | None:
+    """Return what is wrong with a block of a page, in words; None if it is as it was written.
+
+    Args:
+        data: what was read of the block.
+        checksums: of all blocks of the page; empty where the run has none.
+        number: which block it is.
+        block: its extent in the page.
+        run_id: the run.
+        page: number of the page.
+        step: the step in which the page was written.
+    """
+    if not checksums:
+        return None
+    found = block_checksum(data, run_id=run_id, page=page, offset=block.offset, step=step)
+    if found == checksums[number]:
+        return None
+    return f"the {block.nbytes} bytes at offset {block.offset} are not those written in step {step}"

@@ -86,12 +86,11 @@ def in_order(directories: Sequence[Path]) -> list[Path]:
         StorageError, CorruptionError: what says so cannot be read.
     """
 
-    def place(directory: Path) -> tuple[int, bool]:
-        path = rank_directory(directory, 0) / DEALING_NAME
-        index = Dealing.from_bytes(get_file(path), str(path)).index if path.exists() else 0
-        return index, not left_by_reshard(directory)
+    def position(directory: Path) -> tuple[int, bool]:
+        dealing = _dealing_in(rank_directory(directory, 0))
+        return dealing.index if dealing else 0, not left_by_reshard(directory)
 
-    return sorted(directories, key=place)
+    return sorted(directories, key=position)
 
 
 def open_run_directory(directory: Path, rank: int) -> Storage:
@@ -103,11 +102,9 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
         RunDirectoryError: one of them cannot be used, or is not of the run.
         CorruptionError, StorageError: the file that names them cannot be read.
     """
-    path = rank_directory(directory, rank)
     directories = [directory]
-    if (path / DEALING_NAME).exists():
-        where = path / DEALING_NAME
-        dealing = Dealing.from_bytes(get_file(where), str(where))
+    dealing = _dealing_in(rank_directory(directory, rank))
+    if dealing is not None:
         if dealing.index:
             raise RunDirectoryError(
                 f"{directory} is number {dealing.index + 1} of the directories of a run: name "
@@ -115,6 +112,11 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
             )
         directories += [Path(other).parent for other in dealing.directories[1:]]
     return open_directories(directories, rank, page_bytes=SECTOR_BYTES)
+
+
+def _dealing_in(folder: Path) -> Dealing | None:
+    path = folder / DEALING_NAME
+    return Dealing.from_bytes(get_file(path), str(path)) if path.exists() else None
 
 
 def left_by_reshard(directory: Path) -> list[str]:

@@ -42,7 +42,7 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
     """Return the run that a locked directory holds, and what recover() finds of it.
 
     Raises:
-        RunDirectoryError: there is none, or it is another rank's.
+        RunDirectoryError: there is no run, or it is another rank's.
         PeerFailed: either of these on another rank.
     """
     found = agree(peers, "read the identity", lambda: _identity_in(storage))
@@ -71,15 +71,16 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
     """Return the commit of each rank of a run whose locked directories are all here.
 
     Args:
-        storages: of rank 0, 1, ...; those after the last rank of the run have nothing in them.
+        storages: of rank 0, 1, ...; storages after the last rank of the run hold no run.
 
     Raises:
-        RunDirectoryError: a rank is missing, or they are of several runs; or as in recover().
+        RunDirectoryError: a rank is missing, or the ranks are of several runs; or as in
+            recover().
     """
     first = _checked(_identity_in(storages[0]), storages[0], 0)
     ranks = storages[: first.world_size]
     for storage in storages[first.world_size :]:
-        if _holds_run(storage):
+        if any(map(_OWN_NAMES.fullmatch, storage.list())):
             raise RunDirectoryError(
                 f"{storage.location} is no rank of the run of {first.world_size} ranks in "
                 f"{storages[0].location}: remove it, if it is what is left of an older run"
@@ -90,23 +91,24 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
             f"{first.world_size - len(ranks)} of them there is no directory beside it: if they "
             "are on the disks of other machines, publish from the job, with store.checkpoint()"
         )
-    identities = [_checked(_identity_in(each), each, rank) for rank, each in enumerate(ranks)]
-    for storage, identity in zip(ranks, identities, strict=True):
+    commits = []
+    for rank, storage in enumerate(ranks):
+        identity = _checked(_identity_in(storage), storage, rank)
         if (identity.run_id, identity.world_size) != (first.run_id, first.world_size):
             raise RunDirectoryError(
-                f"{storage.location} is of another run than {storages[0].location}: bring those "
-                "of one run together"
+                f"{storage.location} is of another run than {storages[0].location}: bring the "
+                "directories of one run together"
             )
-    found = [_Found(*each) for each in zip(ranks, identities, strict=True)]
-    newest = _newest([each.require_one() for each in found], ranks[0])
+        commits.append(_RankCommits(storage, identity))
+    newest = _newest([some.read() for some in commits], ranks[0])
     if newest is None:
         raise RunDirectoryError(
             f"no step was committed by all ranks of {storages[0].location} yet, so there is none "
             "to publish, or to go on from on other ranks: start over with overwrite=True"
         )
-    for each in found:
-        each.go_back_to(newest)
-    return [(storage, each.whole[newest]) for storage, each in zip(ranks, found, strict=True)]
+    for some in commits:
+        some.go_back_to(newest)
+    return [(storage, some.whole[newest]) for storage, some in zip(ranks, commits, strict=True)]
 
 
 def _identity_in(storage: Storage) -> RunIdentity | None:
@@ -117,7 +119,7 @@ def _identity_in(storage: Storage) -> RunIdentity | None:
 
 
 def _checked(identity: RunIdentity | None, storage: Storage, rank: int) -> RunIdentity:
-    """Return an identity after checking that there is one, of this rank."""
+    """Return an identity after checking that it exists and is of this rank."""
     where = f"{storage.location}/{IDENTITY_NAME}"
     if identity is None:
         raise RunDirectoryError(
@@ -132,16 +134,8 @@ def _checked(identity: RunIdentity | None, storage: Storage, rank: int) -> RunId
     return identity
 
 
-def _holds_run(storage: Storage) -> bool:
-    return any(map(_OWN_NAMES.fullmatch, storage.list()))
-
-
 def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest | None:
-    """Return the newest step committed on all ranks, and set aside what claims to be newer.
-
-    A step is committed where every rank has a whole manifest of it, of one same attempt:
-    after a crash a rank may have gone further than the others, and one that comes to the
-    same step again does so in another attempt.
+    """Return the newest step committed on all ranks, and remove every newer commit.
 
     A file under a manifest's name was renamed there after it was whole, so one that is not
     whole now was damaged later. The commit before it is then the newest: its pages are
@@ -152,33 +146,47 @@ def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest |
         have none yet.
 
     Raises:
-        RunDirectoryError: no commit is left, or the one copy of each page that this run
-            keeps was being overwritten.
+        RunDirectoryError: no commit is left, or the only slot of each page was being
+            overwritten.
         PeerFailed: either of these on another rank.
     """
-    found = _Found(storage, identity)
-    newest = _newest(agree(peers, "read the commits", found.require_one), storage)
-    together(peers, "go back to a commit", lambda: found.go_back_to(newest))
-    return None if newest is None else found.whole[newest]
+    commits = _RankCommits(storage, identity)
+    newest = _newest(agree(peers, "read the commits", commits.read), storage)
+    together(peers, "go back to a commit", lambda: commits.go_back_to(newest))
+    return None if newest is None else commits.whole[newest]
 
 
-def _newest(
-    everyone: Sequence[tuple[Mapping[Revision, str], bool]], storage: Storage
-) -> Revision | None:
-    """Return the newest commit that all ranks have, given what require_one() said on each."""
-    common = set.intersection(*(set(attempts.items()) for attempts, _ in everyone))
-    newest = max((revision for revision, _ in common), default=None)
-    if newest is None and not all(only_first for _, only_first in everyone):
+Attempts = Mapping[Revision, str]
+"""Revision of each whole commit of one rank -> the attempt that made it."""
+
+
+def newest_in_common(ranks: Sequence[Attempts]) -> Revision | None:
+    """Return the newest commit that every rank has, of one attempt; None if there is none.
+
+    When a job is killed, a rank may have gone further than the others, and after the restart
+    another rank comes to the same step again, in another attempt::
+
+        rank 0: step 7 of attempt x, step 8 of attempt x
+        rank 1: step 7 of attempt x, step 8 of attempt y    -> step 7
+    """
+    common = set.intersection(*(set(attempts.items()) for attempts in ranks)) if ranks else set()
+    return max((revision for revision, _ in common), default=None)
+
+
+def _newest(ranks: Sequence[tuple[Attempts, bool]], storage: Storage) -> Revision | None:
+    """Return the newest commit in common, given what read() returned on each rank."""
+    newest = newest_in_common([attempts for attempts, _ in ranks])
+    if newest is None and not all(only_first for _, only_first in ranks):
         raise RunDirectoryError(
             f"the ranks of {storage.location} and beside it have no committed step in common "
-            f"({[sorted(step for step, _ in attempts) for attempts, _ in everyone]}): start over "
+            f"({[sorted(step for step, _ in attempts) for attempts, _ in ranks]}): start over "
             "with overwrite=True, from a checkpoint of the run if there is one"
         )
     return newest
 
 
-class _Found:
-    """The manifests that one rank's directory holds."""
+class _RankCommits:
+    """The manifests in the directory of one rank."""
 
     def __init__(self, storage: Storage, identity: RunIdentity) -> None:
         self._storage = storage
@@ -186,13 +194,24 @@ class _Found:
         self.whole: dict[Revision, Manifest] = {}
         self._damaged: dict[Revision, CorruptionError] = {}
 
-    def require_one(self) -> tuple[dict[Revision, str], bool]:
-        """Return the attempt of each whole commit, and whether none was before these."""
+    def read(self) -> tuple[Attempts, bool]:
+        """Return the whole commits, and whether the run had no commit before these.
+
+        Raises:
+            RunDirectoryError: no commit is whole.
+        """
         for name in self._storage.list():
             revision = manifest_revision(name)
             if revision is not None:
+                where, data = f"{self._storage.location}/{name}", self._storage.get(name)
                 try:
-                    self.whole[revision] = _read_manifest(self._storage, name, self._identity)
+                    self.whole[revision] = read_manifest(
+                        data,
+                        where,
+                        revision=revision,
+                        rank=self._identity.rank,
+                        identity=self._identity,
+                    )
                 except CorruptionError as error:
                     self._damaged[revision] = error
         if self._damaged and not self.whole:
@@ -211,7 +230,11 @@ class _Found:
         return attempts, all(manifest.first for manifest in self.whole.values())
 
     def go_back_to(self, newest: Revision | None) -> None:
-        """Make a commit the newest, after checking that its pages can be told from others."""
+        """Remove or rename all that is newer than a commit, and what a crash left.
+
+        Raises:
+            RunDirectoryError: the pages of the commit may have been overwritten.
+        """
         _refuse_dirty(self._storage, newest)
         damaged = {r: error for r, error in self._damaged.items() if newest is None or r > newest}
         for error in damaged.values():
@@ -221,13 +244,13 @@ class _Found:
                     f"{error}. The commit before it cannot be told from what later steps wrote, "
                     "because the run has no checksums: start over with overwrite=True"
                 ) from error
-        for revision in damaged:
-            # Out of the way, but still there for who wants to know what happened.
+        for revision in damaged:  # Kept under another name, to find out what happened.
             name = manifest_name(revision)
             self._storage.rename(name, f"{name}{_DAMAGED}")
-        # A killed process may have left what is seen, and not yet durable.
+        # The commit is visible, but after a kill its name may not be durable yet.
         self._storage.sync_directory()
-        # A crash may bring these back: they are late, of another attempt, or of no use.
+        # A crash may bring back what is removed below: a late mark, a commit of another
+        # attempt, a temporary file. None of them matters.
         if DIRTY_NAME in self._storage.list():
             clear_dirty(self._storage)
         for revision in self.whole:
@@ -238,13 +261,31 @@ class _Found:
                 self._storage.unlink(name)
 
 
-def _read_manifest(storage: Storage, name: str, identity: RunIdentity) -> Manifest:
-    where = f"{storage.location}/{name}"
-    manifest = Manifest.from_bytes(storage.get(name), where)
-    if manifest.run_id != identity.run_id or manifest.revision != manifest_revision(name):
+def read_manifest(
+    data: bytes, where: str, *, revision: Revision, rank: int, identity: RunIdentity | None
+) -> Manifest:
+    """Return a manifest of a run.
+
+    Args:
+        data: the content of the file.
+        where: its name in errors.
+        revision: what the file name says.
+        rank: whose directory it is in.
+        identity: the identity in that directory; None if it cannot be read.
+
+    Raises:
+        CorruptionError: it is damaged, or of another run, rank or step.
+        RunDirectoryError: another version of tierstore wrote it.
+    """
+    manifest = Manifest.from_bytes(data, where)
+    belongs = (manifest.revision, manifest.rank) == (revision, rank)
+    if identity is not None:
+        run = (identity.run_id, identity.world_size)
+        belongs = belongs and (manifest.run_id, manifest.world_size) == run
+    if not belongs:
         raise CorruptionError(
-            f"{where} is of step {manifest.step} of run {manifest.run_id}, expected run "
-            f"{identity.run_id}"
+            f"{where} is of step {manifest.step} and rank {manifest.rank} of "
+            f"{manifest.world_size} of run {manifest.run_id}: it does not belong here"
         )
     return manifest
 
