@@ -2,25 +2,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.bench_runs import BENCH
-
-SCRIPT = BENCH / "timeline.py"
-
-
-def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+from tests.support.bench_runs import BENCH, run_benchmark
 
 
 def size_of(picture: Path) -> tuple[int, int]:
@@ -33,7 +19,9 @@ def size_of(picture: Path) -> tuple[int, int]:
 def test_small_run(tmp_path: Path) -> None:
     scratch, picture = tmp_path / "device", tmp_path / "picture.png"
     scratch.mkdir()
-    done = draw("--small", "--directory", str(scratch), "--picture", str(picture))
+    done = run_benchmark(
+        "timeline.py", "--small", "--directory", str(scratch), "--picture", str(picture)
+    )
     assert done.returncode == 0, done.stderr
     assert min(size_of(picture)) > 100
     assert list(scratch.iterdir()) == []
@@ -52,7 +40,7 @@ def test_a_trace_of_another_run(category: str, name: str, tmp_path: Path) -> Non
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
     event = {"ph": "X", "cat": category, "name": name, "ts": 1, "dur": 2}
     trace.write_text(json.dumps({"traceEvents": [event]}))
-    done = draw("--trace", str(trace), "--picture", str(picture))
+    done = run_benchmark("timeline.py", "--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     assert min(size_of(picture)) > 100
 
@@ -82,7 +70,7 @@ def test_a_trace_without_ranges_is_refused(tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
     event = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 1, "dur": 2}
     trace.write_text(json.dumps({"traceEvents": [event]}))
-    done = draw("--trace", str(trace), "--picture", str(picture))
+    done = run_benchmark("timeline.py", "--trace", str(trace), "--picture", str(picture))
     assert done.returncode == 2
     assert "ranges of tierstore" in " ".join(done.stderr.replace("│", " ").split())
     assert not picture.exists()

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import call_process
 from tests.support.rank_pool import RankPool
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = "tests.rank_programs.differing_calls"
 
 
@@ -81,21 +79,11 @@ def test_a_run_resumes_with_or_without_ddp(
 # ------------------------------------------------------------------------- a missing rank
 
 
-def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tierstore.cli", *map(str, arguments)],
-        check=False,
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-
-
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="each of its parameters is a fault")
 def test_verify_says_once_that_a_rank_is_missing(pool: RankPool, tmp_path: Path) -> None:
     pool.run(2, f"{CALLS}:leave_run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "rank-00001")
-    done = call("verify", "--json", tmp_path / "run")
+    done = call_process("verify", "--json", tmp_path / "run")
     assert done.returncode == 1
     assert [fault["place"] for fault in json.loads(done.stdout)["faults"]] == ["rank-00001"]
 
@@ -104,5 +92,5 @@ def test_verify_says_once_that_a_rank_is_missing(pool: RankPool, tmp_path: Path)
 def test_inspect_says_that_a_rank_is_missing(pool: RankPool, tmp_path: Path) -> None:
     pool.run(2, f"{CALLS}:leave_run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "rank-00001")
-    done = call("inspect", tmp_path / "run")
+    done = call_process("inspect", tmp_path / "run")
     assert "rank-00001" in done.stdout + done.stderr

@@ -1,27 +1,19 @@
-"""Programs of bench/, run as a user runs them."""
+"""Programs of bench/ and what they report."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support.forked_programs import run_program
 
 BENCH = Path(__file__).parents[2] / "bench"
 
 
 def run_benchmark(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCH / program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        # Threads that wait for each other's processor would be all that this measures.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return run_program(BENCH / program, *arguments)
 
 
 def report_of(program: str, tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
+from tests.support.forked_programs import run_program
 from tierstore.cli import app
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
@@ -23,11 +20,5 @@ def call(*arguments: object) -> tuple[int, str, str]:
 
 
 def call_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Call a command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "tierstore.cli", *map(str, arguments)],
-        check=False,
-        cwd=ROOT,
-        text=True,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
-    )
+    """Call a command in a process of its own."""
+    return run_program("tierstore.cli", *arguments, **options)

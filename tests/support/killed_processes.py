@@ -23,11 +23,8 @@ from tierstore.storage.select import open_storage
 from tierstore.testing.faults import FaultyStorage
 
 # A server that has imported everything forks the children: starting one takes milliseconds.
-# (The first optimizer of a process imports torch._dynamo, which takes a second.)
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch._dynamo", "tests.support.training", "tierstore.storage.uring"]
-)
+_processes.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class KillAt:
