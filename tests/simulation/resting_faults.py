@@ -9,7 +9,6 @@ from unittest import mock
 
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
-from tierstore.run.committer import Committer
 from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Transfer
 
@@ -42,20 +41,20 @@ def kept_as_stored(self: Pager, page: Page) -> None:
 
 
 def changes_dropped(self: Pager, *args: Any) -> None:
-    def drop(self: Pager, page: Page) -> None:
+    def drop(page: Page) -> None:
         page.content = Content.LOADED
 
-    with mock.patch.object(Pager, "_write", drop):
+    with mock.patch.object(self, "_write", drop):
         _make_way(self, *args)
 
 
 def written_over_itself(self: Pager, *args: Any) -> None:
-    def claim_copy(self: Committer, index: int) -> str:
+    def claim_copy(index: int) -> str:
         entry = pages[index].entry
-        return _claim_copy(self, index) if entry is None else entry.copy
+        return original(index) if entry is None else entry.copy
 
-    pages, _claim_copy = args[0], Committer.claim_copy
-    with mock.patch.object(Committer, "claim_copy", claim_copy):
+    pages, original = args[0], self._committer.claim_copy
+    with mock.patch.object(self._committer, "claim_copy", claim_copy):
         _make_way(self, *args)
 
 
