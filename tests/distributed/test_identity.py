@@ -28,8 +28,15 @@ from tests.support.rank_pool import RankPool
 # Several subgroups of every group, and less room than they take.
 STREAMED: dict[str, Any] = {"page_bytes": 6000, "buffers": 5}
 LAYOUTS = [
-    *((n, layout) for n in (1, 2, 3, 4) for layout in ("rows", "columns", "copies", "fsdp")),
+    (1, "rows"),
+    (2, "columns"),
+    *((3, layout) for layout in ("rows", "columns", "copies", "fsdp")),
     *((4, layout) for layout in ("hsdp", "fsdp and tp", "experts")),
+]
+MORE_LAYOUTS = [
+    *((1, layout) for layout in ("columns", "copies", "fsdp")),
+    *((2, layout) for layout in ("rows", "copies", "fsdp")),
+    *((4, layout) for layout in ("rows", "columns", "copies", "fsdp")),
 ]
 
 
@@ -67,7 +74,9 @@ def test_the_reference_is_what_torch_computes(expected: tuple[Tensors, States]) 
 
 
 @pytest.mark.parametrize("partition", ["by_parameter", "flat", "auto"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4)), 3]
+)
 def test_replicated(
     pool: RankPool,
     tmp_path: Path,
@@ -85,7 +94,10 @@ def test_replicated(
     assert_as_one_process(of_ranks, SHAPES, expected)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_LAYOUTS)],
+)
 def test_dtensors(
     pool: RankPool,
     tmp_path: Path,

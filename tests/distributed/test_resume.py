@@ -26,7 +26,12 @@ UNLIKE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("world_size", "layout", "partition"),
-    [(2, "plain", "by_parameter"), (3, "plain", "flat"), (3, "rows", "auto"), (4, "hsdp", "auto")],
+    [
+        pytest.param(2, "plain", "by_parameter", marks=pytest.mark.long),
+        (3, "plain", "flat"),
+        (3, "rows", "auto"),
+        pytest.param(4, "hsdp", "auto", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_that_was_closed_goes_on(
     pool: RankPool, tmp_path: Path, world_size: int, layout: str, partition: str

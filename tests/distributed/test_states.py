@@ -10,19 +10,20 @@ import pytest
 from tests.rank_programs.training import Case
 from tests.support.rank_pool import RankPool
 
-PLAIN: list[tuple[int, str, dict[str, Any]]] = [
+long = pytest.mark.long
+PLAIN: list[Any] = [
     (2, "plain", {"partition": "by_parameter"}),
-    (3, "plain", {"partition": "flat"}),
+    pytest.param(3, "plain", {"partition": "flat"}, marks=long),
 ]
-CUT: list[tuple[int, str, dict[str, Any]]] = [
-    (2, "copies", {}),
-    (1, "fsdp", {}),
+CUT: list[Any] = [
+    pytest.param(2, "copies", {}, marks=long),
+    pytest.param(1, "fsdp", {}, marks=long),
     (3, "fsdp", {}),
-    (3, "columns", {}),
+    pytest.param(3, "columns", {}, marks=long),
     (4, "hsdp", {}),
 ]
-STACKED: list[tuple[int, str, dict[str, Any]]] = [
-    (4, "fsdp and tp", {}),
+STACKED: list[Any] = [
+    pytest.param(4, "fsdp and tp", {}, marks=long),
     (4, "experts", {}),
 ]
 

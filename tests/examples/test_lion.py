@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import tierstore
 from examples.lion import Lion
 from tests.support import training
+from tests.support.forked_programs import run_program
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lion.py"
 STEPS = 20
@@ -103,16 +102,9 @@ def test_restart_goes_on(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_script_trains_and_goes_on(tmp_path: Path) -> None:
-    outputs = [
-        subprocess.run(
-            [sys.executable, str(EXAMPLE), str(tmp_path / "run")],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-        for _ in range(2)
-    ]
+    done = [run_program(EXAMPLE, tmp_path / "run") for _ in range(2)]
+    assert [each.returncode for each in done] == [0, 0], done
+    outputs = [each.stdout for each in done]
     lines = [re.findall(r"^step (\d+) loss (\S+)$", output, re.MULTILINE) for output in outputs]
     assert [int(step) for step, _ in lines[0] + lines[1]] == list(range(50, 401, 50))
     first, last, resumed = float(lines[0][0][1]), float(lines[0][-1][1]), float(lines[1][0][1])

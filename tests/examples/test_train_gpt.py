@@ -10,29 +10,30 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_programs import run_program
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 STEPS = 40
 # A line is printed every second step of 40, the first long before the last step.
 KILL_AFTER_STEP = 6
 
 
-def command(directory: Path, *arguments: str) -> list[str]:
-    """Return the command line of a run small enough for a test."""
+def arguments_of(directory: Path, *arguments: str) -> list[str]:
+    """Return the arguments of a run small enough for a test."""
     sizes = ["--layers", "2", "--width", "64", "--batch", "2", "--context", "32"]
     run = ["--steps", str(STEPS), "--threads", "1", "--directory", str(directory)]
-    return [sys.executable, str(EXAMPLE), *sizes, *run, *arguments]
+    return [*sizes, *run, *arguments]
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the example to its end."""
-    return subprocess.run(
-        command(directory, *arguments), capture_output=True, text=True, check=False, timeout=120
-    )
+    return run_program(EXAMPLE, *arguments_of(directory, *arguments))
 
 
 def run_and_kill(directory: Path) -> None:
     """Start the example and kill it when it says that KILL_AFTER_STEP is done."""
-    with subprocess.Popen(command(directory), stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, str(EXAMPLE), *arguments_of(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(f"step {KILL_AFTER_STEP} "):

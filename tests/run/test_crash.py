@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def check(
     step, state, extra = killed_processes.look(directory, scratch, directories)
     # The last commit() that returned, or the one before it, or one whose news was lost.
     assert acknowledged - 1 <= step <= acknowledged + 1
-    training.assert_identical(state, killed_processes.history(seeds[:step])[step])
+    training.assert_identical(state, killed_processes.state_after(tuple(seeds[:step])))
     assert (extra["step"] if step else 0) == step
     return step
 
@@ -57,18 +58,26 @@ def crash_twice(
     assert check(directory, scratch, seeds, STEPS, directories) == STEPS
 
 
+def half(points: range) -> list[Any]:
+    """Points of which every second one is for the long tests."""
+    return [
+        pytest.param(point, marks=pytest.mark.long) if index % 2 else point
+        for index, point in enumerate(points)
+    ]
+
+
 def random_kills(count: int) -> list[list[float]]:
     generator = random.Random(20)
     return [[generator.uniform(0, 0.12), generator.uniform(0, 0.12)] for _ in range(count)]
 
 
-@pytest.mark.parametrize("kills", random_kills(20))
+@pytest.mark.parametrize("kills", random_kills(10))
 def test_killed_at_random_moments(kills: list[float], tmp_path: Path) -> None:
     crash_twice(tmp_path / "run", tmp_path / "copy", list(kills))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kills", random_kills(100)[20:])
+@pytest.mark.parametrize("kills", random_kills(100)[10:])
 def test_killed_at_more_random_moments(kills: list[float], tmp_path: Path) -> None:
     crash_twice(tmp_path / "run", tmp_path / "copy", list(kills))
 
@@ -76,14 +85,14 @@ def test_killed_at_more_random_moments(kills: list[float], tmp_path: Path) -> No
 # Opening a new run, its first step and the first commits are about 40 operations, told
 # before and after; a recovery is about 10, then its commits follow.
 @pytest.mark.parametrize("second", [3, 9, 14, 20])
-@pytest.mark.parametrize("first", range(1, 60, 4))
+@pytest.mark.parametrize("first", half(range(1, 60, 4)))
 def test_killed_at_each_point(first: int, second: int, tmp_path: Path) -> None:
     crash_twice(tmp_path / "run", tmp_path / "copy", [first, second])
 
 
 # With three directories the same takes about three times as many.
 @pytest.mark.parametrize("second", [9, 35])
-@pytest.mark.parametrize("first", range(1, 180, 11))
+@pytest.mark.parametrize("first", half(range(1, 180, 11)))
 def test_killed_at_each_point_over_several_directories(
     first: int, second: int, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ class Run:
 def check_last_commit(directory: Path, scratch: Path, steps: set[int]) -> None:
     step, state, extra = killed_processes.look(directory, scratch)
     assert step in steps
-    training.assert_identical(state, killed_processes.history([0] * step)[step])
+    training.assert_identical(state, killed_processes.state_after((0,) * step))
     assert extra["step"] == step
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -134,41 +135,31 @@ def look(
             optimizer = muon.Muon(training.make_groups(parameters), store=store)
             training.make_scheduler(optimizer)
             step = optimizer.restore()
-            rates = {
-                f"lr of group {number}": torch.tensor(group["lr"])
-                for number, group in enumerate(optimizer.param_groups)
-            }
-            return step, training.snapshot(optimizer, parameters) | rates, store.extra
+            return step, _state(optimizer, parameters), store.extra
     finally:
         shutil.rmtree(scratch)
 
 
-def history(seeds: list[int]) -> list[dict[str, torch.Tensor]]:
-    """The same training with everything resident, step i + 1 with ``seeds[i]``: the state
-    after each step, from 0 on."""
+@functools.cache
+def state_after(seeds: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The same training with everything resident, step i + 1 with ``seeds[i]``."""
     parameters = training.make_parameters(torch.bfloat16)
     optimizer = muon.Muon(
         training.make_groups(parameters), store=tierstore.TierStore(None, page_bytes=10000)
     )
     scheduler = training.make_scheduler(optimizer)
-    states = []
-
-    def remember(step: int) -> None:
-        rates = {
-            f"lr of group {number}": torch.tensor(group["lr"])
-            for number, group in enumerate(optimizer.param_groups)
-        }
-        states.append(training.snapshot(optimizer, parameters) | rates)
-
     optimizer.state_dict()  # Lays out the pages, as restore() does.
-    remember(0)
-    for index, seed in enumerate(seeds):
-        training.train(
-            optimizer,
-            parameters,
-            range(index + 1, index + 2),
-            scheduler=scheduler,
-            after_step=remember,
-            seed=seed,
-        )
-    return states
+    for step, seed in enumerate(seeds, start=1):
+        training.train(optimizer, parameters, range(step, step + 1), scheduler=scheduler, seed=seed)
+    return _state(optimizer, parameters)
+
+
+def _state(
+    optimizer: muon.Muon, parameters: dict[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Copies of every tensor, scalar and learning rate."""
+    rates = {
+        f"lr of group {number}": torch.tensor(group["lr"])
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    return training.snapshot(optimizer, parameters) | rates
