@@ -217,8 +217,13 @@ def _decode(obj: Any, depth: int) -> Any:
 
 
 def _decode_pairs(payload: Any, depth: int) -> dict[Any, Any]:
-    pairs = map(_list, _list(payload))
-    return {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in pairs}
+    values = {}
+    for pair in _list(payload):
+        key, value = (_decode(item, depth + 1) for item in _list(pair))
+        if isinstance(key, torch.Tensor):
+            raise ValueError("a key must not be a tensor")
+        values[key] = value
+    return values
 
 
 def _decode_float(payload: str) -> float:
