@@ -14,7 +14,7 @@ from tierstore.units import SECTOR_BYTES
 @pytest.mark.parametrize(
     ("count", "nbytes"), [(3, SECTOR_BYTES), (2, 3 * SECTOR_BYTES + 1), (0, 1)]
 )
-def test_memory_is_all_buffers_in_one_piece(count: int, nbytes: int) -> None:
+def test_memory_covers_all_buffers_in_one_piece(count: int, nbytes: int) -> None:
     pool = BufferPool(count, nbytes)
     assert len(pool.memory) == pool.nbytes
     buffers = [pool.acquire() for _ in range(count)]
@@ -28,7 +28,7 @@ def test_memory_is_all_buffers_in_one_piece(count: int, nbytes: int) -> None:
 
 @pytest.mark.parametrize("kept", ["tensor", "memory"])
 def test_page_locked_memory_is_unregistered_before_it_is_unmapped(kept: str) -> None:
-    """And not before the last view of it is gone."""
+    """The last view of the memory keeps it mapped and registered."""
     with fake_cuda() as cuda:
         pool = BufferPool(2, SECTOR_BYTES, page_locked=True)
         (address,) = cuda.locked
@@ -41,7 +41,7 @@ def test_page_locked_memory_is_unregistered_before_it_is_unmapped(kept: str) -> 
 
 
 class Launches(TorchFunctionMode):
-    """Kernels on a GPU that there is not: the first raises the error of what came before."""
+    """Kernels on an absent GPU: the first one raises the error of an earlier call."""
 
     error: int = 0
 
@@ -60,12 +60,12 @@ class Launches(TorchFunctionMode):
         return func(*args)
 
 
-def test_memory_that_cannot_be_page_locked_leaves_no_error_behind(
+def test_a_failed_page_lock_leaves_no_cuda_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with fake_cuda(), Launches() as launches:
         torch.cuda.cudart().cudaHostRegister = launches.register  # type: ignore[no-untyped-call]
         pool = BufferPool(2, SECTOR_BYTES, page_locked=True)
         pool.acquire().tensor.fill_(1)
-        torch.ones(1, device="cuda")  # What others compute next.
+        torch.ones(1, device="cuda")  # The next computation of any program.
     assert "not page-locked" in caplog.text

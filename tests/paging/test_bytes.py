@@ -26,7 +26,7 @@ STEPS = 2
         (torch.float32, "adamw", 8, 12),
     ],
 )
-def test_traffic_is_ideal(
+def test_a_step_reads_and_writes_every_byte_once(
     dtype: torch.dtype, algorithm: str, read: int, written: int, tmp_path: Path
 ) -> None:
     # 50.3M parameters; wide ones, for which Newton-Schulz is cheap.
@@ -50,7 +50,7 @@ def test_traffic_is_ideal(
     count = STEPS * sum(parameter.numel() for parameter in parameters)
     assert 0.98 <= (after[0] - before[0]) / (count * read) <= 1.02
     assert 0.98 <= (after[1] - before[1]) / (count * written) <= 1.02
-    # What the store says of itself is what the kernel counted, less the manifests.
+    # The counters of the store equal those of the kernel, without the manifests.
     assert stats.bytes_read == pytest.approx(after[0] - before[0], rel=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Copies between host and device that end as late as they can: the same bits, whatever comes."""
+"""Copies between host and device that end as late as possible give the same bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOVABLE: dict[str, Any] = {"host_memory": "2MiB", "device_memory": "1MiB"}
 
 
 class Trained:
-    """A model in training, to be compared with one that has everything in memory."""
+    """A model in training, compared with a model whose state is in memory."""
 
     def __init__(self, directory: Any, **options: Any) -> None:
         self.store = tierstore.TierStore(directory, **{"page_bytes": PAGE_BYTES, **options})
@@ -54,7 +54,7 @@ class Trained:
         self.store.synchronize()
 
     def assert_right(self) -> None:
-        if not self.store.step:  # Whether it has states yet is up to the optimizer.
+        if not self.store.step:  # Before the first step the optimizer may have no states.
             return
         found = training.snapshot(self.optimizer, self.parameters)
         training.assert_identical(found, resident()[self.store.step])
@@ -62,12 +62,12 @@ class Trained:
 
 @pytest.fixture(scope="module", autouse=True)
 def _resident_on_the_cpu() -> None:
-    resident()  # Before any test has parameters seem to be elsewhere.
+    resident()  # Before a test pretends that parameters are on a device.
 
 
 @functools.cache
 def resident() -> list[dict[str, torch.Tensor]]:
-    """What is right after each number of steps."""
+    """The expected state after each number of steps."""
     trained = Trained(None)
     moments = [training.snapshot(trained.optimizer, trained.parameters)]
     for _ in range(STEPS):
@@ -79,7 +79,7 @@ def resident() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("pace", [0, 0.3])
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_same_result_and_found_again(
+def test_results_and_resumed_state_are_the_same_in_every_tier(
     budget: dict[str, Any], commit_every: int | None, pace: float, tmp_path: Path
 ) -> None:
     with fake_cuda(pace=pace):
@@ -98,7 +98,7 @@ def test_same_result_and_found_again(
 
 @pytest.mark.parametrize("pace", [0, 0.3])
 @pytest.mark.parametrize("options", [{"buffers": 2}, {}, {"directory": None}], ids=str)
-def test_computing_on_the_host(options: dict[str, Any], pace: float, tmp_path: Path) -> None:
+def test_compute_on_the_host(options: dict[str, Any], pace: float, tmp_path: Path) -> None:
     with fake_cuda(pace=pace):
         options = {"directory": tmp_path, **options}
         trained = Trained(**options, compute="host", free_gradients=True)
@@ -141,14 +141,14 @@ def test_without_a_directory(tier: str | None) -> None:
         pages_in = trained.store.stats().pages_in
         assert pages_in.keys() == {tier or "device"}  # Where steps are computed.
         trained.step()
-        trained.store.close()  # While the last pages are on their way; fake_cuda() looks.
+        trained.store.close()  # While copies of the last pages are in flight; fake_cuda() checks.
 
 
 @pytest.mark.parametrize("real_thread", [True, False])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize("call", range(1, 4))
 def test_a_late_write_that_fails(budget: dict[str, Any], call: int, real_thread: bool) -> None:
-    """Others wait for their copies still: restore() goes back, and none of them comes later."""
+    """Other writes still wait for their copies: none starts after restore()."""
     files = MemoryFiles()
     storage = FaultyStorage(MemoryStorage(files))
     with fake_cuda(real_thread=real_thread) as cuda:
@@ -173,8 +173,8 @@ def test_a_late_write_that_fails(budget: dict[str, Any], call: int, real_thread:
 
 
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_a_step_that_was_left(budget: dict[str, Any]) -> None:
-    """What was computed of it may still be under way on the device when restore() begins."""
+def test_restore_after_a_step_that_was_left(budget: dict[str, Any]) -> None:
+    """Its computation may still be running on the device when restore() begins."""
     with fake_cuda() as cuda:
         trained = Trained(MemoryStorage(), **budget)
         trained.step_durably()
@@ -208,11 +208,11 @@ def test_closing_in_the_middle_of_a_step(budget: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_a_parameter_that_was_changed(budget: dict[str, Any]) -> None:
-    """One warning, and the masters go on from it as they do on the CPU."""
+def test_one_warning_for_a_parameter_that_was_changed(budget: dict[str, Any]) -> None:
+    """One warning, and the masters follow the parameter as on the CPU."""
     found = []
     for on_device in (False, True):
-        told = 3 if on_device else 2  # Nobody waits for a device to find it.
+        told = 3 if on_device else 2  # On a device the next step warns.
         with fake_cuda() if on_device else contextlib.nullcontext():
             trained = Trained(MemoryStorage(), **budget)
             for step in range(1, 5):
@@ -236,7 +236,7 @@ def test_a_parameter_that_was_changed(budget: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class History:
-    """How a run is set up, and what then happens to it."""
+    """The options of a run, and the calls that follow."""
 
     seed: int
     pace: float
@@ -269,7 +269,7 @@ histories = st.builds(
 
 
 class Played:
-    """A history that is played, until it ends or fails for good."""
+    """Plays a history until it ends or cannot continue."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -289,7 +289,7 @@ class Played:
         self.trained.optimizer.restore()
 
     def make_slow(self) -> None:
-        """Have transfers move their bytes when they are waited for, and no sooner."""
+        """Let transfers move their bytes when they are waited for."""
         released = threading.Event()
         released.set()
         for operation in ("read", "write"):
@@ -306,7 +306,7 @@ class Played:
                 self.storage.disarm()
                 if not store.committed_step or self.history.commit_every is None:
                     break
-                if call == "reopen":  # It is closed whatever failed.
+                if call == "reopen":  # The store is closed in any case.
                     self.open()
                 else:
                     self.trained.optimizer.restore()
@@ -314,7 +314,7 @@ class Played:
         self.storage.disarm()
         try:
             self.trained.store.close()
-        except tierstore.StorageError:  # Of a write that was to fail.
+        except tierstore.StorageError:  # From a write that a fault hits.
             return
 
     def call(self, call: str) -> None:
@@ -337,7 +337,7 @@ class Played:
             self.open()
             self.trained.assert_right()
         elif call == "fail":
-            self.storage.disarm()  # The first that strikes is the only one.
+            self.storage.disarm()  # One fault at a time.
             self.storage.arm(Fault("error", "write", call=1))
         elif call in ("device", "host", "nvme"):
             store.move(call)

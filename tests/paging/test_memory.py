@@ -60,14 +60,14 @@ def measure(directory: Path | None, rounds: list[int]) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("steps", [4, pytest.param(44, marks=pytest.mark.long)])
 def test_peak_is_within_the_budget_and_does_not_grow(steps: int, tmp_path: Path) -> None:
-    # Newton-Schulz needs the same workspace in both, so it drops out of the difference.
+    # Newton-Schulz needs the same workspace in both runs, so the difference is without it.
     state_bytes, (resident,) = measure(None, [3])
     paged_state_bytes, paged = measure(tmp_path, [3, 3, 3, steps, 3, 3, 3])
     assert state_bytes == paged_state_bytes
     assert state_bytes >= 4 * HOST_MEMORY
     assert max(paged) - (resident - state_bytes) <= HOST_MEMORY + 64 * MIB
-    # A round's peak has one temporary of a step more or less, by the allocator's chance.
-    # What leaks would be in the lowest of the later ones.
+    # The peak of a round varies by one temporary of a step.
+    # A leak would raise the lowest of the later peaks.
     assert min(paged[4:]) <= max(paged[:3]) + 4 * MIB
 
 
@@ -94,7 +94,7 @@ def test_too_small_a_budget_is_refused_with_the_smallest_that_works(
 
 
 def many_small_pages(sender: Connection, directory: Path) -> None:
-    """Send how much more memory there is with 600 pages of 40 kB at rest in it."""
+    """Send the growth of memory with 600 pages of 40 kB that stay in it."""
     torch.set_num_threads(1)
     parameters = [torch.nn.Parameter(torch.randn(64, 80)) for _ in range(600)]
     for parameter in parameters:
@@ -108,7 +108,7 @@ def many_small_pages(sender: Connection, directory: Path) -> None:
         sender.send((store.stats().pages_in, kernel.anonymous_peak() - before))
 
 
-def test_small_pages_at_rest_take_no_more_than_they_hold(tmp_path: Path) -> None:
+def test_small_pages_in_memory_take_no_more_than_their_size(tmp_path: Path) -> None:
     processes = multiprocessing.get_context("forkserver")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=many_small_pages, args=(sender, tmp_path))
@@ -117,10 +117,10 @@ def test_small_pages_at_rest_take_no_more_than_they_hold(tmp_path: Path) -> None
     pages_in, grown = receiver.recv()
     child.join()
     assert pages_in == {"host": 600}
-    assert grown <= 150 * MIB  # With a huge page for each it would be more than a GiB.
+    assert grown <= 150 * MIB  # With a huge page per page it would be more than a GiB.
 
 
-def test_buffers_are_all_the_store_takes(tmp_path: Path) -> None:
+def test_no_more_buffers_than_pages(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.randn(300, 500))
     parameter.grad = torch.randn(300, 500)
     with tierstore.TierStore(tmp_path, page_bytes="64KiB", host_memory="64MiB") as store:

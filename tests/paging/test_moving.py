@@ -1,4 +1,4 @@
-"""Never more memory than the budgets, at any moment while pages move; and their peak is told."""
+"""Memory never exceeds the budgets while pages move, and the reported peak is exact."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES
 
 KIB = 1024
-SMALL_PAGES = 4 * KIB  # Every matrix below is larger, and so has a page of its own.
+SMALL_PAGES = 4 * KIB  # Every matrix below is larger, so it has a page to itself.
 
 
 class Ledger:
-    """Counts what is allocated and not freed, of arenas on the host and on the device."""
+    """Counts the bytes of arenas that are allocated and not freed, on host and device."""
 
     def __init__(self) -> None:
         self._arenas: list[tuple[weakref.ref[mmap.mmap], int]] = []
         self.on_host = self.on_device = self.on_both = 0
         self.failing: int | None = None
-        """Which of the next allocations fails."""
+        """Number of the next allocation that fails."""
         self.error: type[BaseException] = KeyboardInterrupt
         self._device = 0
         self.arenas_taken = 0
 
     @property
     def now(self) -> int:
-        """Bytes that are allocated, of host and device together."""
+        """Bytes that are allocated on host and device together."""
         return self._host + self._device
 
     @property
@@ -49,7 +49,7 @@ class Ledger:
         return sum(nbytes for arena, nbytes in alive if arena is not None and not arena.closed)
 
     def took_arena(self, arena: mmap.mmap, nbytes: int) -> None:
-        if nbytes > SECTOR_BYTES:  # Or it is that of no buffers.
+        if nbytes > SECTOR_BYTES:  # Else the arena of an empty pool.
             self.arenas_taken += 1
             self._arenas.append((weakref.ref(arena), nbytes))
         self.on_host = max(self.on_host, self._host)
@@ -75,7 +75,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def counting(*, apart: bool = False) -> Iterator[Ledger]:
-    """Count all memory that stores take; ``apart``: pages are stepped in copies of them."""
+    """Count all memory that stores allocate; ``apart``: pages are stepped on a separate device."""
     ledger = Ledger()
     map_arena, populate, allocate = buffers._map, buffers._populate, PlainDevice.allocate
 
@@ -105,7 +105,7 @@ def counting(*, apart: bool = False) -> Iterator[Ledger]:
 
 
 def matrix(name: str, rows: int) -> Spec:
-    """A parameter whose page has 2 KiB of master and as many of momentum for each row."""
+    """A parameter whose page has 2 KiB of master and 2 KiB of momentum per row."""
     return (name, (rows, 512), torch.bfloat16, {"momentum": torch.float32}, False)
 
 
@@ -114,7 +114,7 @@ def matrices(count: int, rows: int = 32, prefix: str = "m") -> list[Spec]:
 
 
 def budgets_for(specs: list[Spec], host: int, device: int) -> tuple[int, int]:
-    """Return the budgets that hold so many pages of equal matrices, and two buffers."""
+    """Return the budgets that hold these numbers of pages of equal matrices, and two buffers."""
     toy = Toy(None, [specs], page_bytes=SMALL_PAGES)  # type: ignore[arg-type]
     page = toy.store.stats().state_bytes // len(specs)
     return (host + 2) * page, device * page
@@ -129,7 +129,7 @@ def assert_counted(toy: Toy, ledger: Ledger) -> None:
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("start", ["nvme", "host", "device"])
 @pytest.mark.parametrize("end", ["nvme", "host", "device"])
-def test_moving_within_budgets_that_hold_just_all(
+def test_moving_stays_within_budgets_that_just_hold_all_pages(
     start: str, end: str, changed: bool, apart: bool
 ) -> None:
     specs = matrices(6)
@@ -154,7 +154,7 @@ def test_moving_within_budgets_that_hold_just_all(
         toy.store.close()
 
 
-def test_moving_without_a_directory_takes_one_page_more() -> None:
+def test_moving_without_a_directory_needs_memory_for_one_more_page() -> None:
     specs = matrices(6)
     with counting() as ledger:
         toy = Toy(None, [specs], page_bytes=SMALL_PAGES)  # type: ignore[arg-type]
@@ -169,8 +169,8 @@ def test_moving_without_a_directory_takes_one_page_more() -> None:
         assert_counted(toy, ledger)
 
 
-def test_a_late_group_has_pages_of_both_tiers_change_places() -> None:
-    """With no byte to spare in either, and what they hold newer than their files."""
+def test_attaching_a_group_swaps_pages_between_tiers() -> None:
+    """Neither tier has a byte to spare, and the pages are newer than their files."""
     first, late = matrices(3), matrices(2, prefix="late")
     host_memory, device_memory = budgets_for(first, 2, 2)
     budget = Budget(host_memory=host_memory, device_memory=device_memory, buffers=None)
@@ -202,7 +202,7 @@ def test_a_late_group_has_pages_of_both_tiers_change_places() -> None:
 
 
 @pytest.mark.parametrize("compute", ["device", "host"])
-def test_moving_to_where_all_pages_are_takes_nothing_anew(compute: str) -> None:
+def test_moving_to_the_current_tier_allocates_nothing(compute: str) -> None:
     with counting() as ledger:
         toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, compute=compute)
         toy.step()
@@ -216,7 +216,7 @@ def test_moving_to_where_all_pages_are_takes_nothing_anew(compute: str) -> None:
         toy.store.close()
 
 
-def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
+def test_mirrors_of_a_late_group_replace_buffers() -> None:
     host_memory = 3_000 * KIB
     with counting() as ledger:
         toy = Toy(
@@ -247,10 +247,10 @@ def test_mirrors_of_a_late_group_take_the_place_of_buffers() -> None:
         ("host to device", "device"),
     ],
 )
-def test_memory_of_a_placement_that_failed_is_given_back(
+def test_a_failed_placement_frees_its_memory(
     call: str, compute: str, error: type[BaseException], closing: bool
 ) -> None:
-    """By close(), or before restore() takes it again, though the error still has its traceback."""
+    """On close(), or before restore() allocates again, although the traceback is alive."""
     specs, late = matrices(6), matrices(8, prefix="late")
     host_memory, device_memory = budgets_for(specs, 4, 6 if "device" in call else 0)
     if compute == "host":
@@ -296,8 +296,8 @@ def test_memory_of_a_placement_that_failed_is_given_back(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
-def test_the_first_placement_may_be_tried_again(error: type[BaseException]) -> None:
-    """There is nothing to lose yet."""
+def test_the_first_placement_can_be_retried(error: type[BaseException]) -> None:
+    """No step was done yet, so the store does not fail."""
     specs = matrices(6)
     host_memory, device_memory = budgets_for(specs, 3, 2)
     with counting() as ledger:
@@ -334,10 +334,10 @@ def test_the_first_placement_may_be_tried_again(error: type[BaseException]) -> N
         ("move back", "device"),
     ],
 )
-def test_a_store_without_a_directory_goes_on_after_a_placement_that_failed(
+def test_a_store_without_a_directory_works_after_a_failed_placement(
     call: str, compute: str, stepped: int, apart: bool, error: type[BaseException]
 ) -> None:
-    """With all it held, and whatever is called next: a step, the same again, or a look."""
+    """It keeps its state, whether a step, the same call, or a read follows."""
     specs, late = matrices(6), matrices(4, prefix="late")
     for failing in range(1, 20):
         for following in ("step", "again", "read", "write"):
@@ -402,7 +402,7 @@ operations = st.lists(
     commit_every=st.sampled_from([1, 2, None]),
     apart=st.booleans(),
 )
-def test_whatever_moves(
+def test_any_sequence_of_moves_stays_within_the_budgets(
     rows: list[int],
     operations: list[str | list[int]],
     host_memory: int,
@@ -446,4 +446,6 @@ def test_whatever_moves(
         assert_counted(toy, ledger)
         toy.store.close()
     assert ledger.on_host <= host_memory
-    assert apart or ledger.on_device <= device_memory  # Beside it pages are stepped in copies.
+    assert (
+        apart or ledger.on_device <= device_memory
+    )  # With a separate device, pages are also copied to be stepped.

@@ -1,4 +1,4 @@
-"""Pages that rest in memory: the same results, fewer bytes, commits that are as good."""
+"""Pages that stay in memory: the same results, fewer bytes, the same commits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def oracle() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("commit_every", [1, 5, None])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_same_result_and_found_again(
+def test_results_and_resumed_state_are_the_same_in_every_tier(
     budget: dict[str, Any], commit_every: int | None, tmp_path: Path
 ) -> None:
     options = {"page_bytes": PAGE_BYTES, "commit_every": commit_every, **budget}
@@ -52,7 +52,7 @@ def test_same_result_and_found_again(
         training.assert_identical(run(store), expected)
         tiers = store.stats().pages_in
     assert set(tiers) & {"host", "device"}
-    # In the other way of keeping pages it goes on as well.
+    # It also resumes with all pages in files.
     with tierstore.TierStore(tmp_path, resume=True, buffers=2) as store:
         parameters = training.make_parameters(torch.bfloat16)
         optimizer = muon.Muon(training.make_groups(parameters), store=store)
@@ -103,7 +103,7 @@ def test_killed_with_pages_in_memory(commit_every: int | None, tmp_path: Path) -
     resumed(tmp_path, 3, **options).store.close()
 
 
-def test_memory_newer_than_files_is_what_others_see(tmp_path: Path) -> None:
+def test_memory_newer_than_files_is_read_and_published(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run", commit_every=None, buffers=None)
     toy.step()
     toy.store.synchronize()
@@ -185,14 +185,14 @@ def test_a_move_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     ("start", "tier"),
     [("nvme", "host"), ("host", "nvme"), ("device", "host"), ("host", "device")],
 )
-def test_a_move_that_failed_half_way(
+def test_restore_after_a_move_that_failed_half_way(
     start: str,
     tier: str,
     error: type[BaseException],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whichever piece of memory is not given: restore() brings all back to the commit."""
+    """Whichever allocation fails, restore() goes back to the commit."""
     allocations = 0
 
     class Scarce(BufferPool):
@@ -246,10 +246,10 @@ def test_moving_without_a_directory() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"buffers": 2}, {}, {"directory": None}], ids=str)
-def test_on_the_host_through_copies(
+def test_compute_on_the_host_equals_resident_training(
     options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Gradients are not changed, and let go of if that is asked for."""
+    """Gradients are not changed, and are freed with free_gradients=True."""
     parameters = training.make_parameters(dtype)
     expected = training.resident_run(STEPS, dtype)
     options = {"directory": tmp_path, "page_bytes": PAGE_BYTES, **options}
@@ -267,7 +267,7 @@ def test_on_the_host_through_copies(
         training.assert_identical(training.snapshot(optimizer, parameters), expected)
 
 
-def test_host_compute_is_within_the_budget(tmp_path: Path) -> None:
+def test_host_compute_stays_within_the_budget(tmp_path: Path) -> None:
     toy = Toy(tmp_path, buffers=2, host_memory="1MiB", compute="host")
     toy.step()
     toy.store.close()
@@ -282,7 +282,7 @@ def test_host_compute_is_within_the_budget(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_pages_cannot_rest_on_a_device_that_does_not_step_them(tmp_path: Path) -> None:
+def test_device_memory_is_refused_with_compute_on_the_host(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device_memory must be 0"):
         tierstore.TierStore(tmp_path, compute="host", device_memory="1GiB")
     with pytest.raises(ValueError, match="'device' or 'host'"):
@@ -300,7 +300,7 @@ def begun_run(**options: Any) -> tuple[Toy, FaultyStorage]:
     return toy, storage
 
 
-def test_prefetch_reads_before_the_step_and_not_again() -> None:
+def test_prefetched_pages_are_not_read_again() -> None:
     toy, _ = begun_run(buffers=2)
     before = toy.store.stats().bytes_read
     toy.store.prefetch()
@@ -317,7 +317,7 @@ def test_prefetch_reads_before_the_step_and_not_again() -> None:
 
 
 @pytest.mark.parametrize("call", ["read_states", "write_states", "restore", "move", "other step"])
-def test_whatever_comes_after_a_prefetch(call: str) -> None:
+def test_every_call_after_a_prefetch(call: str) -> None:
     toy, _ = begun_run(buffers=2)
     toy.store.prefetch()
     if call == "read_states":
@@ -338,7 +338,7 @@ def test_whatever_comes_after_a_prefetch(call: str) -> None:
     toy.store.close()
 
 
-def test_a_prefetch_that_fails_shows_in_the_step_which_may_be_tried_again() -> None:
+def test_a_failed_prefetch_raises_in_the_step_and_the_step_can_be_retried() -> None:
     toy, storage = begun_run(buffers=2)
     storage.arm(Fault("error", "read", call=1))
     toy.store.prefetch()
@@ -349,7 +349,7 @@ def test_a_prefetch_that_fails_shows_in_the_step_which_may_be_tried_again() -> N
     toy.store.close()
 
 
-def test_a_prefetch_that_cannot_begin_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefetch_that_cannot_begin_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, storage = begun_run(buffers=2)
 
     def refuse(*args: Any) -> None:
@@ -387,19 +387,19 @@ def test_the_first_gradient_prefetches(tmp_path: Path) -> None:
                 model(torch.ones(2, 16)).square().mean().backward()
                 reads.append((prefetch, store.stats().bytes_read > before))
                 optimizer.step()
-                store.synchronize()  # What is still being written is not read early.
+                store.synchronize()  # Pages that are being written are not prefetched.
         if not prefetch:
             plain = [parameter.detach().clone() for parameter in model.parameters()]
     assert reads == [(False, False)] * 3 + [(True, False), (True, True), (True, True)]
     for parameter, value in zip(model.parameters(), plain, strict=True):
         assert torch.equal(parameter, value)
-    model(torch.ones(2, 16)).sum().backward()  # The store is closed: nobody minds.
+    model(torch.ones(2, 16)).sum().backward()  # The hook of a closed store does nothing.
 
 
-def test_a_late_write_that_failed_shows_at_the_next_call_and_nothing_is_committed() -> None:
+def test_a_failed_write_raises_at_the_next_call_and_is_not_committed() -> None:
     toy, storage = begun_run(buffers=2)
     storage.arm(Fault("error", "write", call=1))
-    toy.step()  # Returns with its writes still under way.
+    toy.step()  # Returns with writes in flight.
     with pytest.raises(tierstore.StorageError):
         toy.store.prefetch()
     with pytest.raises(tierstore.StoreFailedError):

@@ -1,4 +1,4 @@
-"""A profile shows transfers beside the computation that hides them."""
+"""A profile shows transfers beside the computation that overlaps with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ranges_of(path: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_a_profile_shows_what_goes_on_beside_the_step(tmp_path: Path) -> None:
+def test_a_profile_shows_transfers_beside_the_step(tmp_path: Path) -> None:
     matrices = [torch.nn.Parameter(torch.randn(64, 128)) for _ in range(6)]
     bias = torch.nn.Parameter(torch.randn(4))
     for parameter in (*matrices, bias):

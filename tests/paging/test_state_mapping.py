@@ -1,4 +1,4 @@
-"""state_dict(): private mappings of page files, which cost no memory and stay what they are."""
+"""state_dict(): private mappings of page files, which cost no memory and keep their values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HOST_MEMORY = 25 * MIB
 
 
 def deleted_mappings(directory: Path) -> int:
-    """Bytes of files below a directory that this process maps though they have no name."""
+    """Bytes of deleted files below a directory that this process maps."""
     text = Path("/proc/self/maps").read_text()
     pattern = rf"^([0-9a-f]+)-([0-9a-f]+) .* {re.escape(str(directory))}/.*\(deleted\)$"
     found = re.findall(pattern, text, re.M)
@@ -46,10 +46,10 @@ def deleted_mappings(directory: Path) -> int:
 
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 @pytest.mark.parametrize("commit_every", [1, 2, None])
-def test_stays_right_while_training_goes_on(
+def test_tensors_keep_their_values_while_training_continues(
     commit_every: int | None, engine: str, tmp_path: Path
 ) -> None:
-    """Taken twice, at steps whose pages lie in both copies; cut and empty parameters too."""
+    """Two state dicts, from steps in both slots, with cut and empty parameters."""
     store, optimizer, parameters = open_muon(
         tmp_path, buffers=2, commit_every=commit_every, engine=engine
     )
@@ -75,7 +75,7 @@ def test_stays_right_while_training_goes_on(
     assert_same(saved, expected)  # The store is closed and its files are gone.
 
 
-def test_what_is_written_into_it_does_not_reach_the_run(tmp_path: Path) -> None:
+def test_writes_to_the_tensors_do_not_reach_the_run(tmp_path: Path) -> None:
     store, optimizer, parameters = open_muon(tmp_path, buffers=2)
     training.train(optimizer, parameters, range(1, 4))
     store.synchronize()
@@ -96,13 +96,13 @@ def test_what_is_written_into_it_does_not_reach_the_run(tmp_path: Path) -> None:
 
 
 def test_files_are_freed_with_the_tensors(tmp_path: Path) -> None:
-    """While they are mapped they cost disk space; afterwards pages are written in place."""
+    """Mapped files cost disk space; later, pages are written in place again."""
     store, optimizer, parameters = open_muon(tmp_path, buffers=2)
     training.train(optimizer, parameters, range(1, 3))
     saved = optimizer.state_dict()
     training.train(optimizer, parameters, range(3, 6))
     store.synchronize()
-    # The pages that were mapped, and what parameters that are cut were put together in.
+    # The mapped pages, and the unnamed files of parameters in several pages.
     assert deleted_mappings(tmp_path) > store.stats().state_bytes / 2
     one = saved["state"][0]["momentum_buffer"]
     expected = one.clone()
@@ -121,7 +121,7 @@ def test_files_are_freed_with_the_tensors(tmp_path: Path) -> None:
 
 
 def test_torch_save_writes_each_tensor_once(tmp_path: Path) -> None:
-    """Not the whole page that a tensor lies in."""
+    """It does not save the whole page of a tensor."""
     store, optimizer, parameters = open_muon(tmp_path / "run", buffers=2)
     training.train(optimizer, parameters, range(1, 4))
     saved = optimizer.state_dict()
@@ -134,7 +134,7 @@ def test_torch_save_writes_each_tensor_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loaded_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    """At once, though it maps the very files; and after steps, to go back to where it was."""
+    """Loaded at once, from the files that are mapped, and after further steps."""
     store, optimizer, parameters = open_muon(tmp_path, dtype, buffers=2)
     training.train(optimizer, parameters, range(1, 4))
     saved = optimizer.state_dict()
@@ -154,8 +154,8 @@ def test_loaded_back(dtype: torch.dtype, tmp_path: Path) -> None:
     store.close()
 
 
-def test_state_of_one_parameter(tmp_path: Path) -> None:
-    """optimizer.state[p] reads its page alone, and stays as well."""
+def test_state_of_one_parameter_reads_its_pages_alone(tmp_path: Path) -> None:
+    """optimizer.state[p] keeps its values, too."""
     store, optimizer, parameters = open_muon(tmp_path, buffers=2)
     training.train(optimizer, parameters, range(1, 4))
     read = store.stats().bytes_read
@@ -175,7 +175,7 @@ def test_state_of_one_parameter(tmp_path: Path) -> None:
     store.close()
 
 
-def test_published_while_it_is_mapped(tmp_path: Path) -> None:
+def test_publishing_while_a_state_dict_is_mapped(tmp_path: Path) -> None:
     ours = Ours(tmp_path / "run").train(1, 2)
     saved = ours.optimizer.state_dict()
     expected = deepcopy(saved)
@@ -188,8 +188,8 @@ def test_published_while_it_is_mapped(tmp_path: Path) -> None:
     ours.store.close()
 
 
-def test_mapped_across_restore(tmp_path: Path) -> None:
-    """Going back overwrites what later steps wrote, but nothing that is mapped."""
+def test_tensors_keep_their_values_across_restore(tmp_path: Path) -> None:
+    """Steps after restore() overwrite later pages, but no mapped file."""
     toy = Toy(tmp_path)
     toy.step()
     toy.step()
@@ -209,7 +209,7 @@ def test_mapped_across_restore(tmp_path: Path) -> None:
     resumed(tmp_path, at + 3).store.close()
 
 
-def test_mapped_across_another_opening_of_the_run(tmp_path: Path) -> None:
+def test_tensors_keep_their_values_when_the_run_is_opened_again(tmp_path: Path) -> None:
     """By the same process, as a notebook does."""
     toy = Toy(tmp_path)
     toy.step()
@@ -228,7 +228,7 @@ def test_mapped_across_another_opening_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_damaged_page_is_not_handed_out(tmp_path: Path) -> None:
-    """Nobody checks a mapping as it is read, so it is checked before."""
+    """Reads of a mapping are not checked, so the page is checked before."""
     toy = Toy(tmp_path)
     toy.step()
     toy.store.synchronize()
@@ -252,8 +252,8 @@ def open_faulty(directory: Path) -> tuple[FaultyStorage, tierstore.TierStore, mu
 
 
 @pytest.mark.parametrize("operation", ["scratch", "map", "read"])
-def test_a_state_dict_that_cannot_be_made(operation: str, tmp_path: Path) -> None:
-    """Reading changes nothing, so the run goes on."""
+def test_a_state_dict_that_fails_can_be_retried(operation: str, tmp_path: Path) -> None:
+    """Reading changes nothing, so training continues."""
     storage, store, optimizer, parameters = open_faulty(tmp_path)
     training.train(optimizer, parameters, range(1, 4))
     store.synchronize()
@@ -261,7 +261,7 @@ def test_a_state_dict_that_cannot_be_made(operation: str, tmp_path: Path) -> Non
     with pytest.raises(tierstore.StorageError) as caught:
         optimizer.state_dict()
     assert caught.value.errno == errno.ENOSPC
-    del caught  # Its traceback has what was mapped until then.
+    del caught  # Its traceback keeps the mappings alive.
     storage.disarm()
     assert deleted_mappings(tmp_path) == 0
     training.train(optimizer, parameters, range(4, 6))
@@ -272,7 +272,7 @@ def test_a_state_dict_that_cannot_be_made(operation: str, tmp_path: Path) -> Non
     store.close()
 
 
-def test_no_space_for_what_a_step_writes_beside_a_mapping(tmp_path: Path) -> None:
+def test_a_full_disk_with_a_mapped_state_dict_fails_the_step(tmp_path: Path) -> None:
     """The step fails like one whose write fails, and the commit before it is intact."""
     storage, store, optimizer, parameters = open_faulty(tmp_path)
     training.train(optimizer, parameters, range(1, 4))
@@ -335,7 +335,7 @@ def test_loaded_with_dcp_through_its_helpers(
         "model": ours.model.state_dict(),
         "optimizer": get_optimizer_state_dict(ours.model, ours.optimizer, options=options),
     }
-    # Our groups have keys that torch.optim's have not.
+    # The groups have keys that torch.optim's groups do not have.
     planner = DefaultLoadPlanner(allow_partial_load=not published)
     dcp.load(state, checkpoint_id=tmp_path / "checkpoint", planner=planner, no_dist=True)
     ours.model.load_state_dict(state["model"])
@@ -351,7 +351,7 @@ def test_loaded_with_dcp_through_its_helpers(
 
 
 def anonymous() -> int:
-    """Bytes of anonymous memory that are resident now, less what the allocator holds free."""
+    """Resident bytes of anonymous memory, without free memory of the allocator."""
     ctypes.CDLL(None).malloc_trim(0)
     text = Path("/proc/self/status").read_text(encoding="ascii")
     match = re.search(r"^RssAnon:\s+(\d+) kB", text, re.M)
@@ -360,7 +360,7 @@ def anonymous() -> int:
 
 
 def large_optimizer(directory: Path) -> tuple[tierstore.TierStore, muon.Muon, list[nn.Parameter]]:
-    """AdamW over parameters of which each is cut over several pages, Muon over others."""
+    """AdamW parameters cut over several pages, and Muon parameters."""
     parameters = [nn.Parameter(torch.ones(1024, 4096, dtype=torch.bfloat16)) for _ in range(3)]
     matrices = [nn.Parameter(torch.ones(64, 32768, dtype=torch.bfloat16)) for _ in range(3)]
     store = tierstore.TierStore(directory, host_memory=HOST_MEMORY, page_bytes="8MiB")
@@ -382,7 +382,7 @@ def map_states(sender: Connection, directory: Path) -> None:
     torch.set_num_threads(1)
     store, optimizer, _ = large_optimizer(directory / "run")
     optimizer.step()
-    touch(optimizer.state_dict())  # What is made once.
+    touch(optimizer.state_dict())  # Allocations that happen once.
     before = anonymous()
     saved = optimizer.state_dict()
     nbytes = touch(saved)
@@ -428,7 +428,7 @@ def in_a_process(target: Any, directory: Path) -> Any:
 
 
 def test_costs_no_anonymous_memory(tmp_path: Path) -> None:
-    """Neither a state dict of several times the budget, nor loading one that is mapped."""
+    """A state dict several times the budget costs none, nor does loading a mapped one."""
     nbytes, grown = in_a_process(map_states, tmp_path)
     assert nbytes > 6 * HOST_MEMORY
     assert max(grown) < 6 * MIB

@@ -1,4 +1,4 @@
-"""Where pages rest: never over the budget, nothing left out that fits, spread over the sweep."""
+"""The tier plan: within the budget, no page left out that fits, spread over the sweep."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_within_the_budget(sizes: list[int], host: int, device: int, buffers: in
 
 
 @given(SIZES, BUDGETS, BUDGETS)
-def test_what_fits_is_not_left_out(sizes: list[int], host: int, device: int) -> None:
+def test_every_page_that_fits_stays_in_memory(sizes: list[int], host: int, device: int) -> None:
     budget = Budget(host_memory=host, device_memory=device, buffers=None)
     try:
         placement = place(sizes, budget)
@@ -59,7 +59,7 @@ def test_what_fits_is_not_left_out(sizes: list[int], host: int, device: int) -> 
     ]
     if streamed:
         assert bytes_in(Tier.DEVICE, sizes, placement) + min(streamed) > device
-        # Four buffers of the largest page keep a disk busy; the rest is for pages that rest.
+        # Four buffers of the largest page keep a disk busy; the rest of the memory keeps pages.
         in_pool = 4 * align_up(max(sizes), SECTOR_BYTES)
         assert bytes_in(Tier.HOST, sizes, placement) + min(streamed) + in_pool > host or (
             placement.buffers == len(streamed)
@@ -72,7 +72,7 @@ def test_the_smallest_budget_is_named() -> None:
         place(sizes, Budget(host_memory=10 * SECTOR_BYTES - 1, device_memory=0, buffers=None))
     smallest = place(sizes, Budget(host_memory=10 * SECTOR_BYTES, device_memory=0, buffers=None))
     assert smallest.buffers == 2
-    # Pages that are to stream need buffers, though all of them might rest in less.
+    # Pages that are streamed need buffers, which may take more than the pages.
     sizes = [5 * SECTOR_BYTES, SECTOR_BYTES]
     budget = Budget(host_memory=6 * SECTOR_BYTES, device_memory=0, buffers=None)
     with pytest.raises(BudgetError, match=f"host_memory={10 * SECTOR_BYTES} or more"):
@@ -81,7 +81,7 @@ def test_the_smallest_budget_is_named() -> None:
 
 
 def test_pages_that_rest_are_spread_over_the_sweep() -> None:
-    """So that reading the others hides behind stepping these."""
+    """So that reading the other pages overlaps with stepping these."""
     page = 2**28
     budget = Budget(host_memory=24 * page, device_memory=0, buffers=None)
     tiers = place([page] * 40, budget).tiers
@@ -91,7 +91,7 @@ def test_pages_that_rest_are_spread_over_the_sweep() -> None:
 
 
 @given(SIZES, BUDGETS)
-def test_all_in_one_tier_or_refused(sizes: list[int], memory: int) -> None:
+def test_all_pages_in_one_tier_or_an_error(sizes: list[int], memory: int) -> None:
     total = sum(align_up(size, SECTOR_BYTES) for size in sizes)
     for tier in (Tier.HOST, Tier.DEVICE):
         pool = 2 * align_up(max(sizes), SECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""One result in every tier: same bits wherever the pages are, however many buffers."""
+"""The same bits in every tier and with any number of buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(store: tierstore.TierStore, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles", "memory", "resident"])
-def test_engines_agree(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_engines_give_the_same_result(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:
     if engine == "memory":
         store = tierstore.TierStore(MemoryStorage(), page_bytes=16384)
     elif engine == "resident":
@@ -38,7 +38,7 @@ def test_engines_agree(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("buffers", [2, 3, 8])
 @pytest.mark.parametrize("page_bytes", [4096, 10000, "1MiB"])
-def test_buffers_and_subgroups_do_not_matter(
+def test_buffers_and_page_sizes_do_not_change_the_result(
     buffers: int, page_bytes: int | str, tmp_path: Path
 ) -> None:
     store = tierstore.TierStore(tmp_path, page_bytes=page_bytes, buffers=buffers)
@@ -49,7 +49,9 @@ def test_buffers_and_subgroups_do_not_matter(
 
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("checksums", [True, False])
-def test_commits_do_not_matter(commit_every: int | None, checksums: bool, tmp_path: Path) -> None:
+def test_commits_do_not_change_the_result(
+    commit_every: int | None, checksums: bool, tmp_path: Path
+) -> None:
     store = tierstore.TierStore(
         tmp_path, page_bytes=10000, buffers=2, commit_every=commit_every, checksums=checksums
     )

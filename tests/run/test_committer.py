@@ -1,4 +1,4 @@
-"""Which steps are committed, and that everything in a commit comes back."""
+"""The committer: which steps are committed, and that a commit restores everything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_step_commits_the_one_before(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
     assert toy.store.committed_step == 0
-    toy.step()  # The copies that it writes are free once the commit of step 1 is durable.
+    toy.step()  # Its slots may be written once the commit of step 1 is durable.
     assert toy.store.committed_step == 1
     toy.store.close()
     resumed(tmp_path, 2).store.close()
@@ -97,14 +97,14 @@ def test_a_second_commit_of_a_step_replaces_the_extra(
         toy.store.commit(extra=extra)
         if durable_between:
             toy.store.synchronize()
-    assert toy.store.extra is None  # It is that of the commit that restore() went back to.
+    assert toy.store.extra is None  # The extra of a restored commit; none was restored.
     toy.store.close()
     toy = resumed(tmp_path, 1)
     assert toy.store.extra == "third"
     toy.store.close()
 
 
-def test_there_is_nothing_to_commit_before_the_first_step(tmp_path: Path) -> None:
+def test_nothing_is_committed_before_the_first_step(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.store.commit(extra="lost")
     toy.store.synchronize()
@@ -120,7 +120,7 @@ def draws() -> list[Any]:
     return [torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()]
 
 
-def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_resume(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
     extra = {
@@ -139,7 +139,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_a_scheduler_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_scheduler_resumes(tmp_path: Path) -> None:
     store, optimizer, parameters = open_muon(tmp_path)
     scheduler = training.make_scheduler(optimizer)
     training.train(optimizer, parameters, range(1, 4), scheduler=scheduler)
@@ -187,7 +187,7 @@ def test_an_extra_comes_back_with_its_types(tmp_path: Path) -> None:
     ],
     ids=["object", "module", "large"],
 )
-def test_a_bad_extra_is_refused_by_its_place(
+def test_a_bad_extra_is_refused_by_its_key_path(
     extra: Any, error: type[Exception], expected: str, tmp_path: Path
 ) -> None:
     make_run(tmp_path, steps=1)

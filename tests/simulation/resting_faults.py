@@ -1,4 +1,4 @@
-"""What can be wrong with pages that rest in memory: see tests/simulation/mutants.py."""
+"""Faults of a pager that keeps pages in memory; see tests/simulation/mutants.py."""
 
 from __future__ import annotations
 

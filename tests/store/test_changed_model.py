@@ -1,4 +1,4 @@
-"""A run is restored into its own model only; of any other the first difference is named."""
+"""A run is restored to its model only; the error names the first difference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST_IS = "in group 0 'first' bfloat16 [5, 7], whole, states: momentum bfloat16
 SECOND_IS = "in group 0 'second' float32 [9], elementwise, states: average float32"
 THIRD_IS = "in group 1 'third' float16 [3, 4], whole, states: none"
 
-# What is attached instead of MODEL, what the run is said to have, and what the model.
+# The groups attached instead of MODEL; the text about the run, and about the model.
 CHANGES: dict[str, tuple[list[list[Spec]], str, str]] = {
     "name": (
         [[FIRST, ("2nd", *SECOND[1:])], [THIRD]],
@@ -146,8 +146,8 @@ def test_a_changed_param_group_is_refused(
     store.close()
 
 
-def test_hyperparameters_are_no_part_of_the_model(tmp_path: Path) -> None:
-    """What the run had is put back, whatever the groups were built with."""
+def test_hyperparameters_may_differ_from_the_run(tmp_path: Path) -> None:
+    """restore() puts back the values of the run, whatever the groups were built with."""
     make_run(tmp_path)
     toy = Toy(tmp_path, resume=True)
     toy.groups[0].hyperparameters.update(lr=7.0, mine=1)

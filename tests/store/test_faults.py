@@ -1,4 +1,4 @@
-"""Every fault of a disk is a typed error, no commit, and a last commit that is intact."""
+"""Every fault of a disk raises a typed error and leaves the last commit intact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEFORE = 3  # Steps committed before a fault strikes.
 
 
 class Run:
-    """Training on a storage with faults, to be looked at after it was closed."""
+    """Training on a storage with faults, to be checked after it was closed."""
 
     def __init__(
         self, directory: Path, engine: str = "auto", storage: type[FaultyStorage] = FaultyStorage
@@ -43,7 +43,7 @@ class Run:
             self.scheduler.load_state_dict(self.store.extra["scheduler"])
 
     def train(self, steps: int) -> None:
-        """Go on for some steps, each made durable."""
+        """Train for some steps, and synchronize after each."""
 
         def commit(step: int) -> None:
             extra = {"scheduler": self.scheduler.state_dict(), "step": step}
@@ -107,7 +107,7 @@ def test_fault_in_a_step(fault: Fault, engine: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind}-{f.operation}-{f.call}")
 def test_restore_after_a_fault(fault: Fault, tmp_path: Path) -> None:
-    """The same store, in the same process, goes back and then on as if nothing happened."""
+    """The same store goes back and continues as if nothing happened."""
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     run.storage.arm(fault)
@@ -122,7 +122,7 @@ def test_restore_after_a_fault(fault: Fault, tmp_path: Path) -> None:
     check_last_commit(tmp_path / "run", tmp_path / "copy", {6})
 
 
-def test_a_read_that_fails_before_any_page_was_stepped_can_be_tried_again(tmp_path: Path) -> None:
+def test_a_read_that_fails_before_any_page_was_stepped_can_be_retried(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     run.storage.arm(Fault("error", "read", call=1))
@@ -135,17 +135,17 @@ def test_a_read_that_fails_before_any_page_was_stepped_can_be_tried_again(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["lost", "misdirected"])
-def test_a_write_that_went_astray_is_seen_when_it_is_read(kind: Any, tmp_path: Path) -> None:
+def test_a_misdirected_write_is_detected_when_the_page_is_read(kind: Any, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     run.storage.arm(Fault(kind, "write", call=2))
-    run.train(1)  # The disk said that all is well.
+    run.train(1)  # The disk reported success.
     with pytest.raises(tierstore.CorruptionError, match=r"page-000001\.[ab]"):
         run.train(1)
     run.store.close()
 
 
-def test_a_page_of_an_older_step_is_seen(tmp_path: Path) -> None:
+def test_a_page_of_an_older_step_is_detected(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     rank = tmp_path / "run" / "rank-00000"
@@ -159,7 +159,7 @@ def test_a_page_of_an_older_step_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", ["data", "framing", "padding"])
-def test_every_flipped_bit_on_disk_is_seen(position: str, tmp_path: Path) -> None:
+def test_every_flipped_bit_on_disk_is_detected(position: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     run.store.close()
@@ -173,7 +173,7 @@ def test_every_flipped_bit_on_disk_is_seen(position: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", ["has", "is missing"])
-def test_a_truncated_and_a_missing_file_are_seen(damage: str, tmp_path: Path) -> None:
+def test_truncated_and_missing_files_are_detected(damage: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     run.store.close()
@@ -186,7 +186,7 @@ def test_a_truncated_and_a_missing_file_are_seen(damage: str, tmp_path: Path) ->
         Run(tmp_path / "run")
 
 
-def test_a_damaged_manifest_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_manifest_falls_back_to_the_commit_before(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     run.store.close()
@@ -230,13 +230,13 @@ def test_leaving_a_sweep_early_is_an_error(tmp_path: Path) -> None:
     run.store.close()
 
 
-def test_a_real_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_read_hangs(tmp_path: Path) -> None:
     """SIGINT while the sweep waits for a read that hangs."""
     run = Run(tmp_path / "run")
     run.train(BEFORE)
     release = threading.Event()
     run.storage.arm(Fault("delayed", "read", call=4, release=release))
-    released = threading.Timer(30, release.set)  # Only if the signal did not come through.
+    released = threading.Timer(30, release.set)  # If the signal never arrives.
     released.start()
 
     def interrupt(operation: str, name: str, when: str) -> None:
@@ -258,7 +258,7 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
 
 
 class InterruptedStorage(FaultyStorage):
-    """Ctrl-C comes just after the n-th transfer was started, before anyone has kept it."""
+    """Raises KeyboardInterrupt just after the n-th transfer was started."""
 
     interrupt_at = 0
 
@@ -280,7 +280,7 @@ class InterruptedStorage(FaultyStorage):
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 12])
 def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> None:
-    """The transfer goes on, into or from a buffer that must not be used meanwhile."""
+    """The transfer continues, and its buffer must not be used until it has ended."""
     run = Run(tmp_path / "run", storage=InterruptedStorage)
     run.train(BEFORE)
     release = threading.Event()
@@ -294,7 +294,7 @@ def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> No
     with pytest.raises(tierstore.StoreFailedError):
         run.optimizer.step()
     assert run.optimizer.restore() == BEFORE
-    assert release.is_set()  # What was under way was waited for.
+    assert release.is_set()  # The transfer in flight was waited for.
     run.storage.disarm()
     run.scheduler.load_state_dict(run.store.extra["scheduler"])
     run.train(2)
@@ -317,7 +317,7 @@ def _limited(sender: Connection, directory: Path, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_a_real_file_size_limit(engine: str, tmp_path: Path) -> None:
-    """Pages are larger than the limit that the shell sets: the kernel writes a part."""
+    """Pages are larger than the file size limit: the kernel writes a part of them."""
     processes = multiprocessing.get_context("forkserver")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=_limited, args=(sender, tmp_path / "run", engine))
@@ -330,7 +330,7 @@ def test_a_real_file_size_limit(engine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 11])
-def test_a_full_disk_shows_before_the_first_step(number: int, tmp_path: Path) -> None:
+def test_a_full_disk_is_found_before_the_first_step(number: int, tmp_path: Path) -> None:
     storage = FaultyStorage(open_storage(tmp_path / "rank-00000"))
     storage.arm(Fault("error", "create", call=number, errno=errno.ENOSPC))
     store = tierstore.TierStore(storage, page_bytes=10000)
@@ -341,13 +341,13 @@ def test_a_full_disk_shows_before_the_first_step(number: int, tmp_path: Path) ->
         optimizer.step()
     assert "free that much" in caught.value.__notes__[0]
     assert not list((tmp_path / "rank-00000").glob("page-*"))
-    # Once there is room, the same store goes on.
+    # With free space, the same store continues.
     training.train(optimizer, parameters, range(1, 3))
     store.close()
 
 
 def test_writes_that_end_out_of_order(tmp_path: Path) -> None:
-    """The first write of a step ends last: buffers of the others are used meanwhile."""
+    """The first write of a step ends last; buffers of later writes are used before."""
     release = threading.Event()
 
     def watch(operation: str, name: str, when: str) -> None:
@@ -369,7 +369,7 @@ def test_writes_that_end_out_of_order(tmp_path: Path) -> None:
 
 
 def test_errors_of_the_disk_by_chance(tmp_path: Path) -> None:
-    """A bad disk: whatever happens, restoring and going on leads to the same end."""
+    """After any random fault, restoring and continuing gives the same result."""
     run = Run(tmp_path / "run")
     faults: list[Callable[[], Fault]] = [
         lambda: Fault("error", "read", probability=0.02),
@@ -379,7 +379,7 @@ def test_errors_of_the_disk_by_chance(tmp_path: Path) -> None:
         lambda: Fault("error", "put", probability=0.1),
     ]
     failures = 0
-    run.train(1)  # Something to go back to.
+    run.train(1)  # A commit to go back to.
     while run.store.step < 12 or run.store.committed_step < 12:
         for make in faults:
             run.storage.arm(make())

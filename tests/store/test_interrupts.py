@@ -89,8 +89,8 @@ def test_closing_in_the_middle_of_a_step_commits_nothing(tmp_path: Path) -> None
     resumed(tmp_path, 1).store.close()
 
 
-def test_an_exception_between_step_and_commit(tmp_path: Path) -> None:
-    """A restart finds the commit that the program made, with its extra, not half of one."""
+def test_an_exception_between_step_and_commit_commits_nothing_new(tmp_path: Path) -> None:
+    """A restart finds the commit of the program, with its extra."""
 
     def train() -> None:
         with toy.store:
@@ -108,7 +108,7 @@ def test_an_exception_between_step_and_commit(tmp_path: Path) -> None:
     again.store.close()
 
 
-def test_an_interrupt_as_a_commit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_when_a_commit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the last commit needs is overwritten, whatever the program does next."""
     toy = Toy(tmp_path, page_bytes=4096)
     toy.step()
@@ -131,7 +131,7 @@ def test_an_interrupt_as_a_commit_begins(tmp_path: Path, monkeypatch: pytest.Mon
     resumed(tmp_path, 2).store.close()
 
 
-def test_memory_is_given_back_by_close(tmp_path: Path) -> None:
+def test_close_frees_memory(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1024, 4096))
     parameter.grad = torch.ones_like(parameter)
     store = tierstore.TierStore(tmp_path, page_bytes="64MiB", buffers=4)
@@ -143,8 +143,8 @@ def test_memory_is_given_back_by_close(tmp_path: Path) -> None:
     assert during - kernel.anonymous_peak() > 3 * 48 * 2**20
 
 
-def test_a_store_without_a_directory_goes_on_after_an_interrupt() -> None:
-    """As torch.optim: there is nothing to go back to, and the user decides."""
+def test_a_store_without_a_directory_works_after_an_interrupt() -> None:
+    """As with torch.optim, there is nothing to go back to."""
     toy = Toy(None, page_bytes=4096)  # type: ignore[arg-type]
     toy.step()
     for parameter in toy.parameters.values():
@@ -172,8 +172,8 @@ if sys.argv[1:]:
 
 
 @pytest.mark.parametrize("directory", [True, False])
-def test_closing_as_the_interpreter_exits(directory: bool, tmp_path: Path) -> None:
-    """When no thread can be started any more."""
+def test_closing_when_the_interpreter_exits(directory: bool, tmp_path: Path) -> None:
+    """No thread can be started any more."""
     arguments = [str(tmp_path)] if directory else []
     ended = subprocess.run(
         [sys.executable, "-c", AT_EXIT, *arguments], check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Other processes: rivals for a directory, forked children, users without rights, exits."""
+"""Other processes: competing openers, forked children, users without rights, exits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BIG: list[list[Spec]] = [[("big", (1 << 20,), torch.float32, {"momentum": torch.
 
 @contextmanager
 def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """A process of its own that is not forked from this one, and a connection to it."""
+    """A process that is not forked from this one, and a connection to it."""
     ours, theirs = killed_processes._processes.Pipe()
     child = killed_processes._processes.Process(target=target, args=(theirs, *arguments))
     child.start()
@@ -48,7 +48,7 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any,
 
 
 def forked(work: Callable[[], Any]) -> int:
-    """Do some work in a child forked from this process; its exit status, 0 if all went well."""
+    """Do some work in a forked child; return its exit status."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -64,7 +64,7 @@ def forked(work: Callable[[], Any]) -> int:
 
 
 def hold(connection: Connection, directory: Path) -> None:
-    """Use a directory until told to let go of it."""
+    """Keep a directory open until told to close it."""
     toy = Toy(directory, resume=True)
     toy.store.restore()
     toy.step()
@@ -73,7 +73,7 @@ def hold(connection: Connection, directory: Path) -> None:
     toy.store.close()
 
 
-def test_a_directory_in_use_is_refused_after_a_while(
+def test_a_directory_in_use_is_refused_after_a_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tierstore.run.opening.LOCK_TIMEOUT_S == 30
@@ -94,15 +94,15 @@ def test_a_directory_in_use_is_refused_after_a_while(
     resumed(tmp_path, 1).store.close()
 
 
-def test_a_waiting_opener_gets_in_when_the_first_one_closes(tmp_path: Path) -> None:
+def test_a_waiting_opener_succeeds_when_the_first_closes(tmp_path: Path) -> None:
     with process(hold, tmp_path) as (_, first):
         first.recv()
         with process(hold, tmp_path) as (_, second):
-            assert not second.poll(0.3)  # It waits; an error would have ended it.
+            assert not second.poll(0.3)  # The process waits; an error would have ended it.
             started = time.monotonic()
             first.send("let go")
             second.recv()
-            assert time.monotonic() - started < 15  # Long before it would have given up.
+            assert time.monotonic() - started < 15  # Long before the timeout.
             second.send("let go")
             with pytest.raises(EOFError):
                 second.recv()
@@ -141,7 +141,7 @@ def test_two_stores_on_two_directories(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_workers_of_a_data_loader(start_method: str, tmp_path: Path) -> None:
-    """They are started while the store is in use, and leave it alone."""
+    """Workers that are started while the store is in use do not disturb it."""
     toy = Toy(tmp_path, BIG, page_bytes="1MiB")
     toy.step()
     loader = DataLoader(
@@ -160,7 +160,7 @@ def test_workers_of_a_data_loader(start_method: str, tmp_path: Path) -> None:
 
 
 def train_with_workers(connection: Connection, directory: Path) -> None:
-    """Open a store, start workers, and train on; never end."""
+    """Open a store, start workers, and train without end."""
     toy = Toy(directory)
     loader = DataLoader(
         TensorDataset(torch.arange(100.0)), num_workers=2, multiprocessing_context="fork"
@@ -186,7 +186,7 @@ def test_workers_that_outlive_a_killed_trainer_hold_no_lock(tmp_path: Path) -> N
             resumed(tmp_path, 2).store.close()
             assert time.monotonic() - started < 15  # A held lock is waited for, for 30 s.
             for pid in workers:
-                os.kill(pid, 0)  # They are still there.
+                os.kill(pid, 0)  # The workers are alive.
         finally:
             for pid in workers:
                 os.kill(pid, signal.SIGKILL)
@@ -203,7 +203,7 @@ def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
         for call in calls:
             with pytest.raises(tierstore.StoreClosedError, match="fork of the one that opened"):
                 call()
-        toy.store.close()  # Does nothing, and says nothing: with-blocks end in children too.
+        toy.store.close()  # Does nothing: with-blocks end in children, too.
 
     assert forked(try_everything) == 0
     toy.step()
@@ -211,10 +211,10 @@ def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
     resumed(tmp_path, 2).store.close()
 
 
-def test_a_child_in_mid_sweep_does_not_disturb_the_transfers_of_its_parent(
+def test_a_fork_in_mid_sweep_does_not_disturb_transfers(
     tmp_path: Path,
 ) -> None:
-    """Reads are ahead and writes behind when it is forked and when it ends."""
+    """Reads and writes are in flight when the child is forked and when it ends."""
     toy = Toy(tmp_path, BIG, page_bytes="512KiB", buffers=4)
     toy.step()
     toy.parameters["big"].grad = torch.ones(1 << 20)
@@ -262,7 +262,7 @@ def test_page_buffers_are_not_copied_into_children(tmp_path: Path) -> None:
 
 
 def train_as_nobody(connection: Connection, directory: Path, engine: str) -> None:
-    """Train under another user, where this one may become it, with little lockable memory."""
+    """Train as another user, if this process may change users, with little lockable memory."""
     torch.set_num_threads(1)
     if os.geteuid() == 0:
         os.chown(directory, NOBODY, NOBODY)
@@ -333,7 +333,7 @@ def held() -> tuple[list[str], int, int]:
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
-def test_nothing_is_left_of_a_closed_store(engine: str, tmp_path: Path) -> None:
+def test_a_closed_store_leaves_no_thread_and_no_descriptor(engine: str, tmp_path: Path) -> None:
     def cycle(number: int) -> None:
         toy = Toy(tmp_path, resume=True, engine=engine)
         toy.store.restore()
@@ -341,12 +341,12 @@ def test_nothing_is_left_of_a_closed_store(engine: str, tmp_path: Path) -> None:
         toy.store.commit(extra=number)
         toy.store.close()
 
-    cycle(0)  # What is made once per process is there from now on.
+    cycle(0)  # Allocates everything that is made once per process.
     descriptors, python_threads, all_threads = held()
     for number in range(20):
         cycle(number)
     assert held()[:2] == (descriptors, python_threads)
-    assert held()[2] < all_threads + 5  # The last ones may still be on their way out.
+    assert held()[2] < all_threads + 5  # The last threads may still be ending.
     assert len(list((tmp_path / RANK).glob("commit-*"))) == 2
     resumed(tmp_path, 21).store.close()
 
@@ -395,7 +395,7 @@ sys.exit(ended)
     assert "Exception ignored" not in ended.stderr
     toy = Toy(tmp_path, resume=True)
     step = toy.store.restore()
-    assert step in (2, 3)  # Nobody waited for the last commit.
+    assert step in (2, 3)  # The last commit was not waited for.
     toy.assert_at(step)
     toy.store.close()
 

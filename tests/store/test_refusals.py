@@ -1,4 +1,4 @@
-"""What Muon refuses, with an error that says why, and without having changed anything."""
+"""Arguments and calls that Muon refuses, with a reason and without a change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BAD_PARAMETERS: list[tuple[str, Callable[[], torch.Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "make", "message"), BAD_PARAMETERS)
-def test_parameter_that_cannot_be_treated(
+def test_a_parameter_that_cannot_be_stepped(
     algorithm: str, make: Callable[[], torch.Tensor], message: str
 ) -> None:
     good = weight(3, 4)
@@ -60,12 +60,12 @@ def test_parameter_that_cannot_be_treated(
 
 
 def copy_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A dict of its own: torch.optim fills in what it is given."""
+    """A new dict, since torch.optim adds keys to the dict it gets."""
     return {**group, "params": list(group["params"])}
 
 
 def assert_add_is_refused(group: dict[str, Any], message: str) -> None:
-    """Adding the group raises; before, after and later it is as if nobody had tried."""
+    """Adding the group raises, and changes nothing."""
     optimizers = []
     for tried in (False, True):
         good = weight(3, 4)
@@ -129,7 +129,7 @@ def test_hyperparameter_of_another_type_leaves_the_optimizer_as_it_was() -> None
     assert_same(stored(optimizer), before)
 
 
-def test_switched_off_options_of_torch_are_taken() -> None:
+def test_options_of_torch_that_are_off_are_accepted() -> None:
     """A group made for torch.optim.AdamW names all of them."""
     group: dict[str, Any] = {"params": [weight(3)], "algorithm": "adamw"}
     muon.Muon([{**group, "amsgrad": False, "maximize": False, "foreach": None, "fused": None}])
@@ -165,7 +165,7 @@ def test_no_parameters() -> None:
 
 
 def test_sparse_gradient(tmp_path: Path) -> None:
-    """Refused before anything is stepped; a dense one is taken afterwards."""
+    """Refused before anything is stepped; a dense gradient is accepted afterwards."""
     embedding, matrix = nn.Embedding(7, 3, sparse=True), weight(4, 5)
     with tierstore.TierStore(tmp_path) as store:
         groups: list[dict[str, Any]] = [
@@ -257,7 +257,7 @@ def test_a_second_optimizer_on_the_same_store() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, "bfloat16"])
 @pytest.mark.parametrize("argument", ["momentum_dtype", "ns_dtype"])
-def test_dtypes_that_do_not_hold_an_average(argument: str, dtype: Any) -> None:
+def test_dtypes_that_cannot_hold_an_average(argument: str, dtype: Any) -> None:
     with pytest.raises(ValueError, match=f"{argument} must be one of"):
         muon.Muon([torch.nn.Parameter(torch.ones(3, 4))], **{argument: dtype})
 

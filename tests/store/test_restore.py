@@ -1,4 +1,4 @@
-"""Going back to the last commit in a store that goes on, after failures and without."""
+"""restore() to the last commit in an open store, after failures and without."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_bad_scalar_is_refused_before_the_step(tmp_path: Path) -> None:
 
 
 def test_no_step_follows_a_commit_that_failed_for_any_reason(tmp_path: Path) -> None:
-    """It would overwrite what the commit before needs."""
+    """The step would overwrite pages that the commit before needs."""
 
     def watch(operation: str, name: str, when: str) -> None:
         if (operation, name, when) == ("rename", "commit-0000000002.tmp", "before"):
@@ -61,7 +61,7 @@ def test_no_step_follows_a_commit_that_failed_for_any_reason(tmp_path: Path) -> 
     resumed(tmp_path, 1).store.close()
 
 
-def test_a_failed_commit_lets_only_restore_through(tmp_path: Path) -> None:
+def test_after_a_failed_commit_only_restore_works(tmp_path: Path) -> None:
     files = MemoryFiles()
     storage = FaultyStorage(MemoryStorage(files))
     toy = Toy(storage)
@@ -106,7 +106,7 @@ def test_a_restore_that_failed_half_way_commits_nothing(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_restore_takes_back_what_was_not_committed(tmp_path: Path) -> None:
+def test_restore_undoes_what_was_not_committed(tmp_path: Path) -> None:
     store, optimizer, parameters = open_muon(tmp_path, commit_every=100)
     training.train(optimizer, parameters, range(1, 5))
     store.commit(extra="kept")
@@ -167,13 +167,13 @@ def test_a_group_attached_later_is_committed_and_restored(tmp_path: Path) -> Non
     toy = Toy(tmp_path)
     toy.step()
     toy.attach([FOURTH])
-    toy.store.synchronize()  # Of the old groups: the new one is in no step yet.
+    toy.store.synchronize()  # Commits the old groups: no step has the new group yet.
     resumed_copy = Toy(copy_of(tmp_path), resume=True)
     assert resumed_copy.store.restore() == 1
     resumed_copy.store.close()
     toy.step()
     with pytest.raises(tierstore.RunMismatchError, match="no further group"):
-        toy.store.restore()  # The commit is still that of the old groups.
+        toy.store.restore()  # The commit has the old groups only.
     toy.store.close()
     toy = Toy(tmp_path, [*MODEL, [FOURTH]], resume=True)
     assert toy.store.restore() == 2
@@ -186,14 +186,14 @@ def test_a_group_attached_later_is_committed_and_restored(tmp_path: Path) -> Non
 
 
 def copy_of(directory: Path) -> MemoryStorage:
-    """The files of a run, as they are now."""
+    """The current files of a run."""
     files = MemoryFiles()
     for path in (directory / RANK).iterdir():
         files.contents[path.name] = bytearray(path.read_bytes())
     return MemoryStorage(files)
 
 
-def test_a_parameter_of_a_known_name_is_refused(tmp_path: Path) -> None:
+def test_a_second_parameter_of_one_name_is_refused(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
     with pytest.raises(ValueError, match="two parameters are named 'first'"):
@@ -203,7 +203,7 @@ def test_a_parameter_of_a_known_name_is_refused(tmp_path: Path) -> None:
 
 
 def interrupt_populating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt what next takes memory on the host, once."""
+    """Interrupt the next allocation of host memory, once."""
     populate = buffers._populate
 
     def interrupted(arena: mmap.mmap, offset: int, nbytes: int) -> None:
@@ -216,7 +216,7 @@ def interrupt_populating(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_restoring_after_a_late_group_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group is attached by the next step, as it would have been."""
+    """The next step attaches the group."""
     store, optimizer, parameters = open_muon(tmp_path)
     training.set_gradients(parameters, 1)
     optimizer.step()
@@ -240,7 +240,7 @@ def test_restoring_after_a_late_group_was_interrupted(
 def test_an_interrupt_before_the_first_step_or_restore(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be called again: nothing was done yet."""
+    """The call can be repeated: nothing was changed."""
     store, optimizer, parameters = open_muon(tmp_path)
     training.set_gradients(parameters, 1)
     interrupt_populating(monkeypatch)

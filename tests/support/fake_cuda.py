@@ -1,12 +1,11 @@
-"""Streams and events of CUDA without a GPU: what runs on one runs as late as events allow.
+"""CUDA streams and events without a GPU: every copy runs as late as events allow.
 
-Device memory is plain memory, page-locked memory is what was registered, and everything
-that is not on a stream of its own is computed at once. What CudaDevice does is then the
-same on every run: nothing but a seed decides what ends earlier than it has to.
+Device memory is plain memory, registered memory counts as page-locked, and computation on the
+current stream happens at once. A seed alone decides which copies end earlier than they must.
 
-Copies to the host leave garbage there until someone waits for them, and read the device no
-sooner. Copies to the device have to happen at once where the current stream waits for them;
-that nobody changes what they read, or what they write to, is looked at when they end.
+A copy to the host writes garbage first, and reads the device when it is waited for. A copy to the
+device happens at once if the current stream waits for it; when it ends, it checks that its source
+and its target were not changed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ GARBAGE = 205
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
-    """Return whether all this memory, of whole pages, is this process's own."""
+    """Return whether this process maps all of this memory, of whole pages."""
     found = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
     return ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found) == 0
 
@@ -51,11 +50,11 @@ class _Copy:
         self.source = source
         self.target = target
         self.to_host = to_host
-        self.taken: torch.Tensor | None = None  # What was read.
+        self.taken: torch.Tensor | None = None  # The bytes that were read.
         self.is_checked = self.has_ended = False
 
     def take(self) -> None:
-        """Be done as far as the device can tell."""
+        """Take effect for computation on the device."""
         if self.has_ended:
             return
         if self.taken is None:
@@ -64,7 +63,7 @@ class _Copy:
                 self.target.copy_(self.taken)
 
     def end(self) -> None:
-        """Be done as far as anybody can tell."""
+        """Take effect for the host, too."""
         self.take()
         if self.to_host:
             self.target.copy_(self.taken)
@@ -72,15 +71,15 @@ class _Copy:
             self.check()
             self.cuda.incoming.remove(self)
         self.has_ended = True
-        del self.source, self.target, self.taken  # Others may have the memory now.
+        del self.source, self.target, self.taken  # The memory may be reused now.
 
     def reads(self, memory: torch.Tensor) -> bool:
-        """Return whether what is read begins in this memory, or this in that."""
+        """Return whether the source and this memory overlap."""
         distance = memory.data_ptr() - self.source.data_ptr()
         return -memory.nbytes < distance < self.source.nbytes
 
     def check(self) -> None:
-        """Look whether the host's memory is still as it was read."""
+        """Note a hazard if the source was changed after it was read."""
         assert self.taken is not None
         if not self.is_checked and not torch.equal(_bytes(self.source), _bytes(self.taken)):
             self.cuda.hazards.append("memory was changed while it was copied to the device")
@@ -88,26 +87,26 @@ class _Copy:
 
 
 class _Fetch:
-    """A copy on the current stream to memory that torch keeps for as long as it takes."""
+    """A copy on the current stream to memory that torch keeps until it has ended."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self.value = source.clone()
         self.host = ~self.value
 
     def take(self) -> None:
-        """See _Copy.take."""
+        """Do nothing: the device never uses the host's memory."""
 
     def end(self) -> None:
-        """See _Copy.end."""
+        """Take effect for the host."""
         self.host.copy_(self.value)
 
 
 class _Stream:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
-        self.items: list[_Copy | _Fetch | _Event] = []  # An event among them is one waited for.
-        self.taken = self.ended = 0  # So many of them are done, for the device and for all.
-        self.seen = 0  # What was computed before that time is done before what comes next.
+        self.items: list[_Copy | _Fetch | _Event] = []  # An event in the list is waited for.
+        self.taken = self.ended = 0  # Number of items done, for the device and for the host.
+        self.seen = 0  # Computation before this time ends before the next item.
         cuda.streams.append(self)
 
     def wait_event(self, event: _Event) -> None:
@@ -143,13 +142,13 @@ class _Event:
             return self.stream.ended >= self.position
 
     def take(self) -> None:
-        """Have all before it done as far as the device can tell."""
+        """Let everything before the event take effect for the device."""
         while self.stream.taken < self.position:
             self.stream.taken += 1
             self.stream.items[self.stream.taken - 1].take()
 
     def end(self) -> None:
-        """Have all before it done as far as anybody can tell."""
+        """Let everything before the event take effect for the host, too."""
         while self.stream.ended < self.position:
             self.stream.items[self.stream.ended].end()
             self.stream.ended += 1
@@ -184,20 +183,20 @@ class FakeCuda:
         self.mutex = threading.RLock()
         self.streams: list[_Stream] = []
         self.current = _Stream(self)
-        self.incoming: list[_Copy] = []  # Copies to the device that did not end yet.
+        self.incoming: list[_Copy] = []  # Copies to the device that have not ended.
         self.hazards: list[str] = []
-        """What would go wrong at times."""
+        """Descriptions of races that were found."""
         self.threads: list[_LateThread] = []
         self._random = random.Random(seed)
         self._pace = pace
         self._clock = 0
         self.locked: dict[int, int] = {}
-        """Address -> bytes of what is page-locked."""
-        self._uses: dict[int, int] = {}  # Address -> when something was last computed there.
+        """Address -> bytes of page-locked memory."""
+        self._uses: dict[int, int] = {}  # Address -> time of the last computation there.
 
     @property
     def pending(self) -> int:
-        """Number of copies that did not end yet."""
+        """Number of copies that have not ended."""
         with self.mutex:
             return sum(
                 isinstance(item, _Copy)
@@ -213,7 +212,7 @@ class FakeCuda:
         return self._random.random() < self._pace
 
     def go_on(self) -> None:
-        """End some of what is under way."""
+        """End some of the items in flight."""
         while self.chance():
             stream = self._random.choice(self.streams)
             event = _Event(self)
@@ -221,7 +220,7 @@ class FakeCuda:
             event.end()
 
     def run_late(self) -> None:
-        """Do what late threads were given and nobody waited for."""
+        """Run the tasks of late threads that were not waited for."""
         for thread in self.threads:
             thread.shutdown()
 
@@ -236,7 +235,7 @@ class FakeCuda:
             self._look_for_uses(stream, source if to_host else target)
             if to_host:
                 for copy in self.incoming:
-                    if copy.reads(target):  # It will be done, as far as the device can tell.
+                    if copy.reads(target):  # It has taken effect for the device.
                         copy.check()
                 _bytes(target).fill_(GARBAGE)
             copy = _Copy(self, source, target, to_host=to_host)
@@ -303,7 +302,7 @@ class _Task(Future[Any]):
 
 
 class _LateThread:
-    """A ThreadPoolExecutor of one thread, which is so slow that it does what is waited for."""
+    """A ThreadPoolExecutor of one thread that runs a task when it is waited for."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -359,7 +358,7 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
                 cudart=lambda: runtime,
             )
         )
-        # A copy that is under way keeps its tensors here anyway.
+        # Copies in flight keep their tensors here in any case.
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         convert = torch.Tensor.to
 
@@ -368,12 +367,12 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
             return cuda.fetch(tensor) if is_fetch else convert(tensor, *args, **options)
 
         stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
-        # Where pages rest is decided for a GPU; tensors that are made for it are plain ones.
+        # Tiers are planned for a GPU; tensors of the device are plain tensors.
         on_gpu = mock.patch.object(page_table, "device_of", return_value=torch.device("cuda"))
         stack.enter_context(on_gpu)
         plain = mock.patch.object(page_table, "open_device")
         stack.enter_context(plain).side_effect = lambda _: CudaDevice(torch.device("cpu"))
-        # Parameters on a device are not looked at before the sweep ends.
+        # Changes of parameters on a device are not known before the sweep ends.
         stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
         if not real_thread:
             threads = mock.patch.object(page, "ThreadPoolExecutor")
