@@ -84,12 +84,12 @@ class Sweep:
         self._free_gradients = free_gradients
         self._present = present
         self._window = window
-        self._stepped = [each for each in table.subgroups if self._has_gradient(each)]
+        self._stepped = [s for s in table.subgroups if self._has_gradient(s)]
         # Pages that are only to be written come last: a stepped page stays valid while the next
         # pages of a window are asked for, and all ranks replicate subgroups at the same time.
-        unstepped = [each for each in table.subgroups if not self._has_gradient(each)]
-        self._subgroups = [*self._stepped, *(each for each in unstepped if each.is_fresh)]
-        self._last_uses = {name: each for each in self._subgroups for name in each.parameters}
+        unstepped = [s for s in table.subgroups if not self._has_gradient(s)]
+        self._subgroups = [*self._stepped, *(s for s in unstepped if s.is_fresh)]
+        self._last_uses = {name: s for s in self._subgroups for name in s.parameters}
         self._phase = Phase.CHECKED
         self.changed: list[tuple[str, torch.Tensor]] = []
         """Parameter names, and whether they were changed; see PageView.adopt_parameters()."""
