@@ -344,8 +344,7 @@ def test_a_store_without_a_directory_works_after_a_failed_placement(
             with counting(apart=apart) as ledger:
                 ledger.error = error
                 toy = Toy(None, [specs], page_bytes=SMALL_PAGES, compute=compute)  # type: ignore[arg-type]
-                if call == "move back":
-                    toy.store.move("device")
+                toy.store.move("device" if call == "move back" else "host")
                 for _ in range(stepped):
                     toy.step()
                 before = ledger.now
