@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import distributed as dist
 
-from tierstore.checkpoint.opening import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.publication import Publication
+from tierstore.checkpoint.reshard import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.restore import Restore
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.layout.parameters import PagedGroup

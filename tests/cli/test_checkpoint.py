@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from tests.support.commands import call, call_process
 from tests.support.originals import STEPS, TWIN, committed_pages, flip
 from tests.support.toy import MODEL, RANK, Toy, resumed
-from tierstore.checkpoint import stopped_run
 from tierstore.inspection import verify
+from tierstore.run import directories
 
 
 def test_a_run_is_published(run: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_empty_directory_of_another_rank_is_ignored(run: Path, tmp_path: Path
 
 
 def test_a_run_in_use_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped_run, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(directories, "LOCK_TIMEOUT_S", 0.1)
     toy = Toy(tmp_path / "run")
     toy.step()
     code, _, err = call("checkpoint", tmp_path / "run", tmp_path / "out")

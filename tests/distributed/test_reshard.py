@@ -17,7 +17,6 @@ import torch
 from typer.testing import CliRunner
 
 import tierstore
-import tierstore.run.opening
 from tests.rank_programs import checkpoints
 from tests.rank_programs.checkpoints import EXTRA, Job, paged
 from tests.support import killed_processes
@@ -26,10 +25,10 @@ from tests.support.published import assert_equal, names_in, tensors_in
 from tests.support.rank_pool import RankPool
 from tests.support.resharded_runs import RESUMED, WORK, assert_run, job_of
 from tests.support.toy import contents
-from tierstore.checkpoint import stopped_run
 from tierstore.checkpoint.publish_stopped import publish_run, publish_whole
 from tierstore.cli import app
 from tierstore.inspection.verify import verify
+from tierstore.run import directories, opening
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +202,14 @@ def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> 
     ("failing", "operation"),
     [
         (1, "tierstore.run.opening.write_durably"),
-        (0, "tierstore.checkpoint.stopped_run.remove_surplus"),
+        (0, "tierstore.checkpoint.reshard.end_reshard"),
     ],
 )
 def test_one_rank_that_cannot_begin(
     failing: int, operation: str, pool: RankPool, tmp_path: Path
 ) -> None:
     """All are told why."""
-    job = job_of(tmp_path, "rows", 1)
+    job = job_of(tmp_path, "rows", 1, store={"overwrite": True})
     found = pool.run(
         3, "tests.rank_programs.checkpoints:fail_to_open_where", job, failing, operation
     )
@@ -249,7 +248,7 @@ def test_stopped_in_its_first_commit(pool: RankPool, tmp_path: Path) -> None:
 def test_in_use_on_the_way(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else deletes what it is about to begin from."""
     directory = copied(root, tmp_path)
-    for module in (tierstore.run.opening, stopped_run):
+    for module in (opening, directories):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     _, store, optimizer = checkpoints.open_job(job_of(directory, "copies", store=RESUMED))
     for options in ({"overwrite": True}, RESUMED):
@@ -288,13 +287,13 @@ def left_on_the_way(root: Path, directory: Path) -> Path:
 def test_the_commands_say_where_it_is(command: str, root: Path, tmp_path: Path) -> None:
     run = left_on_the_way(root, tmp_path) / "run"
     arguments = [command, str(run), *([str(tmp_path / "out")] if command == "checkpoint" else [])]
-    assert "it is in the checkpoint resharded in it" in CliRunner().invoke(app, arguments).stderr
+    assert "committed step is in the checkpoint resharded in it" in CliRunner().invoke(app, arguments).stderr
     assert CliRunner().invoke(app, ["verify", str(run / "resharded")]).exit_code == 0
 
 
 def test_the_commands_know_when_it_means_nothing(root: Path, tmp_path: Path) -> None:
     run = copied(root, tmp_path) / "run"
-    with stopped_run.whole_run([run]) as storages:
+    with directories.whole_run([run]) as storages:
         publish_whole(list(storages.values()), run / "resharded", for_reshard=True)
     done = CliRunner().invoke(app, ["verify", str(run)])
     assert (done.exit_code, done.stderr) == (0, "")

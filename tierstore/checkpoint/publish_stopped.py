@@ -10,11 +10,11 @@ from tierstore.checkpoint.model_contents import ModelContents, plain_names
 from tierstore.checkpoint.page_links import RankCommit
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
-from tierstore.checkpoint.stopped_run import whole_run
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.verify import kind_of
 from tierstore.ranks.peers import Alone
+from tierstore.run.directories import whole_run
 from tierstore.run.page_files import layouts_of
 from tierstore.run.recovery import find_whole_run
 from tierstore.storage.base import Storage

@@ -1,64 +1,170 @@
-"""A run that goes on with another number of ranks, in the directory that it is in.
+"""Resume on another number of ranks, and what jobs of other ranks left in the run directory.
 
-Its committed step is published within the directory, which moves nothing. Then its commits are
-removed, and a new run begins there from the checkpoint, which is removed when that run has a
-commit of its own. So there is a whole run, or a checkpoint of it, whenever a crash comes.
+The committed step is published as ``RUN/resharded``, which moves no data. Then the commits are
+removed and a new run begins from that checkpoint, whose first commit ends the reshard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tierstore.checkpoint.publish_stopped import publish_whole
-from tierstore.checkpoint.stopped_run import (
-    end_reshard,
-    has_resharded,
-    remove_ranks,
-    whole_run,
-)
-from tierstore.errors import RunDirectoryError
+from tierstore.checkpoint.retention import remove
+from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import Rank, newest_commit, read_ranks
-from tierstore.run.directories import left_by_reshard
-from tierstore.run.file_names import RESHARDED_NAME
-from tierstore.run.recovery import erase_commits, find_whole_run
+from tierstore.ranks.peers import Peers, agree, on_rank_0
+from tierstore.run.directories import dealing_in, looking_into, rank_directory, whole_run
+from tierstore.run.file_names import (
+    MARKER_NAME,
+    RESHARDED_NAME,
+    folder_rank,
+    manifest_revision,
+    rank_folder,
+)
+from tierstore.run.recovery import erase, erase_commits, find_whole_run
+from tierstore.run.sealed import unseal
+from tierstore.storage.base import Storage
+from tierstore.storage.folder import LocalFolder
+from tierstore.storage.paths import get_file
+
+logger = logging.getLogger("tierstore")
+
+_TEMPORARY_PREFIX = f".{RESHARDED_NAME}.tmp-"
+"""Prefix of the names of that checkpoint while it is published or removed."""
+
+_LEFTOVER = re.compile(
+    rf"{RESHARDED_NAME}|{re.escape(_TEMPORARY_PREFIX)}[0-9a-f]{{8}}(-[0-9a-f]{{8}})?"
+)
 
 
-def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> Path | None:
-    """Have a checkpoint to begin from in place of a run of another number of ranks.
+# ------------------------------------------------------------------- before a run is opened
 
-    One rank calls this before any of them opens the run.
+
+def look_for_other_ranks(
+    directories: Sequence[Path], peers: Peers, *, resume: bool, reshard: bool, overwrite: bool
+) -> tuple[Path | None, list[Path]]:
+    """Find what jobs of other ranks left in the directories of a run; all ranks call this.
 
     Args:
-        directories: those of all ranks, in order; the run may be absent.
-        world_size: number of ranks that go on with it.
-        reshard: whether they may, if it had another.
+        directories: of the run, in any order.
+        peers: all ranks.
+        resume: whether the run is resumed.
+        reshard: whether the run may have had another number of ranks; it is then published.
+        overwrite: whether the run is removed.
 
     Returns:
-        The checkpoint, where the run has no commit any more; None where it is to be opened as
-        it is.
+        The checkpoint from which a new run must begin, or None, and the directories in the
+        order that the run has them in.
 
     Raises:
-        RunDirectoryError: there is such a checkpoint, and ``reshard`` is False.
-        RunDirectoryError, RunLockedError, CheckpointError, StorageError, CorruptionError: the
-            run cannot be published, see publish_run(). It is as it was.
+        RunDirectoryError: a directory cannot be used; or it has commits of a rank that this job
+            starts elsewhere, or not at all; or a reshard did not end and ``reshard`` is False.
+        RunLockedError, CheckpointError, StorageError, CorruptionError: the run cannot be
+            published; see publish_run(). The run was not changed.
+        PeerFailed: any of this on another rank.
     """
+    given = [str(directory.absolute()) for directory in directories]
+
+    def look() -> tuple[str | None, list[str]]:
+        for directory in directories:
+            rank_directory(directory, 0)  # Refuses a directory that cannot be used.
+            if overwrite:
+                has_resharded(directory)  # Refuses a directory that must not be removed.
+        if overwrite:
+            return None, given
+        ordered = sorted(map(Path, given), key=_position)
+        checkpoint = _begin_reshard(ordered, peers.world_size, reshard=reshard)
+        return None if checkpoint is None else str(checkpoint), list(map(str, ordered))
+
+    checkpoint, ordered = on_rank_0(peers, "look into the run directories", look)
+    if sorted(ordered) != sorted(given):
+        ordered = given  # This rank has a disk of its own, under another path.
+    if checkpoint is None and resume:
+        _require_commits_of_same_ranks(ordered, peers)
+    return None if checkpoint is None else Path(checkpoint), list(map(Path, ordered))
+
+
+def _position(directory: Path) -> tuple[int, bool]:
+    """Return a key that sorts directories as the run has them, and first where it reshards."""
+    dealing = dealing_in(rank_directory(directory, 0))
+    return dealing.index if dealing else 0, not _leftovers(directory)
+
+
+def _require_commits_of_same_ranks(directories: Sequence[str], peers: Peers) -> None:
+    """Refuse to begin a run beside commits whose rank is not started where they are."""
+    found = agree(peers, "look for commits", lambda: _commits_of_ranks(directories, peers.rank))
+    no_rank_finds_its_own = not any(rank in ranks for rank, ranks in enumerate(found))
+    for finder, ranks in enumerate(found):
+        for rank, directory in ranks.items():
+            started = rank < len(found)
+            if rank not in found[rank] if started else no_rank_finds_its_own:
+                raise RunDirectoryError(
+                    f"rank {finder} finds commits of rank {rank} in {directory}, and "
+                    + (f"rank {rank} does not" if started else "no rank of this job finds its own")
+                    + ": start each rank on the machine and with the directories that it had, or "
+                    "pass overwrite=True to begin anew"
+                )
+
+
+def _commits_of_ranks(directories: Sequence[str], rank: int) -> dict[int, str]:
+    """Return the directory that has commits of this rank, or else of every other rank."""
+    found = {}
+    for directory in map(Path, directories):
+        with looking_into(directory):
+            if _has_commits(directory / rank_folder(rank)):
+                return {rank: str(directory)}  # It takes time to look for those of other ranks.
+            for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
+                other = folder_rank(folder.name)
+                if other is not None and _has_commits(folder):
+                    found[other] = str(directory)
+    return found
+
+
+def _has_commits(folder: Path) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return any(manifest_revision(path.name) for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------------------- the reshard
+
+# What a crash leaves            what the next job with reshard=True does
+#
+# the old run                    publishes it as resharded, removes its commits
+# the old run and resharded      the same, after removing resharded
+# resharded                      begins the new run from it
+# resharded and the new run      removes resharded, resumes the new run
+# the new run                    resumes it
+#
+# A run is there if all of its ranks are here and have a commit in common: an old run until its
+# first commit is removed, which is after resharded has its name for good; a new run from its
+# first commit on.
+
+
+def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> Path | None:
+    """Return the checkpoint to begin from; None if the run is to be opened as it is."""
     run = directories[0]
-    checkpoint = run / RESHARDED_NAME
-    if not left_by_reshard(run) and not (reshard and _is_of_others(run, world_size)):
+    if not _leftovers(run) and not (reshard and _is_of_other_ranks(run, world_size)):
         return None
-    with whole_run(directories) as storages:  # Nobody else changes anything from here on.
-        ranks = read_ranks(Reader(run))
-        of_run = _world_size_of(ranks)
-        if of_run is not None:
-            end_reshard(run)  # What it led to has a commit, or it was not begun from.
-            if not reshard or of_run == world_size:
+    with whole_run(directories) as storages:  # Locked: no other job changes anything now.
+        old_world_size = _world_size(read_ranks(Reader(run)))
+        if old_world_size is not None:
+            end_reshard(run)
+            if not reshard or old_world_size == world_size:
                 return None
-            publish_whole(list(storages.values()), checkpoint, for_reshard=True)
+            from tierstore.checkpoint.publish_stopped import publish_whole  # Imports much.
+
+            publish_whole(list(storages.values()), run / RESHARDED_NAME, for_reshard=True)
         elif not has_resharded(run):
             if reshard:
-                find_whole_run(list(storages.values()))  # Says what it lacks.
+                find_whole_run(list(storages.values()))  # Raises what the run lacks.
             return None
         elif not reshard:
             raise RunDirectoryError(
@@ -67,22 +173,122 @@ def begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool
             )
         for storage in storages.values():
             erase_commits(storage)
-        remove_ranks(directories, {r: each for r, each in storages.items() if r >= world_size})
-    return checkpoint
+        _remove_ranks(directories, {r: s for r, s in storages.items() if r >= world_size})
+    return run / RESHARDED_NAME
 
 
-def _world_size_of(ranks: Sequence[Rank]) -> int | None:
-    """Return the number of ranks of a run if all of them are here and have a commit in common."""
+def _world_size(ranks: Sequence[Rank]) -> int | None:
+    """Return the number of ranks of a run if all are here and have a commit in common."""
     identities = [rank.identity for rank in ranks if rank.identity]
     if newest_commit(ranks) is None or not identities:
         return None
     return identities[0].world_size if len(ranks) == identities[0].world_size else None
 
 
-def _is_of_others(run: Path, world_size: int) -> bool:
-    """Return whether the first rank is of a run of others, of which any rank has commits."""
+def _is_of_other_ranks(run: Path, world_size: int) -> bool:
+    """Return whether rank 0 was one of another number of ranks, and any of them has commits."""
     ranks = read_ranks(Reader(run)) if run.exists() else []
     found = [(rank.identity, rank.commits) for rank in ranks if rank.identity]
     if not found or found[0][0].rank or found[0][0].world_size == world_size:
         return False
-    return any(commits for other, commits in found if other.run_id == found[0][0].run_id)
+    return any(commits for identity, commits in found if identity.run_id == found[0][0].run_id)
+
+
+def has_resharded(run: Path) -> bool:
+    """Return whether a directory has the checkpoint that a resharded run begins from.
+
+    Raises:
+        RunDirectoryError: something else has its name.
+        StorageError: it cannot be read.
+    """
+    path = run / RESHARDED_NAME
+    if not os.path.lexists(path):
+        return False
+    try:
+        name = unseal("checkpoint", get_file(path / MARKER_NAME), f"{path}/{MARKER_NAME}")["name"]
+    except TierstoreError as error:
+        if isinstance(error, StorageError) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        name = error
+    if name != RESHARDED_NAME:
+        raise RunDirectoryError(
+            f"{path} is not what reshard=True leaves under this name, but {name}: move "
+            "it somewhere else"
+        )
+    return True
+
+
+def end_reshard(run: Path) -> None:
+    """Remove the checkpoint that the run began from, if there is one.
+
+    Raises:
+        RunDirectoryError, StorageError: it is something else, or keeps its name.
+    """
+    folder = LocalFolder(run)
+    if has_resharded(run):
+        # Renamed first, so that no part of it is taken for the whole.
+        folder.rename(RESHARDED_NAME, f"{_TEMPORARY_PREFIX}{secrets.token_hex(4)}")
+        folder.sync_children()
+    for name in _leftovers(run):
+        try:
+            remove(folder, name)
+        except StorageError as error:
+            logger.warning("what reshard=True does not need any more stays: %s", error)
+
+
+def _leftovers(directory: Path) -> list[str]:
+    """Return the names of that checkpoint in a directory, whole or not."""
+    with looking_into(directory):
+        names = os.listdir(directory) if directory.is_dir() else []
+    return [name for name in names if _LEFTOVER.fullmatch(name)]
+
+
+# -------------------------------------------------------------------- after a run has begun
+
+
+def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: bool) -> None:
+    """Remove what jobs of more ranks left where a new run begins; all ranks call this.
+
+    Where that fails the log says so: the new run does not need the space.
+
+    Args:
+        directories: of the run.
+        peers: all ranks.
+        overwrite: whether also to remove what those ranks had committed, and ``resharded``.
+
+    Raises:
+        RunDirectoryError, StorageError: ``resharded`` keeps its name, and would be taken for
+            the run.
+        PeerFailed: any of this on another rank.
+    """
+
+    def remove_surplus() -> None:
+        if overwrite:
+            for directory in directories:
+                end_reshard(directory)
+        try:
+            with whole_run(
+                directories, first_rank=peers.world_size, overwrite=overwrite
+            ) as storages:
+                removed = {
+                    rank: storage
+                    for rank, storage in storages.items()
+                    if overwrite or not any(map(manifest_revision, storage.list()))
+                }
+                _remove_ranks(directories, removed)
+        except (TierstoreError, OSError) as error:
+            logger.warning("what further ranks had in %s stays there: %s", directories[0], error)
+
+    on_rank_0(peers, "remove the files of other ranks", remove_surplus)
+
+
+def _remove_ranks(directories: Sequence[Path], storages: Mapping[int, Storage]) -> None:
+    """Remove everything that some ranks have in the directories of a run, commits first."""
+    for storage in storages.values():
+        erase_commits(storage)
+        erase(storage)
+    for directory in directories:
+        for rank in storages:
+            folder = directory / rank_folder(rank)
+            if folder.exists():
+                shutil.rmtree(folder)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from tierstore.checkpoint.reshard import end_reshard
 from tierstore.errors import RunDirectoryError
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.whole_states import restore_parameters, write_pages
@@ -74,8 +75,6 @@ class Restore:
             checkpoint: the old run, published in its own directory; removed at the end.
             commit: makes a step durable, so that the checkpoint is not needed any more.
         """
-        from tierstore.checkpoint.stopped_run import end_reshard
-
         self._usability.awaits_restore = False
         try:
             pages = self._table.pages

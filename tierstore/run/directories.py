@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from tierstore.errors import RunDirectoryError
 from tierstore.run.bandwidth import measured_bandwidths
 from tierstore.run.file_names import DEALING_NAME, RESHARDED_NAME, folder_rank, rank_folder
+from tierstore.run.opening import LOCK_TIMEOUT_S
 from tierstore.run.striped_storage import DealtStorage
 from tierstore.run.striping import Dealing
 from tierstore.storage.base import Storage
@@ -21,13 +21,6 @@ from tierstore.storage.select import open_storage
 from tierstore.units import SECTOR_BYTES
 
 logger = logging.getLogger("tierstore")
-
-RESHARDED_REMOVED = f".{RESHARDED_NAME}.tmp-"
-"""Prefix of the names that this checkpoint has before it is whole, and while it is removed."""
-
-_LEFT_BY_RESHARD = re.compile(
-    rf"{RESHARDED_NAME}|{re.escape(RESHARDED_REMOVED)}[0-9a-f]{{8}}(-[0-9a-f]{{8}})?"
-)
 
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
@@ -77,22 +70,6 @@ def open_directories(
     return DealtStorage(parts, measure, overwrite=overwrite)
 
 
-def in_order(directories: Sequence[Path]) -> list[Path]:
-    """Return directories as the run that is in them has them, if one is.
-
-    The first has what is not dealt, and what a run on other ranks is to begin from.
-
-    Raises:
-        StorageError, CorruptionError: what says so cannot be read.
-    """
-
-    def position(directory: Path) -> tuple[int, bool]:
-        dealing = _dealing_in(rank_directory(directory, 0))
-        return dealing.index if dealing else 0, not left_by_reshard(directory)
-
-    return sorted(directories, key=position)
-
-
 def open_run_directory(directory: Path, rank: int) -> Storage:
     """Open what one rank has in a run that is there, given its first directory alone.
 
@@ -103,7 +80,7 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
         CorruptionError, StorageError: the file that names them cannot be read.
     """
     directories = [directory]
-    dealing = _dealing_in(rank_directory(directory, rank))
+    dealing = dealing_in(rank_directory(directory, rank))
     if dealing is not None:
         if dealing.index:
             raise RunDirectoryError(
@@ -114,16 +91,47 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
     return open_directories(directories, rank, page_bytes=SECTOR_BYTES)
 
 
-def _dealing_in(folder: Path) -> Dealing | None:
+def dealing_in(folder: Path) -> Dealing | None:
+    """Return how the run with this directory of a rank is striped; None if it is not."""
     path = folder / DEALING_NAME
     return Dealing.from_bytes(get_file(path), str(path)) if path.exists() else None
 
 
-def left_by_reshard(directory: Path) -> list[str]:
-    """Return what a directory has of the checkpoint, whole or not, that such a run begins from."""
-    with looking_into(directory):
-        names = os.listdir(directory) if directory.is_dir() else []
-    return [name for name in names if _LEFT_BY_RESHARD.fullmatch(name)]
+@contextlib.contextmanager
+def whole_run(
+    directories: Sequence[Path],
+    *,
+    find_others: bool = False,
+    first_rank: int = 0,
+    overwrite: bool = False,
+) -> Iterator[dict[int, Storage]]:
+    """Open and lock what all ranks have in the directories of a run; yield it by rank, in order.
+
+    Args:
+        directories: of the run, in order.
+        find_others: open a run of several directories given its first one; see
+            open_run_directory().
+        first_rank: the first rank to open.
+        overwrite: whether everything in the directories is going to be removed.
+
+    Raises:
+        RunDirectoryError, RunLockedError, StorageError, CorruptionError: a directory cannot be
+            used, or is of another run.
+    """
+    ranks = (folder_rank(name) for name in os.listdir(directories[0]))
+    with contextlib.ExitStack() as opened:
+        storages = {}
+        for rank in sorted(rank for rank in ranks if rank is not None and rank >= first_rank):
+            rank_directory(directories[0], rank)
+            if find_others:
+                storages[rank] = open_run_directory(directories[0], rank)
+            else:
+                storages[rank] = open_directories(
+                    directories, rank, page_bytes=SECTOR_BYTES, overwrite=overwrite
+                )
+            opened.callback(storages[rank].close)
+            storages[rank].lock(LOCK_TIMEOUT_S)
+        yield storages
 
 
 def _compare(paths: Sequence[Path]) -> None:
