@@ -18,12 +18,12 @@ from tests.rank_programs.training import (
     Case,
     States,
     Tensors,
-    groups_of,
     one_process,
     whole_gradients,
     whole_parameters,
 )
 from tests.support.rank_pool import RankPool
+from tests.support.training import make_groups
 
 # Several subgroups of every group, and less room than they take.
 STREAMED: dict[str, Any] = {"page_bytes": 6000, "buffers": 5}
@@ -53,7 +53,7 @@ def test_the_reference_is_what_torch_computes(expected: tuple[Tensors, States]) 
         if whole.dtype is torch.float32 and whole.numel()
     }
     optimizers: list[torch.optim.Optimizer] = []
-    for group in groups_of(parameters, {name: SHAPES[name] for name in parameters}):
+    for group in make_groups(parameters, {name: SHAPES[name] for name in parameters}):
         is_muon = group.pop("algorithm") == "muon"
         adamw = functools.partial(torch.optim.AdamW, foreach=False)
         optimizers.append((torch.optim.Muon if is_muon else adamw)([group]))

@@ -189,7 +189,14 @@ def usual_newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return wide.T if matrix.size(0) > matrix.size(1) else wide
 
 
-@pytest.mark.parametrize("shape", [(512, 1024), (1600, 512), (512, 512), (600, 512)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (512, 1024),
+        (1600, 512),
+        *(pytest.param(shape, marks=pytest.mark.long) for shape in [(512, 512), (600, 512)]),
+    ],
+)
 @pytest.mark.parametrize("spectrum", SPECTRA.values(), ids=SPECTRA)
 def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[int, int]) -> None:
     """Other operations than those of torch.optim.Muon give about the same error."""

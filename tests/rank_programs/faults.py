@@ -18,11 +18,11 @@ from tests.rank_programs.training import (
     Model,
     Tensors,
     Trained,
-    groups_of,
     local,
     trained_by,
     whole_gradients,
 )
+from tests.support.training import make_groups
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
 
@@ -63,7 +63,8 @@ def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Fa
     storage = FaultyStorage(open_storage(where))
     try:
         with tierstore.TierStore(storage, **case.store_options(here.rank)) as store:
-            optimizer = muon.Muon(groups_of(model.parameters, SHAPES), store=store, **case.options)
+            groups = make_groups(model.parameters, SHAPES)
+            optimizer = muon.Muon(groups, store=store, **case.options)
             for step in itertools.count(1):
                 here.test.send(step)
                 if here.rank == culprit and wrong is not None:
@@ -99,7 +100,7 @@ def go_on(case: Case) -> Restored:
     with tierstore.TierStore(
         case.directory, resume=True, **case.store_options(dist.get_rank())
     ) as store:
-        optimizer = muon.Muon(groups_of(model.parameters, SHAPES), store=store, **case.options)
+        optimizer = muon.Muon(make_groups(model.parameters, SHAPES), store=store, **case.options)
         step = optimizer.restore()
         values = {name: local(p).clone() for name, p in model.parameters.items()}
         extra = store.extra

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 import muon
 import tierstore
-from tests.rank_programs.training import SHAPES, Case, Model, groups_of, local, whole_gradients
+from tests.rank_programs.training import SHAPES, Case, Model, local, whole_gradients
 from tests.support.references import assert_same, reference_of
+from tests.support.training import make_groups
 from tierstore.ranks.peers import Alone
 
 # Several subgroups of every group, and less room than they take.
@@ -40,7 +41,7 @@ class Training:
             for name, parameter in self.model.parameters.items():
                 local(parameter).copy_(values[name])
         self.store = tierstore.TierStore(None, process_group=Alone()) if store is None else store
-        groups = groups_of(self.model.parameters, case.shapes)
+        groups = make_groups(self.model.parameters, case.shapes)
         self.optimizer = muon.Muon(groups, store=self.store, **case.options)
 
     def step(self, *steps: int) -> None:
@@ -180,7 +181,7 @@ def stock_adamw(case: Case) -> None:
     shapes = {name: found for name, found in SHAPES.items() if found[1] == 1}
     case = Case(layout=case.layout, shapes=shapes, uniform=True, options=case.options)
     theirs = Model(case)
-    (group,) = groups_of(theirs.parameters, shapes)
+    (group,) = make_groups(theirs.parameters, shapes)
     stock = reference_of(group)
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
         ours = Training(case, store)
@@ -214,7 +215,7 @@ def stock_muon(case: Case) -> None:
     shapes = {name: SHAPES[name] for name in ("wide", "square", "again")}
     case = Case(layout=case.layout, shapes=shapes, uniform=True, options=case.options)
     theirs = Model(case)
-    (group,) = groups_of(theirs.parameters, shapes)
+    (group,) = make_groups(theirs.parameters, shapes)
     stock = reference_of(group)
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
         ours = Training(case, store)

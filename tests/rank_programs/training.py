@@ -24,14 +24,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import muon
 import tierstore
 from tests.rank_programs.collective_order import Issued, recorded
-from tests.support import training
+from tests.support.training import Shapes, make_groups
 
 STEPS = 10
 
 Tensors = dict[str, torch.Tensor]
 States = dict[tuple[str, str], torch.Tensor]  # By names of parameter and state.
-Shapes = Mapping[str, tuple[tuple[int, ...], int]]
-# name -> (shape, param group). Groups 0, 2 and 3 are Muon's, 1 is AdamW's.
+# name -> (shape, param group of training.make_groups()).
 SHAPES: Shapes = {
     "wide": ((40, 24), 0),
     "four": ((4, 33), 0),
@@ -53,12 +52,10 @@ SHAPES: Shapes = {
     "late": ((24, 40), 2),
     "later": ((9, 30), 2),
     "third": ((7, 8), 2),
-    "last": ((3, 8), 3),
+    "last": ((3, 8), 4),
 }
 # Less than there are ranks, and rank 0 alone has any of it where rows are cut.
 FEW: Shapes = {"row": ((1, 8), 0), "bias": ((1,), 1)}
-
-GROUP_OPTIONS = [*training.GROUP_OPTIONS[:3], {"algorithm": "muon", "lr": 0.01}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +135,6 @@ def whole_gradients(shapes: Shapes, step: int, uniform: bool = False) -> Tensors
     return gradients
 
 
-def groups_of(parameters: Mapping[str, torch.Tensor], shapes: Shapes) -> list[dict[str, Any]]:
-    groups = [
-        {"params": [(n, parameters[n]) for n in shapes if shapes[n][1] == number], **options}
-        for number, options in enumerate(GROUP_OPTIONS)
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def one_process(
     shapes: Shapes,
     options: Mapping[str, Any],
@@ -161,7 +150,7 @@ def one_process(
         zeroed: where gradients are zero at every third step: flat positions by name.
     """
     parameters = {name: nn.Parameter(whole) for name, whole in whole_parameters(shapes).items()}
-    optimizer = muon.Muon(groups_of(parameters, shapes), **options)
+    optimizer = muon.Muon(make_groups(parameters, shapes), **options)
     for step in range(1, steps + 1):
         gradients = whole_gradients(shapes, step)
         for name, positions in (zeroed or {}).items():
@@ -347,7 +336,9 @@ def train(case: Case) -> Trained:
         recorded(dist.get_process_group_ranks(group)) as issued,
         tierstore.TierStore(directory, resume=resume, **options) as store,
     ):
-        optimizer = muon.Muon(groups_of(model.parameters, case.shapes), store=store, **case.options)
+        optimizer = muon.Muon(
+            make_groups(model.parameters, case.shapes), store=store, **case.options
+        )
         if resume:
             assert optimizer.restore() == case.first - 1
         for step in range(case.first, case.last + 1):

@@ -7,7 +7,7 @@ one, and so that two runs that should be equal get equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ import torch
 import muon
 import tierstore
 
-# name -> (shape, param group). Groups 0 and 2 are Muon's, 1 and 3 AdamW's.
-SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+# name -> (shape, param group). Groups 0, 2 and 4 are Muon's, 1 and 3 AdamW's.
+Shapes = Mapping[str, tuple[tuple[int, ...], int]]
+SHAPES: Shapes = {
     "wide": ((17, 61), 0),
     "tall": ((61, 17), 0),
     "square": ((32, 32), 0),
@@ -43,6 +44,7 @@ GROUP_OPTIONS: list[dict[str, Any]] = [
         "adjust_lr_fn": "match_rms_adamw",
     },
     {"algorithm": "adamw", "lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
+    {"algorithm": "muon", "lr": 0.01},
 ]
 
 
@@ -56,14 +58,15 @@ def make_parameters(
     }
 
 
-def make_groups(parameters: dict[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
-    return [
-        {
-            "params": [(n, parameters[n]) for n, (_, number) in SHAPES.items() if number == group],
-            **options,
-        }
-        for group, options in enumerate(GROUP_OPTIONS)
+def make_groups(
+    parameters: Mapping[str, torch.Tensor], shapes: Shapes = SHAPES
+) -> list[dict[str, Any]]:
+    """Return the groups that any of these parameters is in."""
+    groups = [
+        {"params": [(n, parameters[n]) for n in shapes if shapes[n][1] == number], **options}
+        for number, options in enumerate(GROUP_OPTIONS)
     ]
+    return [group for group in groups if group["params"]]
 
 
 def has_gradient(name: str, step: int) -> bool:
