@@ -66,7 +66,8 @@ class Direct(Source):
         return self.local_chunk(name, chunk).select(local_tensor(tensor))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: ``chunk.master -= update`` also assigns.
+@dataclass(slots=True, eq=False)
 class ChunkView:
     """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
 
