@@ -287,7 +287,8 @@ def left_on_the_way(root: Path, directory: Path) -> Path:
 def test_the_commands_say_where_it_is(command: str, root: Path, tmp_path: Path) -> None:
     run = left_on_the_way(root, tmp_path) / "run"
     arguments = [command, str(run), *([str(tmp_path / "out")] if command == "checkpoint" else [])]
-    assert "committed step is in the checkpoint resharded in it" in CliRunner().invoke(app, arguments).stderr
+    told = CliRunner().invoke(app, arguments).stderr
+    assert "committed step is in the checkpoint resharded in it" in told
     assert CliRunner().invoke(app, ["verify", str(run / "resharded")]).exit_code == 0
 
 
