@@ -35,6 +35,7 @@ from tierstore.paging.whole_states import (
 )
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, together
+from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import open_committer
@@ -462,12 +463,19 @@ class TierStore:
         manifest, table = committer.committed, self._table
         commits = []
         if manifest is not None:
-            pages = table.pages[: len(manifest.pages)]
+            layout = committer.layout(table.groups, [page.layout for page in table.pages])
             commits.append(
                 RankCommit(
                     storage=committer.storage,
-                    manifest=manifest,
-                    layouts=[page.layout for page in pages],
+                    commit=Commit(manifest=manifest, layout=layout),
+                    pages=[
+                        CommittedPage(
+                            number=page.index,
+                            entry=manifest.entries[page.index],
+                            layout=page.layout,
+                        )
+                        for page in table.pages[: len(manifest.pages)]
+                    ],
                     provide_spares=committer.provide_spares,
                 )
             )
@@ -566,9 +574,13 @@ class TierStore:
             stack.callback(self._opened.close)
             # After an error in the program, the log alone says what became of the copy.
             stack.callback(self._finish_publication if synchronize else self._settle_publication)
-            is_usable = not (usability.failure or usability.awaits_restore)
-            if synchronize and is_usable and usability.has_directory:
-                self.synchronize()
+            if synchronize and usability.has_directory and not usability.failure:
+                committer = self._require_committer("close()")
+                if usability.awaits_restore:  # Nothing was written since the run was opened.
+                    committer.marks_clean_end = committer.was_closed
+                else:
+                    self.synchronize()
+                    committer.marks_clean_end = True
 
     def __enter__(self) -> Self:
         return self
@@ -596,7 +608,7 @@ class TierStore:
         with self._usability.failing(interrupts=True):
             writes = self._pager.write_changed(table.pages)
         pages = [(page.layout, page.entry) for page in table.pages]
-        manifest = committer.manifest(table.groups, pages, shared=self._ranks.world_size > 1)
+        manifest = committer.manifest(table.groups, pages)
         with self._pager.stalled(), self._usability.failing(interrupts=False):
             committer.begin(manifest, writes)
 

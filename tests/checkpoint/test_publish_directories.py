@@ -20,7 +20,7 @@ from tests.support.toy import RANK, unchanged
 from tierstore.cli import app
 from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
-from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
 
@@ -66,7 +66,7 @@ def test_of_two_filesystems_one_is_linked_and_one_copied(on_disk: bool, tmp_path
         directories = [tmp_path / "run" / RANK, Path(memory) / "run" / RANK]
         here = directories[0 if on_disk else 1]
         parts = [open_storage(directory) for directory in directories]
-        run = toy(DealtStorage(parts, lambda parts: [2e9, 1e9]))
+        run = toy(StripedStorage(parts, lambda parts: [2e9, 1e9]))
         for _ in range(3):
             run.step()
         folder = tmp_path if on_disk else Path(memory)
@@ -102,7 +102,7 @@ def test_of_two_filesystems_one_is_linked_and_one_copied(on_disk: bool, tmp_path
 )
 def test_a_copy_that_fails_leaves_no_links(fault: Fault, two: list[Path], tmp_path: Path) -> None:
     parts = [FaultyStorage(open_storage(place / RANK)) for place in two]
-    faulty = FaultyStorage(DealtStorage(parts, lambda parts: [2e9, 1e9]))
+    faulty = FaultyStorage(StripedStorage(parts, lambda parts: [2e9, 1e9]))
     run = toy(faulty)
     run.step()
     run.store.synchronize()
@@ -127,12 +127,12 @@ def test_commands_find_all_directories_from_the_first(two: list[Path], tmp_path:
     made(two)
     with unchanged(tmp_path):
         code, out, _ = call("verify", two[0])
-        assert code == 0  # Two manifests, run.json, and a dealing.json in each.
+        assert code == 0  # Two manifests, run.json, and a striping.json in each.
         assert out.startswith(f"{two[0]}: run, step 3: good ({PAGES + 5} files")
         code, out, _ = call("inspect", two[0])
         assert code == 0
-        assert f"{two[0] / RANK}: dealt 67% of the pages\n" in out
-        assert f"{two[1] / RANK}: dealt 33% of the pages\n" in out
+        assert f"{two[0] / RANK}: 67% of the pages\n" in out
+        assert f"{two[1] / RANK}: 33% of the pages\n" in out
     summary = summarize(two[0])
     files = [path for place in two for path in place.rglob("*") if path.is_file()]
     assert summary.files == len(files)
@@ -172,11 +172,9 @@ def test_commands_name_what_is_missing(two: list[Path], tmp_path: Path) -> None:
 def test_verify_reads_every_page_where_it_lies(two: list[Path]) -> None:
     made(two)
     newest = json.loads((two[0] / RANK / "commit-0000000003").read_bytes().partition(b"\n")[2])
-    for number, page in enumerate(newest["pages"]):
+    for number, (slot, *_) in enumerate(newest["pages"]):
         (path,) = [
-            path
-            for place in two
-            for path in (place / RANK).glob(f"page-{number:06d}.{page['copy']}")
+            path for place in two for path in (place / RANK).glob(f"page-{number:06d}.{slot}")
         ]
         flip(path, 600)
         name = f"{RANK}/{path.name}" if two[0] in path.parents else str(path)
@@ -186,7 +184,7 @@ def test_verify_reads_every_page_where_it_lies(two: list[Path]) -> None:
 
 
 CHANGES: list[tuple[int, Callable[[dict[str, Any]], None], str]] = [
-    (1, lambda body: body.update(dealing_id="0" * 32), "of another run"),
+    (1, lambda body: body.update(striping_id="0" * 32), "of another run"),
     (1, lambda body: body.update(index=0), "of another directory of this one"),
     (1, lambda body: body.update(weights=[10**12, 1]), "not the content of its kind"),
     (0, lambda body: body.update(weights=[1]), "not the content of its kind"),
@@ -203,7 +201,7 @@ def test_what_a_stranger_sealed_leads_nowhere(
     changed: int, change: Callable[[dict[str, Any]], None], expected: str, two: list[Path]
 ) -> None:
     made(two)
-    reseal(two[changed] / RANK / "dealing.json", "dealing", change)
+    reseal(two[changed] / RANK / "striping.json", "striping", change)
     report = verify(two[0])
     assert expected in text(report)
     assert not any(place.startswith(str(two[1] / RANK / "page-")) for place in places(report))
@@ -214,7 +212,7 @@ def test_links_are_not_followed(kind: str, two: list[Path], tmp_path: Path) -> N
     made(two)
     path = two[1] / RANK
     if kind == "file":
-        path = path / "dealing.json"
+        path = path / "striping.json"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert "no link is followed" in text(verify(two[0]))

@@ -32,7 +32,7 @@ def test_a_flipped_bit_is_1(run: Path) -> None:
     assert f"fault: {page}: the 4096 bytes at offset 0 are not those written in step 3" in (
         done.stdout
     )
-    assert f"{run}: run, step 3: 1 fault (6 files, 28.0 KiB checked)" in done.stdout
+    assert f"{run}: run, step 3: 1 fault (7 files, 28.0 KiB checked)" in done.stdout
     assert "What to do: " in done.stdout
 
 

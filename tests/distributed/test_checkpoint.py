@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.rank_programs.checkpoints import EXTRA, Job, paged
 from tests.support import independent_reader
-from tests.support.originals import flip, reseal
+from tests.support.originals import flip, reseal, reseal_layout
 from tests.support.published import (
     assert_equal,
     digests,
@@ -31,9 +31,11 @@ from tierstore.inspection.reader import Fault
 from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.page_layout import lay_out, layout_digest
+from tierstore.layout.page_layout import lay_out
 from tierstore.layout.subgroups import Subgroup
+from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest
+from tierstore.run.sealed import checksum_of
 
 TRAINED, GOES_ON = (1, 2, 3), (4, 5)
 WORK = "tests.rank_programs.checkpoints:work"
@@ -301,58 +303,70 @@ def test_the_oldest_are_removed(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("kind", "change"),
     [
-        lambda body: body.update(subgroups=None),
-        lambda body: body.update(subgroups=7),
-        lambda body: body.update(subgroups=[]),
-        lambda body: body.update(subgroups={"a": 1}),
-        lambda body: body.pop("subgroups"),
-        lambda body: body["subgroups"].pop(),
-        lambda body: body["subgroups"].append(body["subgroups"][0]),
-        lambda body: body["subgroups"].reverse(),
-        lambda body: body["subgroups"][0].__setitem__(0, 99),
-        lambda body: body["subgroups"][0].__setitem__(0, -1),
-        lambda body: body["subgroups"][0].__setitem__(1, []),
-        lambda body: first_shard(body).__setitem__(0, 99),
-        lambda body: first_shard(body).__setitem__(0, "0"),
-        lambda body: first_shard(body).__setitem__(1, []),
-        lambda body: first_shard(body).__setitem__(1, "ab"),
-        lambda body: first_chunk(body).__setitem__(0, [2**40, 0]),
-        lambda body: first_chunk(body).__setitem__(0, [-1, 0]),
-        lambda body: first_chunk(body).__setitem__(0, [0]),
-        lambda body: first_chunk(body).__setitem__(1, [0, 17]),
-        lambda body: first_chunk(body).__setitem__(1, [2**62, 2**62]),
-        lambda body: first_chunk(body).__setitem__(1, "ab"),
-        lambda body: body["groups"][0][0].update(shape=[2**20, 2**20]),
-        lambda body: body["groups"][0].pop(),
-        lambda body: body["groups"][1].append(body["groups"][1][0]),
-        lambda body: body["hyperparameters"][0].update(lr=7.0),
-        lambda body: body.update(page_bytes=1),
-        lambda body: body.update(scalars={}),
+        ("layout", lambda body: body.update(pages=None)),
+        ("layout", lambda body: body.update(pages=7)),
+        ("layout", lambda body: body.update(pages=[])),
+        ("layout", lambda body: body.update(pages={"a": 1})),
+        ("layout", lambda body: body.pop("pages")),
+        ("layout", lambda body: body["pages"].pop()),
+        ("layout", lambda body: body["pages"].append(body["pages"][0])),
+        ("layout", lambda body: body["pages"].reverse()),
+        ("layout", lambda body: body["pages"][0].__setitem__(0, 99)),
+        ("layout", lambda body: body["pages"][0].__setitem__(0, -1)),
+        ("layout", lambda body: body["pages"][0].__setitem__(1, [])),
+        ("layout", lambda body: first_shard(body).__setitem__(0, 99)),
+        ("layout", lambda body: first_shard(body).__setitem__(0, "0")),
+        ("layout", lambda body: first_shard(body).__setitem__(1, [])),
+        ("layout", lambda body: first_shard(body).__setitem__(1, "ab")),
+        ("layout", lambda body: first_chunk(body).__setitem__(0, [2**40, 0])),
+        ("layout", lambda body: first_chunk(body).__setitem__(0, [-1, 0])),
+        ("layout", lambda body: first_chunk(body).__setitem__(0, [0])),
+        ("layout", lambda body: first_chunk(body).__setitem__(1, [0, 17])),
+        ("layout", lambda body: first_chunk(body).__setitem__(1, [2**62, 2**62])),
+        ("layout", lambda body: first_chunk(body).__setitem__(1, "ab")),
+        ("layout", lambda body: body["groups"][0][0].update(shape=[2**20, 2**20])),
+        ("layout", lambda body: body["groups"][0].pop()),
+        ("layout", lambda body: body["groups"][1].append(body["groups"][1][0])),
+        ("commit", lambda body: body["hyperparameters"][0].update(lr=7.0)),
+        ("commit", lambda body: body.update(page_bytes=1)),
+        ("commit", lambda body: body.update(scalars={})),
+        ("commit", lambda body: body.update(dropped=["head.weight"])),
+        ("commit", lambda body: body["pages"].__setitem__(0, None)),
     ],
 )
-def test_manifests_of_one_rank_sealed_by_somebody_else(
-    change: Callable[[dict[str, Any]], None], published: dict[Case, Path], tmp_path: Path
+def test_files_of_one_rank_sealed_by_somebody_else(
+    kind: str,
+    change: Callable[[dict[str, Any]], None],
+    published: dict[Case, Path],
+    tmp_path: Path,
 ) -> None:
     """Whatever they say, it is reported soon, and nothing else is raised."""
+
+    def alter(manifest: Path) -> None:
+        if kind == "layout":
+            reseal_layout(manifest, change)
+        else:
+            reseal(manifest, "commit", change)
+
     checkpoint = shutil.copytree(published[CASES[2]] / "checkpoint", tmp_path / "checkpoint")
-    name = "rank-00001.commit"
-    reseal(checkpoint / name, "commit", change)
-    data = (checkpoint / name).read_bytes()
-    entry = {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
-    marker = checkpoint / "tierstore.json"
-    reseal(marker, "checkpoint", lambda body: body["files"].update({name: entry}))
+    alter(checkpoint / "rank-00001.commit")
+    for name in ("rank-00001.commit", "rank-00001.layout"):
+        data = (checkpoint / name).read_bytes()
+        entry = {name: {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}}
+        marker = checkpoint / "tierstore.json"
+        reseal(marker, "checkpoint", lambda body, entry=entry: body["files"].update(entry))
     assert not verify(checkpoint).good
     assert summarize(checkpoint).step == len(TRAINED)
     run = shutil.copytree(published[CASES[2]] / "run", tmp_path / "run")
-    reseal(run / "rank-00001" / f"commit-{len(TRAINED):010d}", "commit", change)
+    alter(run / "rank-00001" / f"commit-{len(TRAINED):010d}")
     assert not verify(run).good
     assert summarize(run).step in (len(TRAINED) - 1, len(TRAINED))
 
 
 def first_shard(body: dict[str, Any]) -> list[Any]:
-    found: list[Any] = body["subgroups"][0][1][0]
+    found: list[Any] = body["pages"][0][1][0]
     return found
 
 
@@ -368,13 +382,15 @@ def test_holes_and_overlaps_are_named(published: dict[Case, Path], tmp_path: Pat
     def faults(name: str, change: Callable[[list[Subgroup]], list[Subgroup]]) -> list[Fault]:
         run = shutil.copytree(published[CASES[2]] / "run", tmp_path / name)
         manifest = Manifest.from_bytes((run / newest).read_bytes(), newest)
-        subgroups = change(list(manifest.subgroups or ()))
+        folder = (run / newest).parent
+        data = (folder / f"layout-{manifest.layout}").read_bytes()
+        layout = RankLayout.from_bytes(data, newest, digest=manifest.layout)
+        subgroups = change(list(layout.subgroups))
+        data = RankLayout.of_pages(layout.groups, list(map(lay_out, subgroups))).to_bytes()
         changed = dataclasses.replace(
-            manifest,
-            subgroups=subgroups,
-            pages=manifest.pages[: len(subgroups)],
-            layout=layout_digest(lay_out(subgroup) for subgroup in subgroups),
+            manifest, pages=manifest.pages[: len(subgroups)], layout=checksum_of(data)
         )
+        (folder / f"layout-{changed.layout}").write_bytes(data)
         (run / newest).write_bytes(changed.to_bytes())
         return list(verify(run).faults)
 

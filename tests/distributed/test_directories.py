@@ -76,7 +76,7 @@ def test_directories_in_any_order(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "overwrite"), [(2, False), (3, False), (3, True)])
-def test_ranks_deal_over_directories_in_one_order(
+def test_ranks_stripe_over_directories_in_one_order(
     ranks: int, overwrite: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     """Whichever order each was given, as the run begins or goes on with more ranks."""

@@ -192,7 +192,7 @@ def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> 
         runs.append(copied(root, tmp_path / name) / "run")
     before = [needed(run) for run in runs]
     job = dataclasses.replace(job_of(tmp_path, "copies", store=RESUMED), run=runs)
-    with pytest.raises(tierstore.RunDirectoryError, match="is not dealt"):
+    with pytest.raises(tierstore.RunDirectoryError, match="is not striped"):
         checkpoints.work(job)
     assert [needed(run) for run in runs] == before
     assert all(verify(run).good for run in runs)

@@ -44,7 +44,7 @@ def test_a_whole_run(run: Path) -> None:
     assert (report.kind, report.step, report.faults, report.notes) == ("run", STEPS, (), ())
     pages = committed_pages(run)
     assert report.bytes_checked == sum((run / page).stat().st_size for page in pages)
-    assert report.files == len(pages) + 3  # Two manifests and run.json.
+    assert report.files == len(pages) + 4  # Two manifests, their layout and run.json.
 
 
 def test_a_whole_checkpoint(published: Path) -> None:
@@ -111,10 +111,14 @@ def test_damage_without_checksums(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- damaged bytes
 
 
+def layouts(run: Path) -> set[str]:
+    return {f"{RANK}/{path.name}" for path in (run / RANK).glob("layout-*")}
+
+
 def test_flips_in_a_run(run: Path) -> None:
     newest = f"{RANK}/commit-{STEPS:010d}"
     before = f"{RANK}/commit-{STEPS - 1:010d}"
-    needed = {*committed_pages(run), newest, before, f"{RANK}/run.json"}
+    needed = {*committed_pages(run), *layouts(run), newest, before, f"{RANK}/run.json"}
     for path in sorted((run / RANK).iterdir()):
         name = f"{RANK}/{path.name}"
         size = path.stat().st_size
@@ -129,7 +133,14 @@ def test_flips_in_a_run(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [".metadata", "tierstore.json", "unpaged", f"{RANK}.commit", f"{RANK}.page-000000"],
+    [
+        ".metadata",
+        "tierstore.json",
+        "unpaged",
+        f"{RANK}.commit",
+        f"{RANK}.layout",
+        f"{RANK}.page-000000",
+    ],
 )
 def test_flips_in_a_checkpoint(name: str, published: Path) -> None:
     path = published / name
@@ -273,7 +284,7 @@ def test_each_file_of_a_checkpoint_cut_or_longer(nbytes: int | None, published: 
 
 
 def test_each_file_of_a_run_removed(run: Path) -> None:
-    needed = {*committed_pages(run), f"{RANK}/run.json"}
+    needed = {*committed_pages(run), *layouts(run), f"{RANK}/run.json"}
     for path in list((run / RANK).iterdir()):
         data = path.read_bytes()
         path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -21,10 +22,13 @@ from tests.support.originals import (
     flip,
     places,
     reseal,
+    reseal_layout,
     text,
 )
+from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import FIRST, MODEL, RANK, SECOND, Toy, resumed
 from tierstore.inspection.summary import summarize
+from tierstore.ranks.peers import Ranks
 
 TENSOR = {"$tensor": {"dtype": "uint8", "shape": [], "data": "AA=="}}
 
@@ -59,19 +63,18 @@ def test_a_manifest_of_another_step(published: Path) -> None:
         lambda body: body.update(page_bytes=0),
         lambda body: body.update(rank="0"),
         lambda body: body.update(pages=7),
-        lambda body: body["pages"][0].update(copy="../../etc/passwd"),
-        lambda body: body["pages"][0].update(step=-1),
-        lambda body: body["pages"][0].update(checksums="not hexadecimal"),
-        lambda body: body["pages"][0].update(checksums="00" * 8),
+        lambda body: body["pages"][0].__setitem__(0, "../../etc/passwd"),
+        lambda body: body["pages"][0].__setitem__(1, -1),
+        lambda body: body["pages"][0].__setitem__(2, "not hexadecimal"),
+        lambda body: body["pages"][0].__setitem__(2, "00" * 8),
+        lambda body: body["pages"][0].pop(),
         lambda body: body["pages"].pop(),
+        lambda body: body["pages"].append(body["pages"][0]),
+        lambda body: body["pages"].__setitem__(0, None),
         lambda body: body.update(layout="0" * 32),
-        lambda body: body["groups"][0][0].update(shape=[2**62, 2**62]),
-        lambda body: body["groups"][0][1].update(shape=[2**40]),
-        lambda body: body["groups"][0][0].update(shape=[-1]),
-        lambda body: body["groups"][0][0].update(dtype="load"),
-        lambda body: body.update(groups=[[None]]),
-        lambda body: body["groups"][0][0].update(shape=[1] * 17),
-        lambda body: body["groups"][0][0].update(elementwise="no"),
+        lambda body: body.update(layout="../run.json"),
+        lambda body: body.update(dropped=["unknown"]),
+        lambda body: body.update(dropped=[7]),
         lambda body: body.update(first=1),
         lambda body: body.update(hyperparameters=5),
         lambda body: body.update(hyperparameters=[1, 2, 3]),
@@ -79,6 +82,9 @@ def test_a_manifest_of_another_step(published: Path) -> None:
         lambda body: body["hyperparameters"][0].update(lr={"$unknown": 1}),
         lambda body: body.update(scalars=[1]),
         lambda body: body.update(scalars={"second": 1}),
+        lambda body: body["scalars"].update(groups=[None]),
+        lambda body: body["scalars"].update(groups=[1, 2, 3]),
+        lambda body: body["scalars"].update(parameters={"second": 1}),
         lambda body: body.update(extra={"$unknown": 1}),
         lambda body: body.update(extra={"$dict": [[TENSOR, 1]]}),
     ],
@@ -90,9 +96,51 @@ def test_manifests_sealed_by_somebody_else(
     name = f"{RANK}.commit"
     reseal(published / name, "commit", change)
     relist(published, name)
-    assert not check(published).good
     newest = f"{RANK}/commit-{STEPS:010d}"
     reseal(run / newest, "commit", change)
+    assert_reported(published, run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("groups"),
+        lambda body: body.pop("pages"),
+        lambda body: body.pop("offsets"),
+        lambda body: body.update(offsets=7),
+        lambda body: body.update(offsets="0" * 32),
+        lambda body: body.update(groups=[[None]]),
+        lambda body: body["groups"].pop(),
+        lambda body: body["groups"][1].append(body["groups"][0][0]),
+        lambda body: body["groups"][0].insert(0, {**body["groups"][0][1], "shape": [2**45]}),
+        lambda body: body["groups"][0][0].update(shape=[2**62, 2**62]),
+        lambda body: body["groups"][0][1].update(shape=[2**40]),
+        lambda body: body["groups"][0][0].update(shape=[-1]),
+        lambda body: body["groups"][0][0].update(dtype="load"),
+        lambda body: body["groups"][0][0].update(shape=[1] * 17),
+        lambda body: body["groups"][0][0].update(elementwise="no"),
+        lambda body: body.update(pages=7),
+        lambda body: body["pages"].pop(),
+        lambda body: body["pages"].reverse(),
+        lambda body: body["pages"][0].__setitem__(0, 99),
+        lambda body: body["pages"][0].__setitem__(1, []),
+        lambda body: body["pages"][0][1][0].__setitem__(0, -1),
+        lambda body: body["pages"][0][1][0].__setitem__(1, []),
+        lambda body: body["pages"][0][1][0][1][0].__setitem__(1, [2**62, 2**62]),
+    ],
+)
+def test_layouts_sealed_by_somebody_else(
+    change: Callable[[dict[str, Any]], None], published: Path, run: Path, tmp_path: Path
+) -> None:
+    reseal_layout(published / f"{RANK}.commit", change)
+    for suffix in ("commit", "layout"):
+        relist(published, f"{RANK}.{suffix}")
+    reseal_layout(run / RANK / f"commit-{STEPS:010d}", change)
+    assert_reported(published, run, tmp_path)
+
+
+def assert_reported(published: Path, run: Path, tmp_path: Path) -> None:
+    assert not check(published).good
     assert not check(run).good
     for directory in (published, run):
         assert summarize(directory).step in (None, STEPS - 1, STEPS)
@@ -214,67 +262,68 @@ def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:
         assert "its pages are of mixed steps" in fault.what
 
 
-def second_rank(run: Path, **changes: Any) -> None:
-    """Make a run of one rank one of two, with the same pages."""
-    for name in ("run.json", *(f"commit-{step:010d}" for step in (STEPS - 1, STEPS))):
-        kind = "run" if name == "run.json" else "commit"
-        reseal(run / RANK / name, kind, lambda body: body.update(world_size=2))
-    shutil.copytree(run / RANK, run / "rank-00001")
-    for name in ("run.json", *(f"commit-{step:010d}" for step in (STEPS - 1, STEPS))):
-        kind = "run" if name == "run.json" else "commit"
-        reseal(run / "rank-00001" / name, kind, lambda body: body.update(rank=1))
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    """A run of two ranks, each of which owns a part."""
+
+    def train(ranks: Ranks) -> None:
+        toy = Toy(tmp_path / "two ranks", [*MODEL, [TWIN]], process_group=ranks)
+        for _ in range(STEPS):
+            toy.step()
+        toy.store.close()
+
+    assert ThreadJob(2).run(train) == [None, None]
+    return tmp_path / "two ranks"
 
 
-def test_two_ranks(run: Path) -> None:
-    nbytes = check(run).bytes_checked
-    second_rank(run)
-    report = check(run)
-    assert (report.good, report.step, report.bytes_checked) == (True, STEPS, 2 * nbytes)
-    page = committed_pages(run)[0].replace(RANK, "rank-00001")
-    flip(run / page, 600)
-    assert places(check(run)) == {page}
+def test_two_ranks(two_ranks: Path) -> None:
+    pages = [committed_pages(two_ranks, rank=rank) for rank in (RANK, "rank-00001")]
+    assert all(pages)
+    nbytes = sum((two_ranks / page).stat().st_size for page in itertools.chain(*pages))
+    report = check(two_ranks)
+    assert (report.good, report.step, report.bytes_checked) == (True, STEPS, nbytes)
+    for page in itertools.chain(*pages):
+        flip(two_ranks / page, 600)
+        assert places(check(two_ranks)) == {page}
+        flip(two_ranks / page, 600)
 
 
-def test_an_absent_rank(run: Path) -> None:
-    second_rank(run)
-    shutil.rmtree(run / "rank-00001")
-    (fault,) = check(run).faults
+def test_an_absent_rank(two_ranks: Path) -> None:
+    shutil.rmtree(two_ranks / "rank-00001")
+    (fault,) = check(two_ranks).faults
     assert fault.place == "rank-00001"
     assert "is missing, and the run has 2 ranks: if it is on the disk of another" in fault.what
 
 
-def test_a_rank_that_went_further(run: Path) -> None:
-    second_rank(run)
+def test_a_rank_that_went_further(two_ranks: Path) -> None:
     newest = f"rank-00001/commit-{STEPS:010d}"
-    (run / newest).unlink()
-    report = check(run)
+    (two_ranks / newest).unlink()
+    report = check(two_ranks)
     assert (report.good, report.step) == (True, STEPS - 1)
     assert "rank-00000 went further than step 2" in report.notes[0]
 
 
-def test_a_step_of_two_attempts(run: Path) -> None:
-    second_rank(run)
+def test_a_step_of_two_attempts(two_ranks: Path) -> None:
     reseal(
-        run / "rank-00001" / f"commit-{STEPS:010d}",
+        two_ranks / "rank-00001" / f"commit-{STEPS:010d}",
         "commit",
         lambda body: body.update(attempt="another"),
     )
-    report = check(run)
+    report = check(two_ranks)
     assert (report.good, report.step) == (True, STEPS - 1)
     reseal(
-        run / "rank-00001" / f"commit-{STEPS - 1:010d}",
+        two_ranks / "rank-00001" / f"commit-{STEPS - 1:010d}",
         "commit",
         lambda body: body.update(attempt="another"),
     )
-    assert "no committed step in common" in text(check(run))
+    assert "no committed step in common" in text(check(two_ranks))
 
 
-def test_ranks_of_two_runs(run: Path) -> None:
-    second_rank(run)
+def test_ranks_of_two_runs(two_ranks: Path) -> None:
     for name in ("run.json", *(f"commit-{step:010d}" for step in (STEPS - 1, STEPS))):
         kind = "run" if name == "run.json" else "commit"
-        reseal(run / "rank-00001" / name, kind, lambda body: body.update(run_id="f" * 32))
-    assert "holds ranks of different runs" in text(check(run))
+        reseal(two_ranks / "rank-00001" / name, kind, lambda body: body.update(run_id="f" * 32))
+    assert "holds ranks of different runs" in text(check(two_ranks))
 
 
 def test_a_folder_of_another_rank(run: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from typer.testing import CliRunner
 
 import tierstore
 from tests.support.isolated_process import allow_more_memory, apart
-from tests.support.originals import STEPS, reseal
+from tests.support.originals import STEPS
 from tests.support.toy import RANK, Spec, Toy, make_run
 from tierstore.cli import app
 
@@ -61,7 +60,7 @@ def make_huge(path: Path) -> None:
     raises=AssertionError,
     reason="a file of a run that has any size is read until there is no memory",
 )
-@pytest.mark.parametrize("name", ["run.json", "dirty", "dealing.json", COMMIT])
+@pytest.mark.parametrize("name", ["run.json", "dirty", "striping.json", COMMIT])
 def test_a_huge_file_of_a_run_is_refused_unread(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run)
@@ -82,37 +81,6 @@ def test_a_huge_mark_of_a_reshard_is_refused_unread(tmp_path: Path) -> None:
     make_huge(run / "resharded/tierstore.json")
     outcome = apart(resume, run)
     assert outcome.typed or outcome.value == STEPS, outcome
-
-
-def twice(body: dict[str, Any]) -> None:
-    """Name a parameter twice, and have the first be larger than any page holds."""
-    group = body["groups"][0]
-    spec = next(spec for spec in group if spec["elementwise"])
-    group.insert(group.index(spec), {**spec, "shape": [2**45]})
-
-
-def verify_in_few_seconds(run: Path) -> tuple[int, str]:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 2  # Of the processor: others may be at work.
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 10))
-    allow_more_memory(256 << 20)
-    return call("verify", str(run))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="verify lays out pages of a parameter that is there twice and does not end",
-)
-def test_two_parameters_of_one_name_are_a_fault(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make_run(run)
-    reseal(run / RANK / COMMIT, "commit", twice)
-    outcome = apart(verify_in_few_seconds, run)
-    assert outcome.error == ""
-    code, printed = outcome.value
-    assert code == 1
-    assert "name" in printed
 
 
 # ------------------------------------------------------------------- links and few files

@@ -21,7 +21,7 @@ from tests.support.published import names_in
 from tests.support.striped_runs import MODEL, PAGES, known_bandwidths, made, numbers, resumed, toy
 from tests.support.toy import RANK, Toy, make_run, unchanged
 from tierstore.inspection.verify import verify
-from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.select import open_storage
 
 DISKS = ("disk0", "disk1", "disk2")
@@ -45,7 +45,7 @@ def test_pages_are_dealt_and_the_rest_is_in_the_first(two: list[Path]) -> None:
     assert numbers(two[0]) == [0, 2, 3, 5, 6]
     assert numbers(two[1]) == [1, 4, 7]
     others = {path.name for path in (two[1] / RANK).iterdir()}
-    assert {name for name in others if not name.startswith("page-")} == {"dealing.json", "lock"}
+    assert {name for name in others if not name.startswith("page-")} == {"striping.json", "lock"}
     assert {"run.json", "commit-0000000003"} <= {path.name for path in (two[0] / RANK).iterdir()}
     resumed(two).store.close()
 
@@ -81,7 +81,7 @@ def test_what_is_measured_is_stored_and_used_again(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(two)
-    body = json.loads((two[1] / RANK / "dealing.json").read_bytes().partition(b"\n")[2])
+    body = json.loads((two[1] / RANK / "striping.json").read_bytes().partition(b"\n")[2])
     assert body["weights"] == [2000, 1000]
     assert body["directories"] == [str(place / RANK) for place in two]
 
@@ -97,7 +97,7 @@ def test_really_measured(two: list[Path]) -> None:
     for _ in range(3):
         run.step()
     run.store.close()
-    weights = json.loads((two[0] / RANK / "dealing.json").read_bytes().partition(b"\n")[2])
+    weights = json.loads((two[0] / RANK / "striping.json").read_bytes().partition(b"\n")[2])
     assert min(weights["weights"]) > 0
     assert not [name for place in two for name in names_in(place / RANK) if "probe" in name]
     resumed(two).store.close()
@@ -107,12 +107,12 @@ def test_one_device_is_noted(two: list[Path], caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, "tierstore"):
         made(two)
     assert f"{two[0] / RANK} and {two[1] / RANK} are on one device" in caplog.text
-    assert f"{two[0] / RANK}: dealt 67% of the pages, at 2000 MB/s" in caplog.text
+    assert f"{two[0] / RANK}: gets 67% of the pages, at 2000 MB/s" in caplog.text
 
 
 def test_a_list_of_one_is_that_directory(tmp_path: Path) -> None:
     made([tmp_path / "run"])
-    assert not (tmp_path / "run" / RANK / "dealing.json").exists()
+    assert not (tmp_path / "run" / RANK / "striping.json").exists()
     resumed(tmp_path / "run").store.close()
 
 
@@ -125,7 +125,7 @@ def test_every_directory_has_its_own_engine(tmp_path: Path) -> None:
     directories = [(tmp_path / "one" / RANK, "auto"), (tmp_path / "two" / RANK, "aiofiles")]
     parts = [open_storage(directory, engine) for directory, engine in directories]
     engines = list(dict.fromkeys(part.engine for part in parts))
-    run = toy(DealtStorage(parts, lambda parts: [1e9, 1e9]))
+    run = toy(StripedStorage(parts, lambda parts: [1e9, 1e9]))
     assert run.store.stats().engine == ", ".join(engines)
     run.step()
     run.store.close()
@@ -181,14 +181,16 @@ def test_an_empty_directory_in_place_of_one(two: list[Path]) -> None:
     made(two)
     shutil.rmtree(two[1] / RANK)
     (two[1] / RANK).mkdir()
-    refused(two, f"^{two[1]} holds nothing of the run that is dealt over .*not mounted")
+    refused(two, f"^{two[1]} holds nothing of the run that is striped over .*not mounted")
 
 
 def test_directories_of_two_runs(two: list[Path], tmp_path: Path) -> None:
     made(two)
     others = made([tmp_path / "other0", tmp_path / "other1"])
     with unchanged(tmp_path):
-        refused([two[0], others[1]], f"^{others[1]} is not of the run that is dealt over {two[0]}")
+        refused(
+            [two[0], others[1]], f"^{others[1]} is not of the run that is striped over {two[0]}"
+        )
         refused([two[0], others[0]], f"^{others[0]} is not of the run")
         refused([*two, others[1]], f"^{others[1]} is not of the run")
 
@@ -264,7 +266,7 @@ def test_a_run_of_one_directory_is_not_spread(two: list[Path], tmp_path: Path) -
     make_run(two[0])
     for resume in (True, False):
         with unchanged(two[0]):
-            refused(two, f"^{two[0]} holds a run that is not dealt", resume=resume)
+            refused(two, f"^{two[0]} holds a run that is not striped", resume=resume)
     others = made([tmp_path / "other0", tmp_path / "other1"])
     refused([others[0], two[0]], f"^{two[0]} is not of the run")
 
@@ -290,12 +292,12 @@ def test_resume_of_a_run_that_committed_nothing(two: list[Path]) -> None:
 
 def test_overwrite_removes_the_run_in_all_directories(two: list[Path], tmp_path: Path) -> None:
     made(two)
-    before = [(place / RANK / "dealing.json").read_bytes() for place in two]
+    before = [(place / RANK / "striping.json").read_bytes() for place in two]
     (two[1] / RANK / "notes.txt").write_text("precious")
     made(two[::-1], steps=1, overwrite=True)
     assert numbers(two[0]) == [1, 4, 7]
     assert numbers(two[1]) == [0, 2, 3, 5, 6]
-    assert not {(place / RANK / "dealing.json").read_bytes() for place in two} & set(before)
+    assert not {(place / RANK / "striping.json").read_bytes() for place in two} & set(before)
     assert (two[1] / RANK / "notes.txt").read_text() == "precious"
     resumed(two, 1).store.close()
 
@@ -304,9 +306,9 @@ def test_overwrite_of_one_directory_alone(two: list[Path]) -> None:
     made(two)
     made([two[0]], steps=1, overwrite=True)
     assert numbers(two[0]) == list(range(PAGES))
-    assert "dealing.json" not in names_in(two[0] / RANK)
+    assert "striping.json" not in names_in(two[0] / RANK)
     resumed(two[0], 1).store.close()
-    refused(two, f"^{two[0]} is not of the run that is dealt over")
+    refused(two, f"^{two[0]} is not of the run that is striped over")
     made(two, overwrite=True)
     resumed(two).store.close()
 
@@ -314,8 +316,8 @@ def test_overwrite_of_one_directory_alone(two: list[Path]) -> None:
 def test_overwrite_of_what_is_damaged_or_anybodys(two: list[Path], tmp_path: Path) -> None:
     made(two)
     make_run(tmp_path / "plain")
-    flip(two[1] / RANK / "dealing.json", 60)
-    with pytest.raises(tierstore.CorruptionError, match=f"{two[1]}/{RANK}/dealing.json"):
+    flip(two[1] / RANK / "striping.json", 60)
+    with pytest.raises(tierstore.CorruptionError, match=f"{two[1]}/{RANK}/striping.json"):
         toy(two, resume=True)
     directories = [tmp_path / "plain", two[1]]
     made(directories, steps=2, overwrite=True)
@@ -324,8 +326,8 @@ def test_overwrite_of_what_is_damaged_or_anybodys(two: list[Path], tmp_path: Pat
 
 def test_a_file_that_says_nothing_more(two: list[Path]) -> None:
     made(two)
-    (two[0] / RANK / "dealing.json").unlink()
-    refused(two, f"^{two[0]} is not of the run that is dealt over")
+    (two[0] / RANK / "striping.json").unlink()
+    refused(two, f"^{two[0]} is not of the run that is striped over")
 
 
 @pytest.mark.parametrize("shared", [0, 1])

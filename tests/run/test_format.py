@@ -27,11 +27,12 @@ from tests.support.independent_reader import Content, read_checkpoint, read_run
 from tests.support.lone_layouts import lay_out_alone
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, Spec, Toy
-from tierstore.layout.page_layout import layout_digest
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DTYPES
 from tierstore.ranks.peers import Ranks
 from tierstore.run import tagged_json
+from tierstore.run.layout_file import RankLayout
+from tierstore.run.sealed import checksum_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT_TEXT = (ROOT / "docs/reference/format.md").read_text()
@@ -105,13 +106,14 @@ def test_trained_run_is_awkward(trained: Any) -> None:
     """What the tests above are worth: parameters cut over pages, 0-d and empty ones."""
     directory, *_ = trained
     commit = independent_reader.unseal("commit", directory / "published" / f"{RANK}.commit")
-    layouts = list(independent_reader.layouts_of(commit))
-    pages_of = Counter(name for page in layouts for name in {r.name for r in page.records})
+    layout = independent_reader.read_layout(directory / "published" / f"{RANK}.layout", commit)
+    pages = list(independent_reader.pages_of(layout))
+    pages_of = Counter(name for page in pages for name in {r.name for r in page.records})
     assert pages_of["embedding"] > 2
     assert pages_of["empty"] == 0
     assert training.SHAPES["scalar"][0] == ()
-    assert len(commit["groups"]) == 4
-    assert any(page["step"] < TRAINED_STEPS for page in commit["pages"])
+    assert len(layout["groups"]) == 4
+    assert any(step < TRAINED_STEPS for _, step, _ in commit["pages"])
 
 
 def test_metadata_is_not_needed(trained: Any, tmp_path: Path) -> None:
@@ -194,10 +196,11 @@ PARAMETERS = st.builds(
 def assert_layouts_agree(groups: list[list[dict[str, Any]]], page_bytes: int) -> None:
     for number, parameter in enumerate(p for group in groups for p in group):
         parameter["name"] = f"parameter{number}"
-    commit = {"groups": groups, "page_bytes": page_bytes}
-    found = list(independent_reader.layouts_of(commit))
     specs = [[ParameterSpec.from_json(parameter) for parameter in group] for group in groups]
     layouts = lay_out_alone(specs, page_bytes)
+    data = RankLayout.of_pages(specs, layouts).to_bytes()
+    body = json.loads(data.partition(b"\n")[2])
+    found = list(independent_reader.pages_of(body))
     assert [page.nbytes for page in found] == [layout.nbytes for layout in layouts]
     for page, layout in zip(found, layouts, strict=True):
         assert page.blocks == [(b.offset, b.offset + b.nbytes) for b in layout.blocks]
@@ -208,7 +211,9 @@ def assert_layouts_agree(groups: list[list[dict[str, Any]]], page_bytes: int) ->
         for mine, record in zip(page.records, records, strict=True):
             chunk = mine.chunk
             assert (chunk.offsets, chunk.sizes) == (record.chunk.offsets, record.chunk.sizes)
-    assert independent_reader.digest_of(found) == layout_digest(layouts)
+    assert independent_reader.digest_of(found) == body["offsets"]
+    read = RankLayout.from_bytes(data, "", digest=checksum_of(data))
+    assert [page.digest for page in read.lay_out()] == [page.digest for page in layouts]
 
 
 @settings(max_examples=60, deadline=None)
@@ -243,13 +248,14 @@ def test_examples_of_the_document_are_true() -> None:
         {"name": "w", "elementwise": False, **weight},
         {"name": "b", "elementwise": True, **bias},
     ]
-    (layout,) = independent_reader.layouts_of({"groups": [group], "page_bytes": 1 << 28})
+    (page,) = re.findall(r"^`(\[0,.*\])`\.$", FORMAT_TEXT, re.MULTILINE)
+    (layout,) = independent_reader.pages_of({"groups": [group], "pages": [json.loads(page)]})
     rows = re.findall(r"^\| (\d+) \| (\d+) \| `(\w+)` of `(\w)`", FORMAT_TEXT, re.MULTILINE)
     assert rows == [(str(r.offset), str(r.nbytes), r.state, r.name) for r in layout.records]
     assert f"the file has {layout.nbytes} bytes" in FORMAT_TEXT
-    small = {"shape": [6, 4], "dtype": "float32", "states": {}}
-    chunks = [f"{c.offsets}+{c.sizes}" for c in independent_reader.chunks_of(small, 5, 17)]
-    assert ", ".join(chunks) in FORMAT_TEXT
+    specs = [[ParameterSpec.from_json(parameter) for parameter in group]]
+    (written,) = lay_out_alone(specs, 1 << 28)
+    assert page in RankLayout.of_pages(specs, [written]).to_bytes().decode()
     (text,) = re.findall(r'^\[\["master".*', FORMAT_TEXT, re.MULTILINE)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     assert independent_reader.digest_of([layout]) == xxhash.xxh3_128_hexdigest(digest.encode())

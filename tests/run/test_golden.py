@@ -168,7 +168,9 @@ def test_fields_of_the_document_are_those_of_the_files() -> None:
     tables = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", FORMAT_TEXT, re.MULTILINE)
     named = {name for row in tables for name in re.findall(r"`(\w+)`", row)}
     assert commit.keys() <= named
-    others = [*commit["groups"][0][0], *commit["pages"][0]]
+    layout = json.loads((GOLDEN / f"published/{RANK}.layout").read_bytes().partition(b"\n")[2])
+    assert layout.keys() <= named
+    others = [*layout["groups"][0][0], *commit["scalars"]]
     others += json.loads((GOLDEN / f"run/{RANK}/run.json").read_bytes().partition(b"\n")[2])
     marker = (GOLDEN / "published/tierstore.json").read_bytes().partition(b"\n")[2]
     others += json.loads(marker)

@@ -1,4 +1,4 @@
-"""Files dealt over several directories: as a storage like any other, and where they lie."""
+"""Files striped over several directories: as a storage like any other, and where they lie."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tierstore.errors import RunDirectoryError, RunLockedError, StorageError
 from tierstore.run.bandwidth import measured_bandwidths
-from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage import open_storage
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
@@ -31,9 +31,9 @@ def weighing(*megabytes: float) -> Callable[[Sequence[Storage]], list[float]]:
     return lambda parts: [value * 1e6 for value in megabytes]
 
 
-def over(*parts: Storage) -> DealtStorage:
-    """These parts, dealt pages 0, 1, 0, 1, 2 again and again where there are three."""
-    return DealtStorage(parts, weighing(200, 200, 100))
+def over(*parts: Storage) -> StripedStorage:
+    """These parts, striped pages 0, 1, 0, 1, 2 again and again where there are three."""
+    return StripedStorage(parts, weighing(200, 200, 100))
 
 
 def pages(count: int) -> list[str]:
@@ -43,7 +43,7 @@ def pages(count: int) -> list[str]:
 # ------------------------------------------------------------- like any other storage
 
 
-class _AsPages(DealtStorage):
+class _AsPages(StripedStorage):
     """Has the names that the conformance suite uses lie in the second directory."""
 
     def _part(self, name: str) -> Storage:
@@ -56,8 +56,8 @@ def content_of(storage: Storage, name: str) -> bytearray:
     return home.files.contents[name]
 
 
-class TestDealtMemory(StorageTests):
-    dealt: type[DealtStorage] = DealtStorage
+class TestStripedMemory(StorageTests):
+    striped: type[StripedStorage] = StripedStorage
 
     @pytest.fixture
     def storage(self) -> Iterator[Storage]:
@@ -67,7 +67,7 @@ class TestDealtMemory(StorageTests):
             yield storage
 
     def _open(self) -> Storage:
-        return self.dealt([MemoryStorage(files) for files in self.files], weighing(3, 2, 1))
+        return self.striped([MemoryStorage(files) for files in self.files], weighing(3, 2, 1))
 
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         return bytes(content_of(storage, name))
@@ -84,14 +84,14 @@ class TestDealtMemory(StorageTests):
         return self._open()
 
 
-class TestDealtMemoryElsewhere(TestDealtMemory):
-    dealt = _AsPages
+class TestStripedMemoryElsewhere(TestStripedMemory):
+    striped = _AsPages
 
 
 class _InDirectories(StorageTests):
     """Over two directories, of which raw access finds the one that has the file."""
 
-    dealt: type[DealtStorage] = DealtStorage
+    striped: type[StripedStorage] = StripedStorage
     engine = "auto"
 
     @pytest.fixture
@@ -102,7 +102,7 @@ class _InDirectories(StorageTests):
 
     def _open(self) -> Storage:
         parts = [open_storage(directory, self.engine) for directory in self.directories]
-        return self.dealt(parts, weighing(5, 4))
+        return self.striped(parts, weighing(5, 4))
 
     def _path(self, storage: Storage, name: str) -> Path:
         return Path(storage.home(name).location) / name
@@ -120,12 +120,12 @@ class _InDirectories(StorageTests):
         return self._open()
 
 
-class TestDealtDirectories(FileSharingTests, _InDirectories):
+class TestStripedDirectories(FileSharingTests, _InDirectories):
     pass
 
 
-class TestDealtDirectoriesElsewhere(_InDirectories):
-    dealt = _AsPages
+class TestStripedDirectoriesElsewhere(_InDirectories):
+    striped = _AsPages
     engine = "aiofiles"
 
 
@@ -139,12 +139,12 @@ class Three:
         folders = MemoryFiles().folders
         self.files = [MemoryFiles(folders) for _ in range(3)]
 
-    def open(self, order: Sequence[int] = (0, 1, 2), **options: Any) -> DealtStorage:
+    def open(self, order: Sequence[int] = (0, 1, 2), **options: Any) -> StripedStorage:
         parts = [MemoryStorage(self.files[index]) for index in order]
-        return DealtStorage(parts, weighing(200, 200, 100), **options)
+        return StripedStorage(parts, weighing(200, 200, 100), **options)
 
     def names(self) -> list[set[str]]:
-        return [set(files.contents) - {"dealing.json"} for files in self.files]
+        return [set(files.contents) - {"striping.json"} for files in self.files]
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_no_name_goes_from_one_directory_to_another(operation: str, three: Three
 
 
 def test_pages_are_published_from_where_they_lie(tmp_path: Path, three: Three) -> None:
-    real = DealtStorage(
+    real = StripedStorage(
         [open_storage(tmp_path / str(number)) for number in range(3)], weighing(200, 200, 100)
     )
     for storage in (three.open(), real):
@@ -232,7 +232,7 @@ def test_overwrite_lists_everything_and_deals_anew(three: Three) -> None:
         for name in pages(6):
             storage.create(name, SECTOR_BYTES)
     three.files[2].contents["page-000000.a"] = bytearray(1)  # Not where it belongs.
-    old = [bytes(files.contents["dealing.json"]) for files in three.files]
+    old = [bytes(files.contents["striping.json"]) for files in three.files]
     with closing(three.open((2, 0, 1), overwrite=True)) as storage:
         storage.lock(0)
         assert storage.list() == pages(6)
@@ -242,7 +242,7 @@ def test_overwrite_lists_everything_and_deals_anew(three: Three) -> None:
         storage.put("run.json", b"")
         storage.create("page-000001.a", SECTOR_BYTES)
     assert three.names() == [{"page-000001.a"}, set(), {"run.json"}]
-    new = [bytes(files.contents["dealing.json"]) for files in three.files]
+    new = [bytes(files.contents["striping.json"]) for files in three.files]
     assert not set(new) & set(old)
 
 
@@ -354,7 +354,7 @@ def test_a_second_user_is_refused_whichever_directory_it_shares(shared: int, thr
         storage.lock(0)
 
 
-# ------------------------------------------------------------ a crash as it is dealt
+# ------------------------------------------------------------ a crash as it is striped
 
 
 class Crashed(BaseException):
@@ -387,7 +387,7 @@ def test_a_crash_while_it_is_dealt_leaves_directories_to_begin_in(overwrite: boo
                 raise Crashed
 
         parts = [Watched(count, files) for files in three.files]
-        storage = DealtStorage(parts, weighing(200, 200, 100), overwrite=overwrite)
+        storage = StripedStorage(parts, weighing(200, 200, 100), overwrite=overwrite)
         try:
             begin(storage)
         except Crashed:

@@ -148,7 +148,7 @@ class FaultSimulation(Simulation):
         log = Log(self.settings.world_size)
         session = Session(Disk(folders=(FOLDER,)), self.settings, log, protocol)
         generator = random.Random(f"{self.seed} plan")
-        before = [beginning()]
+        before = [beginning(self.settings.world_size)]
         plan = Plan(before, generator, str(self.seed), self.settings.actions, self.settings.kinds)
         return session, plan
 

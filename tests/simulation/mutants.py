@@ -25,6 +25,7 @@ from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.paging.page import PageFiles
 from tierstore.paging.pager import Pager
+from tierstore.paging.sweep import Sweep
 from tierstore.run import committer, file_names, manifest, recovery
 from tierstore.run.file_names import manifest_revision
 from tierstore.testing.faults import FaultyStorage
@@ -65,6 +66,12 @@ SYNCHRONIZING = Settings(
     world_size=1, commit_every=1, keep_last=None, actions=6, kinds=("synchronize",)
 )
 """A run that does little else than commit."""
+
+SHARING = Settings(world_size=3, commit_every=1, keep_last=None, actions=8, kinds=("synchronize",))
+"""A run of several ranks that does little else than commit."""
+
+REOPENING = Settings(world_size=1, commit_every=1, keep_last=None, actions=8, kinds=("reopen",))
+"""A run that is closed often."""
 
 REPLACING = Settings(
     world_size=1,
@@ -139,27 +146,30 @@ def _shared_is_ignored(storage: RecordedStorage) -> RecordedStorage:
 
 @contextlib.contextmanager
 def _needed_copy_is_overwritten() -> Iterator[None]:
-    original = committer.Committer.claim_copy
+    original = committer.Committer.claim_slot
 
-    def claim_copy(self: committer.Committer, page: int) -> str:
+    def claim_slot(self: committer.Committer, page: int) -> str:
         self.wait()
-        true_copies = self._copies
-        self._copies = {page: "b" if copy == "a" else "a" for page, copy in true_copies.items()}
+        needed = self._needed
+        self._needed = {
+            page: dataclasses.replace(entry, slot="b" if entry.slot == "a" else "a")
+            for page, entry in needed.items()
+        }
         try:
             return original(self, page)
         finally:
-            self._copies = true_copies
+            self._needed = needed
 
-    with mock.patch.object(committer.Committer, "claim_copy", claim_copy):
+    with mock.patch.object(committer.Committer, "claim_slot", claim_slot):
         yield
 
 
 @contextlib.contextmanager
 def _next_step_overtakes_commit() -> Iterator[None]:
     """A commit that is so slow that its pages are overwritten first, since nothing waits."""
-    submit, claim_copy, wait = (
+    submit, claim_slot, wait = (
         committer.Committer._commit,
-        committer.Committer.claim_copy,
+        committer.Committer.claim_slot,
         committer.Committer.wait,
     )
     late: dict[committer.Committer, tuple[Any, ...]] = {}
@@ -174,17 +184,78 @@ def _next_step_overtakes_commit() -> Iterator[None]:
 
     def claim(self: committer.Committer, page: int) -> str:
         durable, self._number_durable = self._number_durable, self._number_begun
+        self.wait = lambda: None  # type: ignore[method-assign]
         try:
-            with mock.patch.object(committer.Committer, "wait"):
-                return claim_copy(self, page)
+            return claim_slot(self, page)
         finally:
+            del self.wait
             self._number_durable = durable
 
     with (
         mock.patch.object(committer.Committer, "_commit", note),
-        mock.patch.object(committer.Committer, "claim_copy", claim),
+        mock.patch.object(committer.Committer, "claim_slot", claim),
         mock.patch.object(committer.Committer, "wait", commit_now),
     ):
+        yield
+
+
+def _flushed_after_the_agreement(storage: RecordedStorage) -> RecordedStorage:
+    """Flush pages when the committer next looks at the directory, all ranks having agreed."""
+    flush, list_names = storage.flush, storage.list
+    waiting: list[str] = []
+
+    def listed() -> list[str]:
+        if waiting:
+            flush(waiting)
+            waiting.clear()
+        return list_names()
+
+    storage.flush = waiting.extend  # type: ignore[method-assign,assignment]
+    storage.list = listed  # type: ignore[method-assign]
+    return storage
+
+
+def _agreed_before_it_is_written(peers: Any, call: str, act: Any) -> Any:
+    if call == "commit":
+        _together(peers, call, lambda: None)
+        return act()
+    return _together(peers, call, act)
+
+
+def _without_the_last_page(self: committer.Committer, groups: Any, pages: Any) -> Any:
+    return _layout(self, groups, pages[:-1] if self.identity.rank == 1 else pages)
+
+
+def _replicas_before_parameters(self: Sweep, subgroup: Any, view: Any, source: Any) -> None:
+    """Send to replicas before the owner has written its parameters."""
+    replication = self._table.replication
+    if self._has_gradient(subgroup):
+        replication.begin(subgroup, source, self._present)
+    replication.begin = lambda *args: None  # type: ignore[method-assign,assignment]
+    try:
+        _finish(self, subgroup, view, source)
+    finally:
+        del replication.begin
+
+
+_together, _layout, _finish = committer.together, committer.Committer.layout, Sweep._finish
+_forget_older = committer.Committer._forget_older
+
+
+@contextlib.contextmanager
+def _layout_after_manifest() -> Iterator[None]:
+    original = committer.write_durably
+    waiting: dict[int, tuple[str, bytes]] = {}
+
+    def write(storage: Any, name: str, data: bytes) -> None:
+        if file_names.layout_digest_in(name):
+            waiting[id(storage)] = name, data
+            return
+        original(storage, name, data)
+        if id(storage) in waiting:
+            original(storage, *waiting.pop(id(storage)))
+
+    with mock.patch.object(committer, "write_durably", write):
         yield
 
 
@@ -314,6 +385,42 @@ WRITTEN = [
     Mutant(
         name="the gather of a commit is left out",
         patched=_patch(committer, "together", lambda peers, call, act: act()),
+    ),
+    Mutant(
+        name="the ranks agree on a commit before they have written it",
+        patched=_patch(committer, "together", _agreed_before_it_is_written),
+        settings=SHARING,
+    ),
+    Mutant(
+        name="the owner's page is not flushed before the agreement",
+        protocol=Protocol(storage=_flushed_after_the_agreement),
+        settings=SHARING,
+    ),
+    Mutant(
+        name="a subgroup is missing in one rank's manifest",
+        patched=_patch(committer.Committer, "layout", _without_the_last_page),
+        settings=SHARING,
+    ),
+    Mutant(
+        name="replicas are told before the owner's write",
+        patched=_patch(Sweep, "_finish", _replicas_before_parameters),
+        settings=SHARING,
+    ),
+    Mutant(
+        name="a layout is written after the manifest that names it",
+        patched=_layout_after_manifest,
+        settings=SYNCHRONIZING,
+    ),
+    Mutant(
+        name="a layout is removed while a manifest names it",
+        patched=_patch(
+            committer.Committer, "_forget_older", lambda self, layouts: _forget_older(self, ())
+        ),
+    ),
+    Mutant(
+        name="the mark of a clean end stays when the run is opened",
+        patched=_patch(recovery, "_remove_clean_mark", lambda storage: None),
+        settings=REOPENING,
     ),
     Mutant(
         name="the copy that the last commit needs is overwritten",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.simulation.disk import Disk
+from tests.simulation.disk import Disk, rank_node
 from tests.simulation.log import Log
 from tests.simulation.plan import Plan
 from tests.simulation.session import Session, Settings
 from tierstore.errors import CorruptionError, PeerFailed, RunDirectoryError
+from tierstore.run.committer import Committer
+from tierstore.run.file_names import CLEAN_NAME, layout_name
+from tierstore.run.layout_file import RankLayout
 
 
 def check_version(restarted: Session, log: Log, cuts: Sequence[int], plan: Plan) -> tuple[int, int]:
@@ -23,6 +26,36 @@ def check_version(restarted: Session, log: Log, cuts: Sequence[int], plan: Plan)
         f"no version from {committed} to {begun} was found; the first of them is not, "
         f"because of {differences}"
     )
+
+
+def check_files(restarted: Session, disk: Disk, log: Log, cuts: Sequence[int]) -> None:
+    """Check files of each rank that a restart itself does not need.
+
+    The layout that the commit names is whole, so that any version can read the run. A mark of a
+    clean end was made after the last write to a page.
+    """
+    for rank, cut in enumerate(cuts):
+        names = disk.directories.get(rank_node(rank), {})
+        store = restarted.stores[rank]
+        assert store is not None
+        assert isinstance(store._committer, Committer)
+        commit = store._committer.committed
+        if commit is not None:
+            name = layout_name(commit.layout)
+            data = disk.contents.get(names[name], b"") if name in names else b""
+            try:
+                RankLayout.from_bytes(data, name, digest=commit.layout).lay_out()
+            except CorruptionError as error:
+                raise AssertionError(
+                    f"rank {rank} has no layout for its commit: {error}"
+                ) from error
+        operations = log.operations[rank][:cut]
+        marked = [
+            i for i, op in enumerate(operations) if op.text == f"{CLEAN_NAME}.tmp -> {CLEAN_NAME}"
+        ]
+        after = operations[marked[-1] if marked else 0 :]
+        if CLEAN_NAME in names and any(op.kind == "write" for op in after):
+            raise AssertionError(f"rank {rank} has a clean mark, and pages were written since")
 
 
 def check_refusal(

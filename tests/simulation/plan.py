@@ -20,12 +20,31 @@ PAGE_BYTES = 8192
 
 RANKS_MAX = 3
 
-# Name, shape, dtype, whether it may be cut over pages; one list for each group.
-_Spec = tuple[str, tuple[int, ...], torch.dtype, bool]
-_GROUPS: tuple[tuple[_Spec, ...], ...] = (
-    (("matrix", (20, 33), torch.bfloat16, False), ("vector", (30,), torch.float32, False)),
-    (("table", (34, 40), torch.float32, True),),
+# Name, shape, dtype, whether it may be cut over pages, how replicas share it; for each group.
+_Spec = tuple[str, tuple[int, ...], torch.dtype, bool, str | None]
+_Groups = tuple[tuple[_Spec, ...], ...]
+_LONE_GROUPS: _Groups = (
+    (
+        ("matrix", (20, 33), torch.bfloat16, False, None),
+        ("vector", (30,), torch.float32, False, None),
+    ),
+    (("table", (34, 40), torch.float32, True, None),),
 )
+# Some ranks own more pages than others. No number of elements is a multiple of three.
+_SHARED_GROUPS: _Groups = (
+    (
+        ("matrix", (20, 34), torch.bfloat16, False, None),
+        ("tall", (41, 20), torch.float32, False, None),
+        ("half", (11, 7), torch.bfloat16, True, None),
+        ("bias", (50,), torch.bfloat16, True, "by_parameter"),
+    ),
+    (("table", (101, 40), torch.float32, True, None),),
+)
+
+
+def _groups(world_size: int) -> _Groups:
+    return _LONE_GROUPS if world_size == 1 else _SHARED_GROUPS
+
 
 KINDS: tuple[str, ...] = (
     "synchronize",
@@ -54,6 +73,7 @@ States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 class Version:
     """Everything that a commit of all ranks holds."""
 
+    world_size: int
     step: int
     extra: Any
     rates: tuple[int, ...]
@@ -75,30 +95,37 @@ class Action:
     """Index of the version that this may commit, among those of the plan."""
 
 
-def beginning() -> Version:
+def beginning(world_size: int) -> Version:
     """Return what there is before the first step."""
+    groups = _groups(world_size)
     states = {
-        name: (_pattern(shape), torch.zeros(shape))
-        for group in _GROUPS
-        for name, shape, _, _ in group
+        name: (_pattern(shape), torch.zeros(shape)) for group in groups for name, shape, *_ in group
     }
-    return Version(step=0, extra=None, rates=(1,) * len(_GROUPS), counts={}, states=states)
+    return Version(
+        world_size=world_size,
+        step=0,
+        extra=None,
+        rates=(1,) * len(groups),
+        counts={},
+        states=states,
+    )
 
 
 class Model:
     """The parameters on one rank and an optimizer that changes all of a page in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         self.groups: list[PagedGroup] = []
-        for group in _GROUPS:
+        for group in _groups(world_size):
             parameters = [
                 PagedParameter(
                     name=name,
                     tensor=torch.nn.Parameter(_pattern(shape).to(dtype)),
                     states={"momentum": torch.float32},
                     elementwise=elementwise,
+                    partition=partition,
                 )
-                for name, shape, dtype, elementwise in group
+                for name, shape, dtype, elementwise, partition in group
             ]
             self.groups.append(PagedGroup(parameters=parameters, hyperparameters={"rate": 1}))
 
@@ -143,14 +170,20 @@ class Model:
                 values[parameter.name]["master"] = master
         store.write_states(values)
 
-    def difference(self, store: TierStore, version: Version) -> str:
-        """Return what in a store is not as in a version, or nothing."""
+    def difference(self, store: TierStore, version: Version, *, restored: bool = True) -> str:
+        """Return what in a store is not as in a version, or nothing.
+
+        Args:
+            store: the store of the model.
+            version: the expected version.
+            restored: whether the store has restored it, and so has its extra.
+        """
         found = store.read_states()  # Before this rank returns: all ranks read together.
         if store.step != version.step:
             return f"step {store.step}, not {version.step}"
         if version.step == 0:
             return self._parameter_difference(version)
-        if store.extra != version.extra:
+        if restored and store.extra != version.extra:
             return f"extra {store.extra}, not {version.extra}"
         if self.rates != version.rates:
             return f"rates {self.rates}, not {version.rates}"
@@ -211,12 +244,12 @@ class Plan:
 
     def _train(self) -> None:
         """A step, mostly of all groups; then the scheduler's, then a commit, each mostly."""
-        numbers: list[int | None] = [self._generator.randrange(1, 100) for _ in _GROUPS]
+        numbers: list[int | None] = [self._generator.randrange(1, 100) for _ in self._now.rates]
         if self._now.step and self._generator.random() < 0.2:
             numbers[self._generator.randrange(len(numbers))] = None
         self._act("step", numbers, _stepped(self._now, numbers))
         if self._generator.random() < 0.3:
-            rates = tuple(self._generator.randrange(1, 4) for _ in _GROUPS)
+            rates = tuple(self._generator.randrange(1, 4) for _ in self._now.rates)
             self._act("rates", rates, replace(self._now, rates=rates))
         if self._generator.random() < 0.7:
             self._commit()
@@ -248,7 +281,7 @@ class Plan:
     def _overwrite(self) -> None:
         """Rarely: what comes before it is lost for what follows."""
         if self._generator.random() < 0.3:
-            self._act("overwrite", None, beginning())
+            self._act("overwrite", None, beginning(self._now.world_size))
 
     def _replace(self) -> None:
         """New states for the same step, and the commit that is to hold them."""
@@ -267,8 +300,9 @@ class Plan:
 
 def _stepped(version: Version, numbers: Sequence[int | None]) -> Version:
     states, counts = dict(version.states), dict(version.counts)
-    for group, number, rate in zip(_GROUPS, numbers, version.rates, strict=True):
-        for name, shape, _, _ in group if number is not None else ():
+    groups = _groups(version.world_size)
+    for group, number, rate in zip(groups, numbers, version.rates, strict=True):
+        for name, shape, *_ in group if number is not None else ():
             assert number is not None
             master, momentum = states[name]
             momentum = momentum + _gradient(shape, number)

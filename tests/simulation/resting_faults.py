@@ -49,12 +49,12 @@ def changes_dropped(self: Pager, *args: Any) -> None:
 
 
 def written_over_itself(self: Pager, *args: Any) -> None:
-    def claim_copy(index: int) -> str:
+    def claim_slot(index: int) -> str:
         entry = pages[index].entry
-        return original(index) if entry is None else entry.copy
+        return original(index) if entry is None else entry.slot
 
-    pages, original = args[0], self._committer.claim_copy
-    with mock.patch.object(self._committer, "claim_copy", claim_copy):
+    pages, original = args[0], self._committer.claim_slot
+    with mock.patch.object(self._committer, "claim_slot", claim_slot):
         _make_way(self, *args)
 
 

@@ -55,13 +55,18 @@ def replayed(name: str, mutant: Mutant) -> Violation | None:
 
 
 HARMLESS = {
-    "fsync in commit.write_durably, called by commit.mark_dirty": (
+    "fsync in run.committer.write_durably, called by run.committer.mark_dirty": (
         "harmless: a mark that is damaged refuses as one that is not"
     ),
-    "fsync in commit.write_durably, called by run.open_run.<lambda>: too late": (
+    "in run.committer.write_durably, called by run.committer.mark_clean": (
+        "harmless: without the mark the next opening takes the end for unclean"
+    ),
+    "fsync in run.committer.write_durably, called by run.opening.open_run.<lambda>: too late": (
         "harmless: nothing needs the identity before a commit"
     ),
-    "in run.erase, called": "harmless: the new identity is synced next, and with it all this",
+    "in run.recovery.erase, called": (
+        "harmless: the new identity is synced next, and with it all this"
+    ),
 }
 
 

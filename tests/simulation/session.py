@@ -22,7 +22,7 @@ from tests.simulation.plan import (
     Version,
 )
 from tests.simulation.published_reader import check_published
-from tests.simulation.storage import RecordedDealtStorage, RecordedStorage
+from tests.simulation.storage import RecordedStorage, RecordedStripedStorage
 from tests.support.thread_ranks import ThreadJob
 from tierstore.errors import BudgetError, PeerFailed
 from tierstore.ranks.peers import Ranks
@@ -80,7 +80,7 @@ class Settings:
     kinds: tuple[str, ...] = KINDS
     """Of actions besides steps and commits; each is as frequent as it is named."""
     directories: int = 1
-    """How many the pages of each rank are dealt over, each on a disk of its own."""
+    """How many the pages of each rank are striped over, each on a disk of its own."""
     page_bytes: int = PAGE_BYTES
     """Of each page, about."""
     memories: tuple[Memory, ...] = STREAMED
@@ -158,7 +158,7 @@ class Session:
         self._protocol = protocol
         self._files = disk.open(self.log, settings.directories)
         self.job = ThreadJob(settings.world_size, on_gathered=self.log.gathered)
-        self.models: list[Model] = [Model() for _ in range(settings.world_size)]
+        self.models: list[Model] = [Model(settings.world_size) for _ in range(settings.world_size)]
         self.stores: list[TierStore | None] = [None] * settings.world_size
         self.progress = [0] * settings.world_size
         """Index of the action of its plan that each rank was or is at."""
@@ -241,7 +241,7 @@ class Session:
         memories = self._settings.memories
         memory = memories[(rank + self.log.generation) % len(memories)]
         store = TierStore(
-            parts[0] if len(parts) == 1 else RecordedDealtStorage(parts, overwrite=overwrite),
+            parts[0] if len(parts) == 1 else RecordedStripedStorage(parts, overwrite=overwrite),
             page_bytes=self._settings.page_bytes,
             host_memory=memory.host_memory,
             device_memory=memory.device_memory,
@@ -283,6 +283,8 @@ class Session:
         elif action.kind == "synchronize":
             store.synchronize()
             log.mark(rank, "committed", action.version)
+            version = plan.versions[action.version]
+            self._require_version(rank, version, "synchronized", restored=False)
         elif action.kind == "checkpoint":
             log.mark(rank, "publishing", action.value)
             self.expected[action.value] = plan.versions[action.version]
@@ -300,9 +302,14 @@ class Session:
             if overwrite:
                 log.mark(rank, "overwriting", action.version)
                 log.mark(rank, "begun", action.version)
-            self.models[rank] = model = Model()
+            self.models[rank] = Model(self._settings.world_size)
             self._open(ranks, overwrite=overwrite)
             log.mark(rank, "committed", action.version)
-            difference = model.difference(self._store(rank), plan.versions[action.version])
-            if difference:
-                raise AssertionError(f"rank {rank} was opened again at {difference}")
+            version = plan.versions[action.version]
+            self._require_version(rank, version, "opened again", restored=True)
+
+    def _require_version(self, rank: int, version: Version, when: str, *, restored: bool) -> None:
+        """Check that a rank is at a version; all ranks call this, since they read together."""
+        difference = self.models[rank].difference(self._store(rank), version, restored=restored)
+        if difference:
+            raise AssertionError(f"rank {rank} was {when} at {difference}")

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from tests.simulation.disk import Crash, Disk, Unit, choose, every_choice
 from tests.simulation.log import Log
 from tests.simulation.oracle import (
+    check_files,
     check_published_after,
     check_refusal,
     check_version,
@@ -124,7 +125,7 @@ class Simulation:
         log = Log(self.settings.world_size, 0, self._protocol.weakening)
         session = Session(Disk(folders=(FOLDER,)), self.settings, log, self._protocol)
         self._require_well(name, session, session.open())
-        before = [beginning()]
+        before = [beginning(self.settings.world_size)]
         plan = Plan(
             before, random.Random(f"{name} plan"), name, self.settings.actions, self.settings.kinds
         )
@@ -199,6 +200,7 @@ class Simulation:
                 check_refusal(session.log, crash.cuts, errors, self.settings)
                 self.counts["refused"] += 1
                 return restarted, []
+            check_files(restarted, disk, session.log, crash.cuts)
             committed, found = check_version(restarted, session.log, crash.cuts, plan)
             if restarted.contents() != disk.published():
                 raise AssertionError("the restart changed what is published")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tests.simulation.disk import rank_node
 from tests.simulation.log import Entry, Flush, Log, Node, Resize, Sync, Write
-from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.storage.memory import MemoryFiles, MemoryFolder, MemoryStorage
 from tierstore.units import Extent
@@ -118,8 +118,8 @@ class RecordedStorage(MemoryStorage):
         return self.log.node_of(self.files.contents[name], self.rank)
 
 
-class RecordedDealtStorage(DealtStorage):
-    """A DealtStorage over RecordedStorages that does one thing after the other.
+class RecordedStripedStorage(StripedStorage):
+    """A StripedStorage over RecordedStorages that does one thing after the other.
 
     So the log of a schedule is the same each time, and says who asked.
     """

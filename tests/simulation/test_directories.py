@@ -1,4 +1,4 @@
-"""Several disks that crash and fail each for itself: no commit of a dealt run is lost."""
+"""Several disks that crash and fail each for itself: no commit of a striped run is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.fault_simulation import FaultSimulation
 from tests.simulation.session import Settings
 from tests.simulation.simulator import Simulation, Violation
-from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striped_storage import StripedStorage
 
 
 def settings(seed: int) -> Settings:
@@ -65,26 +65,26 @@ def test_every_crash_of_a_small_run() -> None:
     assert sum(1 for _ in Simulation(1, settings=small).every_crash()) > 500
 
 
-def _only_the_first_is_synced(self: DealtStorage) -> None:
+def _only_the_first_is_synced(self: StripedStorage) -> None:
     self._parts[0].sync_directory()
 
 
-def _only_the_first_is_flushed(self: DealtStorage, names: Sequence[str]) -> None:
+def _only_the_first_is_flushed(self: StripedStorage, names: Sequence[str]) -> None:
     self._parts[0].flush([name for name in names if self._part(name) is self._parts[0]])
 
 
-_write = DealtStorage._write
+_write = StripedStorage._write
 
 
-def _the_dealing_is_not_synced(self: DealtStorage, part: Any, *rest: Any) -> None:
+def _the_striping_is_not_synced(self: StripedStorage, part: Any, *rest: Any) -> None:
     with mock.patch.object(part, "sync_directory"):
         _write(self, part, *rest)
 
 
-def _the_dealing_is_put_in_its_place(self: DealtStorage, part: Any, *rest: Any) -> None:
+def _the_striping_is_put_in_its_place(self: StripedStorage, part: Any, *rest: Any) -> None:
     put = part.put
     with (
-        mock.patch.object(part, "put", lambda name, data: put("dealing.json", data)),
+        mock.patch.object(part, "put", lambda name, data: put("striping.json", data)),
         mock.patch.object(part, "rename"),
     ):
         _write(self, part, *rest)
@@ -97,8 +97,8 @@ def _the_dealing_is_put_in_its_place(self: DealtStorage, part: Any, *rest: Any) 
     [
         ("sync_directory", _only_the_first_is_synced, 0),
         ("flush", _only_the_first_is_flushed, 0),
-        ("_write", _the_dealing_is_not_synced, 1),
-        ("_write", _the_dealing_is_put_in_its_place, 1),
+        ("_write", _the_striping_is_not_synced, 1),
+        ("_write", _the_striping_is_put_in_its_place, 1),
     ],
 )
 def test_the_simulation_sees_what_would_be_wrong(
@@ -106,6 +106,6 @@ def test_the_simulation_sees_what_would_be_wrong(
 ) -> None:
     seeds = range(seed, seed + 1)
     simulate(seeds, range(0))
-    monkeypatch.setattr(DealtStorage, method, wrong)
+    monkeypatch.setattr(StripedStorage, method, wrong)
     with pytest.raises(Violation):
         simulate(seeds, range(0))

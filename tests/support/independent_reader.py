@@ -22,7 +22,6 @@ import numpy as np
 import xxhash
 
 VERSION = 1
-RECORD_BYTES_MAX = 2147475456
 BLOCK_BYTES = 8 << 20
 
 ITEM_BYTES = {
@@ -91,12 +90,14 @@ def read_run(directory: Path) -> Content:
     )
     require(bool(common), f"{directory} holds no committed step")
     newest = max(key for key, _ in common)
-    pages = []
+    pages, layouts = [], []
     for folder, _, commits in ranks:
         refuse_dirty(folder, newest)
-        entries = enumerate(commits[newest]["pages"])
-        pages.append([folder / f"page-{page:06d}.{entry['copy']}" for page, entry in entries])
-    return content_of([commits[newest] for *_, commits in ranks], pages)
+        commit = commits[newest]
+        layouts.append(read_layout(folder / f"layout-{commit['layout']}", commit))
+        entries = enumerate(commit["pages"])
+        pages.append([entry and folder / f"page-{page:06d}.{entry[0]}" for page, entry in entries])
+    return content_of([commits[newest] for *_, commits in ranks], layouts, pages)
 
 
 def read_checkpoint(directory: Path) -> Content:
@@ -110,17 +111,20 @@ def read_checkpoint(directory: Path) -> Content:
         require(len(data) == file["nbytes"], f"{name} has {len(data)} bytes")
         if file["xxh3_128"] is not None:
             require(xxhash.xxh3_128_hexdigest(data) == file["xxh3_128"], f"{name} is damaged")
-    commits, pages = [], []
+    commits, layouts, pages = [], [], []
     for rank in range(marker["world_size"]):
         commit = unseal("commit", directory / f"rank-{rank:05d}.commit")
         expected = (marker["run_id"], marker["step"], marker["world_size"], rank)
         found = tuple(commit[key] for key in ("run_id", "step", "world_size", "rank"))
         require(found == expected, f"the commit of rank {rank} is of another checkpoint")
         commits.append(commit)
-        numbers = range(len(commit["pages"]))
-        pages.append([directory / f"rank-{rank:05d}.page-{page:06d}" for page in numbers])
+        layouts.append(read_layout(directory / f"rank-{rank:05d}.layout", commit))
+        entries = enumerate(commit["pages"])
+        pages.append(
+            [entry and directory / f"rank-{rank:05d}.page-{page:06d}" for page, entry in entries]
+        )
     require(len({(c["number"], c["attempt"]) for c in commits}) == 1, "of several commits")
-    return content_of(commits, pages)
+    return content_of(commits, layouts, pages)
 
 
 # ------------------------------------------------------------------------- sealed files
@@ -135,6 +139,16 @@ def unseal(kind: str, path: Path) -> dict[str, Any]:
     require(xxhash.xxh3_128_hexdigest(text).encode() == match[3], f"{path} is damaged")
     body: dict[str, Any] = json.loads(text)
     return body
+
+
+def read_layout(path: Path, commit: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout that a manifest names."""
+    layout = unseal("layout", path)
+    require(path.read_bytes().split()[3].decode() == commit["layout"], f"{path} is another layout")
+    require(len(commit["pages"]) == len(layout["pages"]), "other pages than the layout")
+    for values in (commit["hyperparameters"], commit["scalars"]["groups"]):
+        require(len(values) == len(layout["groups"]), "other groups than the layout")
+    return layout
 
 
 def commit_key(name: str) -> tuple[int, int] | None:
@@ -176,28 +190,28 @@ def refuse_dirty(folder: Path, newest: tuple[int, int]) -> None:
 # -------------------------------------------------------------------------------- pages
 
 
-def content_of(commits: list[dict[str, Any]], pages: list[list[Path]]) -> Content:
+def content_of(
+    commits: list[dict[str, Any]], layouts: list[dict[str, Any]], pages: list[list[Path | None]]
+) -> Content:
     first = commits[0]
-    shared = "subgroups" in first
-    require(all(("subgroups" in commit) == shared for commit in commits), "shared, or not")
-    if shared:
-        for field in ("groups", "page_bytes", "hyperparameters", "scalars"):
-            require(all(commit[field] == first[field] for commit in commits), f"other {field}")
-    with_groups = commits[:1] if shared else commits
-    parameters = [p for commit in with_groups for group in commit["groups"] for p in group]
+    for field in ("page_bytes", "dropped", "hyperparameters", "scalars"):
+        require(all(commit[field] == first[field] for commit in commits), f"other {field}")
+    groups = layouts[0]["groups"]
+    require(all(layout["groups"] == groups for layout in layouts), "other groups")
+    parameters = [parameter for group in groups for parameter in group]
     data = {parameter["name"]: empty_states(parameter) for parameter in parameters}
     require(len(data) == len(parameters), "a parameter is there twice")
     times = {parameter["name"]: np.zeros(parameter["shape"], int) for parameter in parameters}
-    for commit, files in zip(commits, pages, strict=True):
-        layouts = list(layouts_of(commit))
-        require(digest_of(layouts) == commit["layout"], "the layout is not the writer's")
-        for number, (layout, file) in enumerate(zip(layouts, files, strict=True)):
-            fill(data, times, layout, read_page(commit, number, layout, file))
-    for name, counts in times.items():
-        require(bool((counts == 1).all()), f"an element of {name} is not there once")
-    scalars: dict[str, dict[str, float]] = {}
-    for commit in commits:
-        scalars |= decode(commit["scalars"])
+    for commit, layout, files in zip(commits, layouts, pages, strict=True):
+        of_pages = list(pages_of(layout))
+        require(digest_of(of_pages) == layout["offsets"], "the offsets are not the writer's")
+        for number, (page, file) in enumerate(zip(of_pages, files, strict=True)):
+            if file is not None:
+                fill(data, times, page, read_page(commit, number, page, file))
+    kept = [parameter for parameter in parameters if parameter["name"] not in first["dropped"]]
+    for parameter in kept:
+        name = parameter["name"]
+        require(bool((times[name] == 1).all()), f"an element of {name} is not there once")
     return Content(
         run_id=first["run_id"],
         step=first["step"],
@@ -206,12 +220,25 @@ def content_of(commits: list[dict[str, Any]], pages: list[list[Path]]) -> Conten
                 state: finished(data[parameter["name"]][state], dtype, parameter["shape"])
                 for state, dtype in states_of(parameter).items()
             }
-            for parameter in parameters
+            for parameter in kept
         },
-        scalars=scalars,
+        scalars=scalars_of(decode(first["scalars"]), groups),
         hyperparameters=[decode(group) for group in first["hyperparameters"]],
         extra=decode(first["extra"]),
     )
+
+
+def scalars_of(
+    packed: dict[str, Any], groups: list[list[dict[str, Any]]]
+) -> dict[str, dict[str, float]]:
+    """Return parameter name -> scalar name -> number."""
+    found = {
+        parameter["name"]: shared
+        for group, shared in zip(groups, packed["groups"], strict=True)
+        for parameter in group
+    }
+    found |= packed["parameters"]
+    return {name: scalars for name, scalars in found.items() if scalars is not None}
 
 
 def empty_states(parameter: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -254,11 +281,11 @@ def finished(data: np.ndarray, dtype: str, shape: list[int]) -> np.ndarray:
 def read_page(commit: dict[str, Any], number: int, layout: Layout, file: Path) -> np.ndarray:
     page = np.fromfile(file, np.uint8)
     require(len(page) == layout.nbytes, f"{file} has {len(page)} bytes, not {layout.nbytes}")
-    entry = commit["pages"][number]
-    checksums = re.findall("[0-9a-f]{16}", entry["checksums"])
+    _, step, text = commit["pages"][number]
+    checksums = re.findall("[0-9a-f]{16}", text)
     require(len(checksums) in (0, len(layout.blocks)), "wrong number of checksums")
     for (start, stop), checksum in zip(layout.blocks, checksums, strict=False):
-        place = commit["run_id"].encode() + struct.pack("<QQQ", number, start, entry["step"])
+        place = commit["run_id"].encode() + struct.pack("<QQQ", number, start, step)
         found = xxhash.xxh3_64_hexdigest(page[start:stop], seed=xxhash.xxh3_64_intdigest(place))
         require(found == checksum, f"{file} is damaged at byte {start}")
     return page
@@ -301,7 +328,7 @@ class Layout:
 
 
 def digest_of(layouts: list[Layout]) -> str:
-    """Return what a manifest says in ``layout``."""
+    """Return what a layout says in ``offsets``."""
     digests = ""
     for layout in layouts:
         places = [
@@ -324,15 +351,11 @@ def states_of(parameter: dict[str, Any]) -> dict[str, str]:
     return {"master": master, **parameter["states"]}
 
 
-def layouts_of(commit: dict[str, Any]) -> Iterator[Layout]:
-    if "subgroups" in commit:
-        for number, shards in commit["subgroups"]:
-            group = commit["groups"][number]
-            yield layout_of([(group[i], list(map(chunk_of, chunks))) for i, chunks in shards])
-        return
-    for group in commit["groups"]:
-        for ranges in shards_of(group, commit["page_bytes"]):
-            yield layout_of([(p, list(chunks_of(p, start, stop))) for p, start, stop in ranges])
+def pages_of(layout: dict[str, Any]) -> Iterator[Layout]:
+    """Yield the layout of each page of a rank."""
+    for number, shards in layout["pages"]:
+        group = layout["groups"][number]
+        yield layout_of([(group[i], list(map(chunk_of, chunks))) for i, chunks in shards])
 
 
 Shard = tuple[dict[str, Any], list[Chunk]]
@@ -344,93 +367,12 @@ def chunk_of(place: list[list[int]]) -> Chunk:
     return Chunk(tuple(offsets), tuple(sizes))
 
 
-def shards_of(
-    group: list[dict[str, Any]], page_bytes: int
-) -> Iterator[list[tuple[dict[str, Any], int, int]]]:
-    """Yield the ranges of parameters in one page after the other."""
-    page: list[tuple[dict[str, Any], int, int]] = []
-    room = page_bytes
-    for parameter in group:
-        numel = math.prod(parameter["shape"])
-        unit = unit_of(parameter, page_bytes)
-        start = 0
-        while start < numel:
-            stop = last_stop(parameter, start, unit, room)
-            if stop == start:
-                if page:
-                    yield page
-                    page, room = [], page_bytes
-                    continue
-                stop = start + unit
-            page.append((parameter, start, stop))
-            room -= shard_bytes(parameter, start, stop)
-            start = stop
-    if page:
-        yield page
-
-
-def unit_of(parameter: dict[str, Any], page_bytes: int) -> int:
-    shape = parameter["shape"]
-    if not parameter["elementwise"]:
-        return math.prod(shape)
-    for dimension in range(1, len(shape) + 1):
-        numel = math.prod(shape[dimension:])
-        if numel * element_bytes(parameter) <= page_bytes // 2:
-            return numel
-    return 1
-
-
-def last_stop(parameter: dict[str, Any], start: int, unit: int, room: int) -> int:
-    numel = math.prod(parameter["shape"])
-    # Framing only adds to this, so nothing beyond it fits.
-    data_max = start + room // element_bytes(parameter)
-    for stop in range(min(numel, data_max - (data_max - start) % unit), start, -unit):
-        if shard_bytes(parameter, start, stop) <= room:
-            return stop
-    return start
-
-
-def element_bytes(parameter: dict[str, Any]) -> int:
-    return sum(ITEM_BYTES[dtype] for dtype in states_of(parameter).values())
-
-
-def shard_bytes(parameter: dict[str, Any], start: int, stop: int) -> int:
-    return sum(
-        record_bytes(chunk.numel * ITEM_BYTES[dtype])
-        for chunk in chunks_of(parameter, start, stop)
-        for dtype in states_of(parameter).values()
-    )
-
-
 def record_bytes(nbytes: int) -> int:
     return round_up(512 + nbytes + 244, 64)
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def chunks_of(parameter: dict[str, Any], start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the chunks of the elements [start, stop)."""
-    shape = parameter["shape"]
-    limit = RECORD_BYTES_MAX // max(ITEM_BYTES[dtype] for dtype in states_of(parameter).values())
-    row = math.prod(shape[1:])
-    if row < limit:
-        limit -= limit % row
-    steps = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-    for first in range(start, stop, limit):
-        last = min(first + limit, stop)
-        while first < last:
-            chunk = Chunk((), ())
-            for dimension, step in enumerate(steps):
-                if first % step == 0 and first + step <= last:
-                    index = [first // steps[d] % shape[d] for d in range(len(shape))]
-                    count = min(shape[dimension] - index[dimension], (last - first) // step)
-                    sizes = (*[1] * dimension, count, *shape[dimension + 1 :])
-                    chunk = Chunk(tuple(index), sizes)
-                    break
-            yield chunk
-            first += chunk.numel
 
 
 def layout_of(shards: list[Shard]) -> Layout:

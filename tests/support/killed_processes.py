@@ -18,7 +18,7 @@ import torch
 import muon
 import tierstore
 from tests.support import training
-from tierstore.run.striped_storage import DealtStorage
+from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import FaultyStorage
@@ -51,7 +51,7 @@ def open_store(
     ]
     storage: Storage = parts[0]
     if directories > 1:
-        storage = DealtStorage(parts, lambda parts: [3e8, 2e8, 1e8][: len(parts)])
+        storage = StripedStorage(parts, lambda parts: [3e8, 2e8, 1e8][: len(parts)])
     return tierstore.TierStore(storage, page_bytes=10000, buffers=3, resume=True, **options)
 
 

@@ -153,12 +153,12 @@ def make(directory: Path) -> None:
 
 
 def unneeded_files(folder: Path) -> Iterator[Path]:
-    """Yield what a restart does without: the lock, and copies of pages in no commit."""
+    """Yield what a restart does without: the lock, the clean mark, and slots in no commit."""
     newest = max(path.name for path in folder.glob("commit-*"))
     pages = json.loads((folder / newest).read_bytes().partition(b"\n")[2])["pages"]
-    needed = {f"page-{number:06d}.{page['copy']}" for number, page in enumerate(pages)}
+    needed = {f"page-{number:06d}.{slot}" for number, (slot, *_) in enumerate(pages)}
     for path in folder.iterdir():
-        if path.name not in needed and not re.match(r"commit-|run\.json", path.name):
+        if path.name not in needed and not re.match(r"commit-|layout-|run\.json", path.name):
             yield path
 
 

@@ -61,6 +61,21 @@ def reseal(path: Path, kind: str, change: Callable[[dict[str, Any]], None]) -> N
     path.write_bytes(f"tierstore {kind} 1 {xxhash.xxh3_128_hexdigest(data)}\n".encode() + data)
 
 
+def reseal_layout(manifest: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Change the layout that a manifest of a run or a checkpoint names; return its file."""
+    digest = json.loads(manifest.read_bytes().partition(b"\n")[2])["layout"]
+    is_published = manifest.suffix == ".commit"
+    path = manifest.with_suffix(".layout") if is_published else manifest.parent / f"layout-{digest}"
+    body = json.loads(path.read_bytes().partition(b"\n")[2])
+    change(body)
+    data = json.dumps(body).encode()
+    digest = xxhash.xxh3_128_hexdigest(data)
+    path = path if is_published else path.with_name(f"layout-{digest}")
+    path.write_bytes(f"tierstore layout 1 {digest}\n".encode() + data)
+    reseal(manifest, "commit", lambda body: body.update(layout=digest))
+    return path
+
+
 def edit(path: Path, change: Callable[[Metadata], Any]) -> None:
     """Change what the ``.metadata`` of a checkpoint says."""
     metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -75,10 +90,10 @@ def entry_of(metadata: Metadata, key: str) -> _StorageInfo:
     return entry
 
 
-def committed_pages(run: Path, step: int = STEPS) -> list[str]:
-    manifest = (run / RANK / f"commit-{step:010d}").read_bytes().partition(b"\n")[2]
+def committed_pages(run: Path, step: int = STEPS, rank: str = RANK) -> list[str]:
+    manifest = (run / rank / f"commit-{step:010d}").read_bytes().partition(b"\n")[2]
     pages = json.loads(manifest)["pages"]
-    return [f"{RANK}/page-{number:06d}.{page['copy']}" for number, page in enumerate(pages)]
+    return [f"{rank}/page-{number:06d}.{slot}" for number, (slot, *_) in enumerate(pages)]
 
 
 def make_originals(root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A run that is dealt over several directories, and looks at where its pages are."""
+"""A run that is striped over several directories, and looks at where its pages are."""
 
 from __future__ import annotations
 

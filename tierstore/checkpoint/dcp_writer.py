@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from tierstore.checkpoint.model_contents import Names
 from tierstore.errors import CheckpointError
-from tierstore.layout.page_layout import PageLayout, Record
+from tierstore.layout.page_layout import Record
 from tierstore.layout.parameters import MASTER, ParameterSpec
 from tierstore.layout.records import record_length
 from tierstore.run import tagged_json
+from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import UNPAGED_NAME, published_page
-from tierstore.run.manifest import Manifest
 
 # What DCP writes as the version of its metadata.
 _DCP_VERSION = "1.0.0"
@@ -44,7 +44,7 @@ _BYTES = BytesStorageMetadata()
 
 
 def checkpoint_metadata(
-    commits: Sequence[tuple[Manifest, Sequence[PageLayout]]],
+    commits: Sequence[tuple[Commit, Sequence[CommittedPage]]],
     names_of: Names,
     unpaged: Iterable[tuple[str, Any, Hashable]],
     model_prefix: str,
@@ -53,7 +53,7 @@ def checkpoint_metadata(
     """Return the content of ``.metadata``, after writing what is in no page.
 
     Args:
-        commits: the manifest of each rank, with the layouts of its pages.
+        commits: the commit of each rank, with its pages.
         names_of: those of the paged parameters.
         unpaged: name and value of what of the model is not paged, and what tells it from others.
         model_prefix: what stands before the names of the model: "model.", or "" as in
@@ -64,17 +64,17 @@ def checkpoint_metadata(
         CheckpointError: two values would have one key.
     """
     catalog = _Catalog(append)
-    manifests = [manifest for manifest, _ in commits]
-    for manifest, layouts in commits:
-        for index, layout in enumerate(layouts):
-            file = published_page(manifest.rank, index)
-            for record in (record for section in layout.sections for record in section.records):
-                for path in _record_paths(record, names_of, model_prefix):
-                    catalog.add_record(path, record, file)
-    # Ranks that share the parameters all say the same of them.
-    for manifest in manifests if manifests[0].subgroups is None else manifests[:1]:
-        _add_scalars(catalog, manifest, names_of, model_prefix)
-    _add_hyperparameters(catalog, manifests, names_of)
+    for commit, pages in commits:
+        for page in pages:
+            file = published_page(commit.manifest.rank, page.number)
+            sections = page.layout.sections
+            for record in (record for section in sections for record in section.records):
+                if record.parameter.name not in commit.manifest.dropped:
+                    for path in _record_paths(record, names_of, model_prefix):
+                        catalog.add_record(path, record, file)
+    first, _ = commits[0]  # All ranks have the same groups and values.
+    _add_scalars(catalog, first, names_of, model_prefix)
+    _add_hyperparameters(catalog, first, names_of)
     for name, value, same in unpaged:
         catalog.add_value([_model_path(model_prefix, name)], value, same)
     return pickle.dumps(catalog.metadata)
@@ -168,10 +168,10 @@ def _model_path(model_prefix: str, name: str) -> Path:
     return (outer, name) if outer else (name,)
 
 
-def _add_scalars(catalog: _Catalog, manifest: Manifest, names_of: Names, model_prefix: str) -> None:
+def _add_scalars(catalog: _Catalog, commit: Commit, names_of: Names, model_prefix: str) -> None:
     """Add what a parameter has in no page: step counts, and all states if it is empty."""
-    scalars = tagged_json.decode(manifest.scalars)
-    for spec in (spec for group in manifest.groups for spec in group):
+    scalars = commit.scalars
+    for spec in (spec for group in commit.groups for spec in group):
         names = names_of[spec.name]
         if math.prod(spec.shape) == 0:
             _add_empty(catalog, spec, names, model_prefix)
@@ -192,16 +192,11 @@ def _add_empty(
         catalog.add_value(paths, value, ("empty", spec.shape, dtype))
 
 
-def members_of(manifests: Sequence[Manifest], number: int) -> list[str]:
-    """Return the names of the parameters of one group, on all ranks, in order."""
-    members = (spec.name for manifest in manifests for spec in manifest.groups[number])
-    return list(dict.fromkeys(members))
-
-
-def _add_hyperparameters(catalog: _Catalog, manifests: Sequence[Manifest], names_of: Names) -> None:
+def _add_hyperparameters(catalog: _Catalog, commit: Commit, names_of: Names) -> None:
     """Add hyperparameters as a list of groups, and as torchtitan has them, by parameter."""
-    for number, saved in enumerate(manifests[0].hyperparameters):
-        names = [names_of[name][0] for name in members_of(manifests, number)]
+    groups = zip(commit.groups, commit.manifest.hyperparameters, strict=True)
+    for number, (specs, saved) in enumerate(groups):
+        names = [names_of[spec.name][0] for spec in specs]
         group = {**portable(tagged_json.decode(saved)), "param_names": names}
         params: Path = ("optimizer", "param_groups", number, "params")
         catalog.add_value([params], names, ("names", number))

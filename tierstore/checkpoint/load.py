@@ -50,8 +50,8 @@ class CheckpointSource:
         contents = _checked(self._path, peers)
         self._entries = StoredEntries(self._path, contents.metadata, contents.slices)
         values = (
-            CommittedValues(self._entries, contents.manifests)
-            if contents.manifests
+            CommittedValues(self._entries, contents.commits[0])
+            if contents.commits
             else StockValues(self._entries)
         )
         self._model_prefixes = values.model_prefixes

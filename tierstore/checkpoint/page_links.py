@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import CorruptionError, StorageError, TierstoreError
-from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout
+from tierstore.layout.page_layout import BLOCK_BYTES
 from tierstore.run.checksums import block_fault
+from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import page_file, published_page
-from tierstore.run.manifest import Manifest
 from tierstore.storage.base import Folder, Storage
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -24,9 +24,9 @@ class RankCommit:
     """The commit of one rank, and its files."""
 
     storage: Storage
-    manifest: Manifest
-    layouts: Sequence[PageLayout]
-    """Those of its pages."""
+    commit: Commit
+    pages: Sequence[CommittedPage]
+    """The pages of the commit."""
     provide_spares: Callable[[Iterable[str]], None]
     """Allocates what shall take the place of these page files in the run."""
 
@@ -41,30 +41,32 @@ class PageFiles:
 
     def __init__(self, commit: RankCommit, token: str) -> None:
         self.commit = commit
-        self.names = [
-            (page_file(page, entry.copy), published_page(commit.manifest.rank, page))
-            for page, entry in enumerate(commit.manifest.pages)
-        ]
-        """Of each page, the name of its file in the run and in the checkpoint."""
+        manifest = commit.commit.manifest
+        self.names = {
+            page: (page_file(page, entry.slot), published_page(manifest.rank, page))
+            for page, entry in manifest.entries.items()
+        }
+        """Page number -> the name of its file in the run and in the checkpoint."""
         self._token = token
         self._storage = commit.storage
         self._held: list[str] = []
-        self._unlinked: list[int] = []
+        self._unlinked: list[CommittedPage] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(layout.nbytes for layout in self.commit.layouts)
+        return sum(page.layout.nbytes for page in self.commit.pages)
 
     @property
     def bytes_to_copy(self) -> int:
         """Bytes of those that could not be linked."""
-        return sum(self.commit.layouts[page].nbytes for page in self._unlinked)
+        return sum(page.layout.nbytes for page in self._unlinked)
 
     def link(self, folder: Folder, child: str) -> None:
         """Link as many pages as can be, and have space for what takes their place in the run."""
-        self.commit.provide_spares(name for name, _ in self.names)
-        for page, (name, new_name) in enumerate(self.names):
+        self.commit.provide_spares(name for name, _ in self.names.values())
+        for page in self.commit.pages:
+            name, new_name = self.names[page.number]
             try:
                 folder.link(self._storage, name, child, new_name)
             except StorageError as error:
@@ -79,7 +81,7 @@ class PageFiles:
             Whether that can be. Else the run may write nothing until they are copied.
         """
         for page in self._unlinked:
-            name, _ = self.names[page]
+            name, _ = self.names[page.number]
             self._held.append(f"{name}.copying-{self._token}")
             try:
                 self._storage.link(name, self._held[-1])
@@ -105,10 +107,10 @@ class PageFiles:
         memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
         memory.madvise(mmap.MADV_DONTFORK)
         buffer = memoryview(memory)
-        sources = list(self._held) or [self.names[page][0] for page in self._unlinked]
+        sources = list(self._held) or [self.names[page.number][0] for page in self._unlinked]
         for page, source in zip(self._unlinked, sources, strict=True):
-            new_name = self.names[page][1]
-            for number, block in enumerate(self.commit.layouts[page].blocks):
+            _, new_name = self.names[page.number]
+            for number, block in enumerate(page.layout.blocks):
                 data = buffer[: block.nbytes]
                 self._storage.read(source, block, data).wait()
                 self._check(page, number, data)
@@ -128,20 +130,18 @@ class PageFiles:
             self._storage.unlink(self._held[-1])
             self._held.pop()
 
-    def _check(self, page: int, number: int, data: memoryview) -> None:
-        manifest, block = self.commit.manifest, self.commit.layouts[page].blocks[number]
-        entry = manifest.pages[page]
+    def _check(self, page: CommittedPage, number: int, data: memoryview) -> None:
         fault = block_fault(
             data,
-            entry.checksums,
+            page.entry.checksums,
             number,
-            block,
-            run_id=manifest.run_id,
-            page=page,
-            step=entry.step,
+            page.layout.blocks[number],
+            run_id=self.commit.commit.manifest.run_id,
+            page=page.number,
+            step=page.entry.step,
         )
         if fault is not None:
-            name = page_file(page, entry.copy)
+            name, _ = self.names[page.number]
             raise CorruptionError(
                 f"{self._storage.home(name).location}/{name}: {fault}; nothing was published"
             )

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,18 +25,17 @@ from tierstore.checkpoint.page_links import PageFiles, RankCommit
 from tierstore.checkpoint.parts import Parts
 from tierstore.checkpoint.publication import Publication
 from tierstore.errors import CheckpointError, RunDirectoryError
-from tierstore.layout.page_layout import PageLayout
 from tierstore.ranks.peers import Peers, agree, on_rank_0, together
+from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
     MARKER_NAME,
     METADATA_NAME,
     RESHARDED_NAME,
     UNPAGED_NAME,
+    published_layout,
     published_manifest,
     published_page,
 )
-from tierstore.run.manifest import Manifest
-from tierstore.run.page_files import layouts_of
 from tierstore.run.sealed import seal
 from tierstore.storage.base import Folder
 
@@ -200,7 +199,7 @@ class _Publishing:
         self._peers = committed.peers
         self._call = call
         self._on_progress = on_progress
-        self._manifest = committed.commits[0].manifest
+        self._manifest = committed.commits[0].commit.manifest
         self._directory = CheckpointDirectory(call.folder, name, self._manifest.run_id, token)
         self._page_files = [PageFiles(commit, token) for commit in committed.commits]
         self._parts: Parts | None = None
@@ -254,21 +253,24 @@ class _Publishing:
 
     def describe(self) -> None:
         """Write all files but the pages; afterwards the model may change."""
-        own = [commit.manifest for commit in self._committed.commits]
-        data = [manifest.to_bytes() for manifest in own]
-        digests = list(map(_digest, data))
+        own = [commit.commit for commit in self._committed.commits]
+        data: dict[str, bytes] = {}
+        for commit in own:
+            data[published_manifest(commit.manifest.rank)] = commit.manifest.to_bytes()
+            data[published_layout(commit.manifest.rank)] = commit.layout.to_bytes()
+        digests = {name: _digest(content) for name, content in data.items()}
         gathered = self._peers.gather((own, digests, self._call.contents.names))
-        manifests = [manifest for some, _, _ in gathered for manifest in some]
-        digests = [digest for _, some, _ in gathered for digest in some]
+        commits = [commit for some, _, _ in gathered for commit in some]
+        digests = {name: digest for _, some, _ in gathered for name, digest in some.items()}
         names = {name: found for _, _, some in gathered for name, found in some.items()}
 
         def put() -> None:
             values = self._call.contents.values()
             try:
-                for manifest, content in zip(own, data, strict=True):
-                    self._directory.put(published_manifest(manifest.rank), content)
+                for name, content in data.items():
+                    self._directory.put(name, content)
                 if self._peers.rank == 0:
-                    self._describe(manifests, digests, names, values)
+                    self._describe(commits, digests, names, values)
             finally:
                 for _ in values:  # All ranks gather the values together, to the last one.
                     pass
@@ -331,28 +333,32 @@ class _Publishing:
 
     def _describe(
         self,
-        manifests: Sequence[Manifest],
-        digests: Sequence[dict[str, Any]],
+        commits: Sequence[Commit],
+        digests: Mapping[str, dict[str, Any]],
         names: Names,
         values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
         """Write what is in no page, and the marker; set the content of ``.metadata``."""
-        known = {commit.manifest.rank: commit.layouts for commit in self._committed.commits}
-        commits: list[tuple[Manifest, Sequence[PageLayout]]] = [
-            (manifest, known.get(manifest.rank) or layouts_of(manifest)) for manifest in manifests
-        ]
+        known = {some.commit.manifest.rank: some.pages for some in self._committed.commits}
+        pages = [known.get(commit.manifest.rank) or commit.pages() for commit in commits]
         unpaged = _UnpagedFile(self._directory.folder, self._directory.child)
         self._metadata = checkpoint_metadata(
-            commits, names, values, self._committed.model_prefix, unpaged.append
+            list(zip(commits, pages, strict=True)),
+            names,
+            values,
+            self._committed.model_prefix,
+            unpaged.append,
         )
         unpaged.flush()
         files = {
-            published_page(manifest.rank, page): {"nbytes": layout.nbytes, "xxh3_128": None}
-            for manifest, layouts in commits
-            for page, layout in enumerate(layouts)
+            published_page(commit.manifest.rank, page.number): {
+                "nbytes": page.layout.nbytes,
+                "xxh3_128": None,
+            }
+            for commit, some in zip(commits, pages, strict=True)
+            for page in some
         }
-        for manifest, digest in zip(manifests, digests, strict=True):
-            files[published_manifest(manifest.rank)] = digest
+        files |= digests
         files[METADATA_NAME] = _digest(self._metadata)
         files[UNPAGED_NAME] = unpaged.digest()
         marker = {

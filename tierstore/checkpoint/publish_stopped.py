@@ -14,8 +14,8 @@ from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.verify import kind_of
 from tierstore.ranks.peers import Alone
+from tierstore.run.commit import load_commit
 from tierstore.run.directories import whole_run
-from tierstore.run.page_files import layouts_of
 from tierstore.run.recovery import find_whole_run
 from tierstore.storage.base import Storage
 
@@ -55,23 +55,23 @@ def publish_whole(
         CheckpointError, StorageError, CorruptionError: as in publish().
     """
     found = find_whole_run(storages)
-    for place, what in coverage_faults([manifest for _, manifest in found]):
+    commits = [load_commit(storage, manifest) for storage, manifest in found]
+    for place, what in coverage_faults(commits):
         raise CorruptionError(f"{storages[0].location} and beside it: {place} {what}")
-    commits = [
+    rank_commits = [
         RankCommit(
             storage=storage,
-            manifest=manifest,
-            layouts=layouts_of(manifest),
+            commit=commit,
+            pages=commit.pages(),
             # Whoever goes on with the run allocates them.
             provide_spares=lambda names: None,
         )
-        for storage, manifest in found
+        for (storage, _), commit in zip(found, commits, strict=True)
     ]
-    groups = [group for commit in commits for group in commit.manifest.groups]
-    names = plain_names(dict.fromkeys(spec.name for group in groups for spec in group))
+    names = plain_names([spec.name for group in commits[0].groups for spec in group])
     committed = Committed(
         peers=Alone(),
-        commits=commits,
+        commits=rank_commits,
         contents=lambda: ModelContents(names=names, unpaged={}),
         model_prefix="model.",
         for_reshard=for_reshard,

@@ -20,7 +20,7 @@ from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import Rank, newest_commit, read_ranks
 from tierstore.ranks.peers import Peers, agree, on_rank_0
-from tierstore.run.directories import dealing_in, looking_into, rank_directory, whole_run
+from tierstore.run.directories import looking_into, rank_directory, striping_in, whole_run
 from tierstore.run.file_names import (
     MARKER_NAME,
     RESHARDED_NAME,
@@ -93,8 +93,8 @@ def look_for_other_ranks(
 
 def _position(directory: Path) -> tuple[int, bool]:
     """Return a key that sorts directories as the run has them, and first where it reshards."""
-    dealing = dealing_in(rank_directory(directory, 0))
-    return dealing.index if dealing else 0, not _leftovers(directory)
+    striping = striping_in(rank_directory(directory, 0))
+    return striping.index if striping else 0, not _leftovers(directory)
 
 
 def _require_commits_of_same_ranks(directories: Sequence[str], peers: Peers) -> None:

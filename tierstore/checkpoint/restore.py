@@ -50,7 +50,7 @@ class Restore:
         together(self._ranks, "check the run", lambda: self._check(manifest))
         usability.awaits_restore = True  # Until all of the below is done.
         try:
-            self._table.pager.reset(self._table.pages, manifest.pages)
+            self._table.pager.reset(self._table.pages, manifest.entries)
             self._table.ensure_placed()
             restore_parameters(self._table)
             committer.restore(manifest, self._table.groups)
@@ -93,8 +93,9 @@ class Restore:
 
     def _check(self, manifest: Manifest) -> None:
         layouts = [page.layout for page in self._table.pages]
-        check_same_model(manifest, self._table.groups, layouts)
-        check_files(self._committer.storage, layouts, manifest)
+        storage = self._committer.storage
+        check_same_model(storage, manifest, self._table.groups, layouts)
+        check_files(storage, layouts, manifest)
 
     def _load(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
         """Fill the pages of a new run from a checkpoint; return its step.

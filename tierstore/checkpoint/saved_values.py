@@ -12,10 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
-from tierstore.checkpoint.dcp_writer import members_of
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.run import tagged_json
-from tierstore.run.manifest import Manifest
+from tierstore.run.commit import Commit
 
 _GROUPS = ("optimizer", "param_groups")
 
@@ -25,24 +24,21 @@ class CommittedValues:
 
     Args:
         entries: of the checkpoint.
-        manifests: those of all ranks.
+        commit: the commit of rank 0. The other ranks have the same values.
 
     Raises:
         CorruptionError: ``.metadata`` and the manifests are not of one another.
     """
 
-    def __init__(self, entries: StoredEntries, manifests: Sequence[Manifest]) -> None:
+    def __init__(self, entries: StoredEntries, commit: Commit) -> None:
         self._entries = entries
-        self._first = manifests[0]
+        self._manifest = commit.manifest
         self._groups: dict[str, int] = {}  # Name of a parameter -> number of its group.
         self._members: dict[str, str] = {}  # -> its name in the manifests.
-        self._scalars: dict[str, Any] = {}
-        for manifest in manifests:
-            self._scalars |= tagged_json.decode(manifest.scalars)
-            self._require(len(manifest.groups) == len(self._first.groups))
-        for number in range(len(self._first.groups)):
+        self._scalars = commit.scalars
+        for number, group in enumerate(commit.groups):
             names = entries.value(".".join((*_GROUPS, str(number), "params")))
-            members = members_of(manifests, number)
+            members = [spec.name for spec in group]
             self._require(isinstance(names, list) and len(names) == len(members))
             self._require(all(isinstance(name, str) for name in names))
             self._groups |= dict.fromkeys(names, number)
@@ -60,12 +56,12 @@ class CommittedValues:
 
     def step(self, counts: Sequence[float]) -> int:
         """Return the step that was committed, whatever parameters count."""
-        return self._first.step
+        return self._manifest.step
 
     @property
     def extra(self) -> Any:
         """What was committed with it."""
-        return tagged_json.decode(self._first.extra)
+        return tagged_json.decode(self._manifest.extra)
 
     def scalar(self, name: str, scalar: str) -> float:
         """Return a number that belongs to a parameter.
@@ -85,7 +81,7 @@ class CommittedValues:
         number = self._groups.get(name)
         if number is None:
             return {}
-        found: dict[str, Any] = tagged_json.decode(self._first.hyperparameters[number])
+        found: dict[str, Any] = tagged_json.decode(self._manifest.hyperparameters[number])
         return found
 
     def _require(self, condition: bool) -> None:

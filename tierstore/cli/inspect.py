@@ -51,7 +51,7 @@ def _summary_parts(summary: Summary) -> Iterator[RenderableType]:
             "another name, in the run or a checkpoint: removing this one frees the rest only"
         )
     for directory, share in summary.directories.items():
-        yield f"{plain(directory)}: dealt {share:.0%} of the pages"
+        yield f"{plain(directory)}: {share:.0%} of the pages"
     if summary.in_use_by is not None:
         yield f"in use by {plain(summary.in_use_by)}"
     for note in summary.notes:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tierstore.layout.chunks import Chunk
-from tierstore.run.manifest import Manifest
+from tierstore.run.commit import Commit
 
 
 def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str]:
@@ -73,36 +73,32 @@ def _text(chunk: Chunk) -> str:
     return f"the chunk at {list(chunk.offsets)} of size {list(chunk.sizes)}"
 
 
-def coverage_faults(manifests: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
+def coverage_faults(commits: Sequence[Commit]) -> Iterator[tuple[str, str]]:
     """Yield a place and what is wrong there.
 
     Args:
-        manifests: of one commit of all ranks, each whole.
+        commits: one commit of all ranks, each whole.
     """
-    first = manifests[0]
-    if any((other.subgroups is None) != (first.subgroups is None) for other in manifests):
-        yield _place(first), "says that ranks share the parameters, or does not, unlike others"
-        return
-    if first.subgroups is None:  # Each rank has its own, and all of them.
-        return
-    for other in manifests[1:]:
-        for field in ("groups", "page_bytes", "hyperparameters", "scalars"):
-            if getattr(other, field) != getattr(first, field):
-                yield _place(other), f"has other {field} than that of rank {first.rank}"
+    first = commits[0]
+    for other in commits[1:]:
+        for name in ("page_bytes", "dropped", "hyperparameters", "scalars"):
+            if getattr(other.manifest, name) != getattr(first.manifest, name):
+                yield _place(other), f"has other {name} than rank {first.manifest.rank}"
                 return
-    names = [spec.name for group in first.groups for spec in group]
-    if len(set(names)) < len(names):
-        yield _place(first), "has two parameters of one name"
-        return
-    chunks: dict[str, list[Chunk]] = {name: [] for name in names}
-    for manifest in manifests:
-        for subgroup in manifest.subgroups or ():
-            for shard in subgroup.shards:
+        if other.layout.groups != first.layout.groups:
+            yield _place(other), f"has other groups than rank {first.manifest.rank}"
+            return
+    chunks: dict[str, list[Chunk]] = {
+        spec.name: [] for group in first.layout.groups for spec in group
+    }
+    for commit in commits:
+        for page in commit.manifest.entries:
+            for shard in commit.layout.subgroups[page].shards:
                 chunks[shard.parameter.name] += shard.chunks
     for spec in (spec for group in first.groups for spec in group):
         for fault in tiling_faults(spec.shape, chunks[spec.name]):
             yield f"parameter {spec.name!r}", f"on all ranks together: {fault}"
 
 
-def _place(manifest: Manifest) -> str:
-    return f"the commit of rank {manifest.rank}"
+def _place(commit: Commit) -> str:
+    return f"the commit of rank {commit.manifest.rank}"

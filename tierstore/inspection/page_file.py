@@ -16,37 +16,33 @@ from tierstore.layout.records import (
     record_trailer,
 )
 from tierstore.run.checksums import block_fault
-from tierstore.run.manifest import Manifest
+from tierstore.run.commit import CommittedPage
 from tierstore.units import Extent
 
 _NAMED_MAX = 3
 
 
-def check_page(
-    reader: Reader, name: str, manifest: Manifest, number: int, layout: PageLayout
-) -> None:
+def check_page(reader: Reader, name: str, run_id: str, page: CommittedPage) -> None:
     """Note what is wrong with one page of a commit.
 
     Args:
         reader: of the directory.
         name: the page's file in it.
-        manifest: the commit.
-        number: which of its pages this is.
-        layout: of that page.
+        run_id: the run.
+        page: the page.
     """
+    layout = page.layout
     with reader.noting(name), reader.advancing(layout.nbytes), reader.open(name) as file:
         file.drop_cached()
         if file.nbytes != layout.nbytes:
             raise CorruptionError(f"has {file.nbytes} bytes, expected {layout.nbytes}")
-        if _check_blocks(reader, file, manifest, number, layout):
+        if _check_blocks(reader, file, run_id, page):
             _check_framing(file, layout)
 
 
-def _check_blocks(
-    reader: Reader, file: File, manifest: Manifest, number: int, layout: PageLayout
-) -> bool:
+def _check_blocks(reader: Reader, file: File, run_id: str, page: CommittedPage) -> bool:
     """Return whether every block can be read and is what was written."""
-    entry = manifest.pages[number]
+    layout, entry = page.layout, page.entry
     changed: list[str] = []
     readable = True
     for index, block in enumerate(layout.blocks):
@@ -61,8 +57,8 @@ def _check_blocks(
                 entry.checksums,
                 index,
                 block,
-                run_id=manifest.run_id,
-                page=number,
+                run_id=run_id,
+                page=page.number,
                 step=entry.step,
             )
             if fault is not None:

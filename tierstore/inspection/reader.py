@@ -124,12 +124,12 @@ class Reader:
         self._buffer: memoryview | None = None
         self._rank = rank
         self._world_size = world_size
-        self._dealt = 0
+        self._asked = 0
 
     def takes(self) -> bool:
         """Return whether the next of all that is to be read is this one's; all ask in one order."""
-        self._dealt += 1
-        return (self._dealt - 1) % self._world_size == self._rank
+        self._asked += 1
+        return (self._asked - 1) % self._world_size == self._rank
 
     @property
     def buffer(self) -> memoryview:

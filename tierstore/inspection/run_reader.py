@@ -1,4 +1,4 @@
-"""The manifests of a run or a checkpoint, read without a store and without changing any."""
+"""The commits of a run or a checkpoint, read without a store and without changing any."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, unsealed, wrong_name
+from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
-    DEALING_NAME,
     IDENTITY_NAME,
     MARKER_NAME,
+    STRIPING_NAME,
     Revision,
     folder_rank,
+    layout_name,
     manifest_revision,
     page_file,
+    published_layout,
     published_manifest,
 )
+from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, RunIdentity
 from tierstore.run.recovery import newest_in_common, read_manifest
 from tierstore.run.sealed import body_errors, is_count, unseal
-from tierstore.run.striping import Dealing, deal
+from tierstore.run.striping import Striping, stripe
 from tierstore.storage.checks import LOCK_NAME
 from tierstore.storage.paths import OPEN_FLAGS
 
@@ -45,15 +49,15 @@ class Rank:
     """Those that are whole."""
     names: Sequence[str] = ()
     """Of everything in the folder."""
-    dealing: Dealing | None = None
-    """How its pages are dealt over several directories, if they are."""
+    striping: Striping | None = None
+    """The striping of its pages over several directories, if there is one."""
     page_folders: Sequence[str | None] = ()
-    """The folders that pages are dealt to, one round; None for one that cannot be read."""
+    """The folder of each page of one round; None for a folder that cannot be read."""
 
-    def page_place(self, page: int, copy: str) -> str | None:
+    def page_place(self, page: int, slot: str) -> str | None:
         """Return the name of a page file for a Reader; None where it cannot be read."""
         folder = self.page_folders[page % len(self.page_folders)]
-        return None if folder is None else f"{folder}/{page_file(page, copy)}"
+        return None if folder is None else f"{folder}/{page_file(page, slot)}"
 
     @property
     def commits(self) -> dict[str, Revision]:
@@ -83,8 +87,8 @@ def read_ranks(reader: Reader) -> list[Rank]:
                 raise CorruptionError("is a link: no link is followed")
             rank.names = reader.list(folder)
             rank.page_folders = [folder]
-            if DEALING_NAME in rank.names:
-                _read_dealing(reader, rank)
+            if STRIPING_NAME in rank.names:
+                _read_striping(reader, rank)
             _read_rank(reader, rank)
             ranks.append(rank)
     # A job of more ranks that was refused leaves folders with nothing in them.
@@ -100,43 +104,43 @@ def _holds_run(rank: Rank) -> bool:
     return IDENTITY_NAME in rank.names or bool(rank.commits)
 
 
-def _read_dealing(reader: Reader, rank: Rank) -> None:
-    """Admit the directories that pages of a rank were dealt to: what says so in them, too."""
-    place = f"{rank.folder}/{DEALING_NAME}"
+def _read_striping(reader: Reader, rank: Rank) -> None:
+    """Admit the other directories of a rank's striping, if their striping files agree."""
+    place = f"{rank.folder}/{STRIPING_NAME}"
     rank.page_folders = [None]
     with reader.noting(place):
-        rank.dealing = _dealing_in(reader, rank.folder)
-    if rank.dealing is None:
+        rank.striping = _striping_in(reader, rank.folder)
+    if rank.striping is None:
         return
-    first, *others = rank.dealing.directories
-    if rank.dealing.index:
+    first, *others = rank.striping.directories
+    if rank.striping.index:
         raise CheckpointError(
-            f"{reader.root} has only pages of a run that is dealt over "
-            f"{len(rank.dealing.directories)} directories: name the first, "
+            f"{reader.root} has only pages of a run that is striped over "
+            f"{len(rank.striping.directories)} directories: name the first, "
             f"{os.path.dirname(first)}"
         )
     folders: list[str | None] = [rank.folder]
     for index, directory in enumerate(others, start=1):
-        folders.append(_admitted(reader, directory, rank.dealing.dealing_id, index))
-    rank.page_folders = [folders[index] for index in deal(rank.dealing.weights)]
+        folders.append(_admitted(reader, directory, rank.striping.striping_id, index))
+    rank.page_folders = [folders[index] for index in stripe(rank.striping.weights)]
 
 
-def _admitted(reader: Reader, directory: str, dealing_id: str, index: int) -> str | None:
+def _admitted(reader: Reader, directory: str, striping_id: str, index: int) -> str | None:
     """Admit a further directory if it says itself that it is that; else note why not."""
     with reader.noting(directory):
         reader.admit(directory)
-        with reader.noting(f"{directory}/{DEALING_NAME}"):
-            found = _dealing_in(reader, directory)
-            if (found.dealing_id, found.index) == (dealing_id, index):
+        with reader.noting(f"{directory}/{STRIPING_NAME}"):
+            found = _striping_in(reader, directory)
+            if (found.striping_id, found.index) == (striping_id, index):
                 return directory
             raise CorruptionError("is of another run, or of another directory of this one")
-    reader.note(f"pages of the run were dealt to {directory}, which could not be read")
+    reader.note(f"pages of the run are striped over {directory}, which could not be read")
     return None
 
 
-def _dealing_in(reader: Reader, folder: str) -> Dealing:
-    place = f"{folder}/{DEALING_NAME}"
-    return unsealed(Dealing.from_bytes, reader.get(place), place)
+def _striping_in(reader: Reader, folder: str) -> Striping:
+    place = f"{folder}/{STRIPING_NAME}"
+    return unsealed(Striping.from_bytes, reader.get(place), place)
 
 
 def _read_rank(reader: Reader, rank: Rank) -> None:
@@ -148,9 +152,7 @@ def _read_rank(reader: Reader, rank: Rank) -> None:
         place = f"{rank.folder}/{name}"
         with reader.noting(place):
             read = partial(read_manifest, revision=revision, rank=rank.rank, identity=rank.identity)
-            manifest = unsealed(read, reader.get(place), place)
-            _require_pages_for(manifest)
-            rank.manifests[revision] = manifest
+            rank.manifests[revision] = unsealed(read, reader.get(place), place)
 
 
 def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
@@ -162,22 +164,35 @@ def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
     return identity
 
 
-def _require_pages_for(manifest: Manifest) -> None:
+def read_commits(
+    reader: Reader, manifests: Sequence[Manifest], layouts: Sequence[str]
+) -> list[Commit]:
+    """Return the commits of all ranks whose layouts are whole, noting every layout that is not.
+
+    Args:
+        reader: of the run or checkpoint.
+        manifests: of one commit, by rank.
+        layouts: the name of the layout file of each rank.
+    """
+    commits = []
+    for manifest, place in zip(manifests, layouts, strict=True):
+        with reader.noting(place):
+            read = partial(RankLayout.from_bytes, digest=manifest.layout)
+            layout = unsealed(read, reader.get(place), place)
+            _require_size(layout)
+            commits.append(Commit(manifest=manifest, layout=layout))
+    return commits
+
+
+def _require_size(layout: RankLayout) -> None:
     """Refuse sizes that would take forever to lay out."""
-    if manifest.subgroups is not None:
-        shards = [shard for subgroup in manifest.subgroups for shard in subgroup.shards]
-        numels = ((shard.parameter, sum(c.numel for c in shard.chunks)) for shard in shards)
-        if sum(spec.element_bytes * numel for spec, numel in numels) > _STATE_BYTES_MAX:
-            raise CorruptionError("has a right checksum but more in its pages than there can be")
-        return
-    specs = [spec for group in manifest.groups for spec in group]
-    cut = [spec for spec in specs if spec.elementwise]
-    # No page of parameters that may be cut holds more than this.
-    page_bytes_max = max([manifest.page_bytes, *(spec.element_bytes for spec in specs)])
-    if sum(spec.nbytes for spec in specs) > _STATE_BYTES_MAX or (
-        sum(spec.nbytes for spec in cut) > len(manifest.pages) * page_bytes_max
-    ):
-        raise CorruptionError("has a right checksum but parameters that its pages cannot hold")
+    shards = (shard for page in layout.subgroups for shard in page.shards)
+    nbytes = sum(
+        shard.parameter.element_bytes * sum(chunk.numel for chunk in shard.chunks)
+        for shard in shards
+    )
+    if nbytes > _STATE_BYTES_MAX:
+        raise CorruptionError("has a right checksum but more in its pages than there can be")
 
 
 def read_marker(reader: Reader) -> Mapping[str, Any]:
@@ -206,8 +221,8 @@ def read_marker(reader: Reader) -> Mapping[str, Any]:
 
 def read_published(
     reader: Reader, names: Sequence[str], marker: Mapping[str, Any] | None
-) -> list[Manifest]:
-    """Return the manifests of all ranks that are whole, and of one commit.
+) -> list[Commit]:
+    """Return what all ranks have committed, of ranks whose files are whole and of one commit.
 
     Args:
         reader: of the checkpoint; told of every other.
@@ -223,7 +238,6 @@ def read_published(
         place = published_manifest(rank)
         with reader.noting(place):
             manifest = unsealed(Manifest.from_bytes, reader.get(place), place)
-            _require_pages_for(manifest)
             commit = (manifest.run_id, manifest.world_size, *manifest.revision, manifest.attempt)
             first = manifests[0] if manifests else manifest
             run_id, world_size, step = first.run_id, first.world_size, first.step
@@ -237,7 +251,8 @@ def read_published(
                     f"of {world_size}, step {step} of run {run_id}, attempt {first.attempt}"
                 )
             manifests.append(manifest)
-    return manifests
+    layouts = [published_layout(manifest.rank) for manifest in manifests]
+    return read_commits(reader, manifests, layouts)
 
 
 def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
@@ -245,6 +260,16 @@ def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
     return newest_in_common(
         [{r: manifest.attempt for r, manifest in rank.manifests.items()} for rank in ranks]
     )
+
+
+def committed_in(reader: Reader, ranks: Sequence[Rank], revision: Revision) -> list[Commit]:
+    """Return a commit of all ranks of a run, of ranks whose layouts are whole."""
+    manifests = [rank.manifests[revision] for rank in ranks]
+    places = [
+        f"{rank.folder}/{layout_name(manifest.layout)}"
+        for rank, manifest in zip(ranks, manifests, strict=True)
+    ]
+    return read_commits(reader, manifests, places)
 
 
 def holder_of(reader: Reader) -> str | None:

@@ -20,6 +20,7 @@ from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import (
     Rank,
+    committed_in,
     holder_of,
     newest_commit,
     read_marker,
@@ -28,8 +29,8 @@ from tierstore.inspection.run_reader import (
 )
 from tierstore.inspection.verify import kind_of
 from tierstore.layout.parameters import ParameterSpec, dtype_name
+from tierstore.run.commit import Commit
 from tierstore.run.file_names import MARKER_NAME, METADATA_NAME, published_manifest
-from tierstore.run.manifest import Manifest
 
 # A run in use removes manifests while they are read, but never the last two.
 _TRIES = 5
@@ -77,7 +78,7 @@ class Summary:
     """Of all ranks together."""
     hyperparameters: Sequence[Mapping[str, Any]] = ()
     """Of each group, as a commit has them: a tuple is {"$tuple": [...]}, and so on."""
-    parameters: Sequence[ParameterSummary] = ()
+    parameters: list[ParameterSummary] = field(default_factory=list)
     state_bytes: dict[str, int] = field(default_factory=dict)
     """State -> bytes of all parameters together."""
     tensors: Sequence[TensorSummary] = ()
@@ -85,7 +86,7 @@ class Summary:
     objects: int = 0
     """How many other values it names."""
     directories: dict[str, float] = field(default_factory=dict)
-    """Those that pages of a run are dealt over, if there are several, and the share of each."""
+    """Directory of a striped run -> its share of the pages."""
     files: int = 0
     file_bytes: int = 0
     shared_files: int = 0
@@ -126,13 +127,13 @@ def _summarize_run(root: Path) -> Summary:
         if rank.identity is not None:
             summary.run_id, summary.world_size = rank.identity.run_id, rank.identity.world_size
             summary.page_bytes = rank.identity.page_bytes
-        if rank.dealing is not None:
-            weights = rank.dealing.weights
-            directories = (str(root / rank.folder), *rank.dealing.directories[1:])
+        if rank.striping is not None:
+            weights = rank.striping.weights
+            directories = (str(root / rank.folder), *rank.striping.directories[1:])
             shares = [weight / sum(weights) for weight in weights]
             summary.directories |= dict(zip(directories, shares, strict=True))
     if newest is not None:
-        _add_manifests(summary, [rank.manifests[newest] for rank in ranks])
+        _add_commits(summary, committed_in(reader, ranks, newest))
     elif any(rank.commits for rank in ranks):
         reader.fault(str(root), "has no commit that is whole on all ranks")
         _require_good(reader)
@@ -151,7 +152,7 @@ def _summarize_checkpoint(root: Path) -> Summary:
         marker = None
         with reader.noting(MARKER_NAME):
             marker = read_marker(reader)
-        _add_manifests(summary, read_published(reader, names, marker))
+        _add_commits(summary, read_published(reader, names, marker))
     with reader.noting(METADATA_NAME):
         _add_metadata(summary, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
     if not summary.parameters and not summary.tensors and not summary.objects:
@@ -170,24 +171,20 @@ def _note_faults(summary: Summary, reader: Reader) -> None:
     summary.notes += [f"{fault.place} {fault.what}" for fault in reader.faults]
 
 
-def _add_manifests(summary: Summary, manifests: Sequence[Manifest]) -> None:
-    if not manifests:
+def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
+    if not commits:
         return
-    first = manifests[0]
+    first = commits[0].manifest
     summary.step, summary.run_id, summary.attempt = first.step, first.run_id, first.attempt
     summary.world_size, summary.page_bytes = first.world_size, first.page_bytes
-    summary.pages = sum(len(manifest.pages) for manifest in manifests)
+    summary.pages = sum(len(commit.manifest.entries) for commit in commits)
     summary.hyperparameters = first.hyperparameters
-    specs: dict[str, tuple[int, ParameterSpec]] = {}
-    for manifest in manifests:
-        for number, group in enumerate(manifest.groups):
-            for spec in group:
-                specs.setdefault(spec.name, (number, spec))
-    summary.parameters = [_parameter(number, spec) for number, spec in specs.values()]
-    for _, spec in specs.values():
-        for state, dtype in spec.all_states:
-            nbytes = math.prod(spec.shape) * dtype.itemsize
-            summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
+    for number, group in enumerate(commits[0].groups):
+        for spec in group:
+            summary.parameters.append(_parameter(number, spec))
+            for state, dtype in spec.all_states:
+                nbytes = math.prod(spec.shape) * dtype.itemsize
+                summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
 
 
 def _parameter(group: int, spec: ParameterSpec) -> ParameterSummary:

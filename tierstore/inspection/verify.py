@@ -17,7 +17,7 @@ from typing import Any, cast
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tierstore.errors import CheckpointError, CorruptionError, RunLockedError, TierstoreError
+from tierstore.errors import CheckpointError, CorruptionError, RunLockedError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.page_file import check_page
@@ -25,6 +25,7 @@ from tierstore.inspection.reader import Reader, Report
 from tierstore.inspection.run_reader import (
     Rank,
     commits_in,
+    committed_in,
     holder_of,
     newest_commit,
     read_marker,
@@ -32,7 +33,7 @@ from tierstore.inspection.run_reader import (
     read_ranks,
 )
 from tierstore.inspection.slices import Slices
-from tierstore.layout.page_layout import PageLayout
+from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import read_mark
 from tierstore.run.file_names import (
     DIRTY_NAME,
@@ -44,8 +45,6 @@ from tierstore.run.file_names import (
     published_page,
     rank_folder,
 )
-from tierstore.run.manifest import Manifest
-from tierstore.run.page_files import layouts_of
 from tierstore.storage.paths import storage_errors
 
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -59,8 +58,8 @@ class Contents:
     metadata: Metadata
     slices: Slices
     """The slices that ``metadata`` names."""
-    manifests: Sequence[Manifest]
-    """Those of all ranks, in order; empty if tierstore did not publish the checkpoint."""
+    commits: Sequence[Commit]
+    """The commits of all ranks, in order; empty if tierstore did not publish the checkpoint."""
 
 
 def verify(
@@ -170,12 +169,15 @@ def _verify_run(reader: Reader) -> int | None:
     newest = newest_commit(ranks)
     _check_ranks(reader, ranks, newest)
     if newest is not None:
-        _check_coverage(reader, [rank.manifests[newest] for rank in ranks])
+        commits = committed_in(reader, ranks, newest)
+        if commits and len(commits) == commits[0].manifest.world_size:
+            _check_coverage(reader, commits)
+        folders = {rank.rank: rank for rank in ranks}
         pages = _Pages(reader)
-        for rank in ranks:
-            manifest = rank.manifests[newest]
-            entries = enumerate(manifest.pages)
-            pages.add(manifest, [rank.page_place(number, entry.copy) for number, entry in entries])
+        for commit in commits:
+            rank = folders[commit.manifest.rank]
+            entries = commit.manifest.entries.items()
+            pages.add(commit, {page: rank.page_place(page, entry.slot) for page, entry in entries})
         pages.check()
     _refuse_in_use(reader)
     for rank in ranks:
@@ -238,45 +240,37 @@ class _Pages:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._work: list[tuple[str, Manifest, int, PageLayout]] = []
+        self._work: list[tuple[str, str, CommittedPage]] = []  # File, run, page.
 
-    def add(self, manifest: Manifest, names: Sequence[str | None]) -> None:
-        """Count the pages of a commit in, each under the name of its file.
+    def add(self, commit: Commit, names: Mapping[int, str | None]) -> None:
+        """Count the pages of a commit in.
 
-        None is for a file in a directory that was found to be missing already.
+        Args:
+            commit: the commit.
+            names: page number -> name of its file; None for a file in a directory that was
+                found to be missing already.
         """
-        with self._reader.noting(f"the commit of rank {manifest.rank}"):
-            for number, layout in enumerate(_layouts(manifest)):
-                name = names[number]
+        with self._reader.noting(f"the commit of rank {commit.manifest.rank}"):
+            for page in commit.pages():
+                name = names[page.number]
                 if name is not None and self._reader.takes():
-                    self._work.append((name, manifest, number, layout))
-                    self._reader.expect(layout.nbytes)
+                    self._work.append((name, commit.manifest.run_id, page))
+                    self._reader.expect(page.layout.nbytes)
 
     def check(self) -> None:
         """Note what is wrong with any of them."""
-        for name, manifest, number, layout in self._work:
-            check_page(self._reader, name, manifest, number, layout)
-        if any(not manifest.pages[number].checksums for _, manifest, number, _ in self._work):
+        for name, run_id, page in self._work:
+            check_page(self._reader, name, run_id, page)
+        if not all(page.entry.checksums for _, _, page in self._work):
             self._reader.note(
                 "the run was trained with checksums=False: of its pages only lengths and "
                 "framing can be checked"
             )
 
 
-def _check_coverage(reader: Reader, manifests: Sequence[Manifest]) -> None:
-    for place, what in coverage_faults(manifests):
+def _check_coverage(reader: Reader, commits: Sequence[Commit]) -> None:
+    for place, what in coverage_faults(commits):
         reader.fault(place, what)
-
-
-def _layouts(manifest: Manifest) -> list[PageLayout]:
-    try:
-        layouts = layouts_of(manifest)
-    except (TierstoreError, ValueError) as error:
-        raise CorruptionError(str(error)) from error
-    for layout, entry in zip(layouts, manifest.pages, strict=True):
-        if len(entry.checksums) not in (0, len(layout.blocks)):
-            raise CorruptionError("has another number of checksums than its pages have blocks")
-    return layouts
 
 
 # -------------------------------------------------------------------------- a checkpoint
@@ -287,10 +281,10 @@ def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None
     names = reader.list()
     published = MARKER_NAME in names or published_manifest(0) in names
     step: int | None = None
-    manifests: list[Manifest] = []
+    commits: list[Commit] = []
     contents: Contents | None = None
     if published:
-        step, manifests = _check_published(reader, names)
+        step, commits = _check_published(reader, names)
     with reader.noting(METADATA_NAME):
         metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
         slices = Slices(reader, metadata)
@@ -299,7 +293,7 @@ def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None
         else:
             reader.expect(slices.nbytes)
             slices.check(whole=True)
-        contents = Contents(metadata=metadata, slices=slices, manifests=manifests)
+        contents = Contents(metadata=metadata, slices=slices, commits=commits)
     if published:
         return "checkpoint", step, contents
     reader.note(
@@ -309,27 +303,28 @@ def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None
     return "plain checkpoint", None, contents
 
 
-def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, list[Manifest]]:
+def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, list[Commit]]:
     """Check what tierstore adds to a checkpoint, and every file by it; return what it is of."""
     marker: Mapping[str, Any] | None = None
     with reader.noting(MARKER_NAME):
         marker = read_marker(reader)
-    manifests = read_published(reader, names, marker)
+    commits = read_published(reader, names, marker)
     pages = _Pages(reader)
     page_names: set[str] = set()
-    for manifest in manifests:
-        files = [published_page(manifest.rank, page) for page in range(len(manifest.pages))]
-        pages.add(manifest, files)
-        page_names.update(files)
-    step = manifests[0].step if manifests else None
+    for commit in commits:
+        manifest = commit.manifest
+        files = {page: published_page(manifest.rank, page) for page in manifest.entries}
+        pages.add(commit, files)
+        page_names.update(files.values())
+    step = commits[0].manifest.step if commits else None
     if marker is not None:
-        if len(manifests) == marker["world_size"]:
-            _check_coverage(reader, manifests)
+        if len(commits) == marker["world_size"]:
+            _check_coverage(reader, commits)
         _note_parts(reader, names, marker["world_size"])
         _check_files(reader, names, marker["files"], page_names)
         step = cast(int, marker["step"])
     pages.check()
-    return step, manifests
+    return step, commits
 
 
 def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:

@@ -145,7 +145,7 @@ class PageFiles:
         if page.entry is None:
             return transfers
         assert page.buffer is not None
-        name = page_file(page.index, page.entry.copy)
+        name = page_file(page.index, page.entry.slot)
         for extent in _merged(page.sections):
             memory = page.buffer.memory[extent.offset : extent.offset + extent.nbytes]
             transfers.append(self._storage.read(name, extent, memory))
@@ -186,7 +186,7 @@ class PageFiles:
         """
         if page.entry is None or page.content is Content.CHANGED:
             return None
-        return self._storage.map(page_file(page.index, page.entry.copy))
+        return self._storage.map(page_file(page.index, page.entry.slot))
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros that costs disk space instead of memory."""
@@ -218,7 +218,7 @@ class PageFiles:
             page.copy.wait()
         with record_function("tierstore::checksums"):
             checksums = self._checksums_of(page, step, page.layout.blocks)
-        entry = PageEntry(copy=slot, step=step, checksums=tuple(checksums))
+        entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
         transfer = self._storage.write(page_file(page.index, slot), extent, memory)
@@ -236,7 +236,7 @@ class PageFiles:
             found = self._checksums_of(page, entry.step, [block for _, block in blocks])
         for (number, block), checksum in zip(blocks, found, strict=True):
             if checksum != entry.checksums[number]:
-                name = page_file(page.index, entry.copy)
+                name = page_file(page.index, entry.slot)
                 raise CorruptionError(
                     f"{self._storage.home(name).location}/{name}: the "
                     f"{block.nbytes} bytes at offset {block.offset} are not those written in "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from torch.profiler import record_function
 
@@ -289,22 +289,23 @@ class Pager:
         while self._writing:
             self._finish_oldest_write()
 
-    def reset(self, pages: Sequence[Page], entries: Sequence[PageEntry]) -> None:
+    def reset(self, pages: Sequence[Page], entries: Mapping[int, PageEntry]) -> None:
         """Go back to what the files of all pages hold, whatever became of the pages.
 
         Waits for all transfers and takes all buffers back.
 
         Args:
             pages: all pages.
-            entries: what the file of each page holds.
+            entries: page number -> what the file of the page holds.
         """
         self._abandon_transfers(pages)
         self.lost_write = False
-        for page, entry in zip(pages, entries, strict=True):
+        for page in pages:
             if page.tier is not Tier.HOST:
                 page.buffer = None
             page.reads = []
-            page.entry, page.content, page.motion = entry, Content.STORED, Motion.AT_REST
+            page.entry = entries[page.index]
+            page.content, page.motion = Content.STORED, Motion.AT_REST
         self._pool.release_all()
 
     def free(self, pages: Iterable[Page]) -> None:
@@ -437,7 +438,7 @@ class Pager:
     def _write(self, page: Page) -> None:
         """Start to write a page to the slot that no commit needs."""
         with self.stalled():
-            slot = self._committer.claim_copy(page.index)
+            slot = self._committer.claim_slot(page.index)
         if page.buffer is None:
             while not self._pool.free_count:
                 self._finish_oldest_write()

@@ -1,8 +1,8 @@
 """The committer: one step of a run after the other becomes durable, in the background.
 
-A commit writes and flushes pages, then puts the manifest under a temporary name, renames it, and
-syncs the directory. Until the last of these is durable, a restart finds the commit before it, whose
-pages are intact, because a step writes to the other slot of each page.
+A commit writes and flushes pages, and the layout file if it is new, then puts the manifest under a
+temporary name, renames it, and syncs the directory. Until the last of these is durable, a restart
+finds the commit before it, whose pages are intact: a step writes to the other slot of each page.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,20 +18,31 @@ from torch.profiler import record_function
 from typing_extensions import override
 
 from tierstore.errors import StorageError, StoreFailedError
-from tierstore.layout.page_layout import PageLayout, layout_digest
+from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup
 from tierstore.ranks.peers import Peers, together
 from tierstore.run import tagged_json
 from tierstore.run.file_names import (
+    CLEAN_NAME,
     DIRTY_NAME,
     Revision,
+    layout_digest_in,
+    layout_name,
     manifest_name,
     manifest_revision,
     page_file,
     spare_file,
 )
-from tierstore.run.manifest import Manifest, PageEntry, RunIdentity
-from tierstore.run.page_files import create_files
+from tierstore.run.layout_file import RankLayout
+from tierstore.run.manifest import (
+    Manifest,
+    PageEntry,
+    RunIdentity,
+    pack_scalars,
+    unpack_scalars,
+)
+from tierstore.run.page_files import create_files, specs_of
+from tierstore.run.sealed import checksum_of
 from tierstore.storage.base import Storage, Transfer
 
 
@@ -59,6 +70,12 @@ def read_mark(data: bytes) -> Revision | None:
 def clear_dirty(storage: Storage) -> None:
     """Remove the mark once a newer commit is durable. A mark that comes back then is stale."""
     storage.unlink(DIRTY_NAME)
+
+
+def mark_clean(storage: Storage, revision: Revision) -> None:
+    """Note durably that the run was closed after a commit, and that nothing is in flight."""
+    mark = {"committed": manifest_name(revision)}
+    write_durably(storage, CLEAN_NAME, json.dumps(mark).encode())
 
 
 class Progress:
@@ -93,7 +110,7 @@ class Progress:
         """Note that pages were changed, and that the first ``groups`` groups all have pages."""
         self.changed, self.groups_written = True, groups
 
-    def claim_copy(self, page: int) -> str:
+    def claim_slot(self, page: int) -> str:
         """Refuse: without a directory no page is written."""
         raise AssertionError(f"page {page} has no file")
 
@@ -136,13 +153,19 @@ class Committer(Progress):
         self._commit_every = commit_every
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
         self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra to commit with it.
+        self._layout: RankLayout | None = None  # Of the last commit that was begun.
+        self._layout_data = b""
+        self.was_closed = True
+        """Whether the run had been closed with nothing in flight; True for a new run."""
+        self.marks_clean_end = False
+        """Whether close() marks the run as closed with nothing in flight."""
 
     def begin_attempt(self, manifest: Manifest | None) -> None:
         """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
         self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
         self.committed = self._begun = manifest
-        entries = manifest.pages if manifest else ()
-        self._copies = {index: entry.copy for index, entry in enumerate(entries)}
+        self._needed = {} if manifest is None else manifest.entries
+        self._durable_layout = ""  # Digest of the layout that this attempt has written.
         self._files_written: set[str] = set()
         self._spares: set[str] = set()
         self._dirty = self._renamed = False
@@ -155,7 +178,8 @@ class Committer(Progress):
         self.begin_attempt(manifest)
         for group, saved in zip(groups, manifest.hyperparameters, strict=True):
             group.hyperparameters.update(tagged_json.decode(saved))
-        self.scalars = tagged_json.decode(manifest.scalars)
+        names = [[parameter.name for parameter in group.parameters] for group in groups]
+        self.scalars = unpack_scalars(manifest.scalars, names)
         self.extra = tagged_json.decode(manifest.extra)
         self.step = manifest.step
         self.groups_written = len(groups)
@@ -198,7 +222,7 @@ class Committer(Progress):
         self.provide_spares(name for name in names if self.storage.is_shared(name))
 
     @override
-    def claim_copy(self, page: int) -> str:
+    def claim_slot(self, page: int) -> str:
         """Return the slot of a page that may be overwritten now, and remember to flush it.
 
         Blocks until the last commit that was begun is durable. Until then a crash may need
@@ -215,12 +239,12 @@ class Committer(Progress):
         self.wait()
         if self._number_durable != self._number_begun:
             raise StoreFailedError("an interrupt came as a commit began, and it was never made")
-        needed = self._copies.get(page)
-        copy = "b" if needed == "a" and "b" in self._slots else "a"
-        name = page_file(page, copy)
+        needed = self._needed[page].slot if page in self._needed else None
+        slot = "b" if needed == "a" and "b" in self._slots else "a"
+        name = page_file(page, slot)
         if self.storage.is_shared(name):
             self.provide_spares([name])
-        if copy == needed and not self._dirty:
+        if slot == needed and not self._dirty:
             assert self.committed is not None
             mark_dirty(self.storage, self.committed.revision)
             self._dirty = True
@@ -231,7 +255,7 @@ class Committer(Progress):
             self.storage.rename(spare_file(name), name)
             self._spares.discard(name)
         self._files_written.add(name)
-        return copy
+        return slot
 
     def provide_spares(self, names: Iterable[str]) -> None:
         """Allocate spare files for these page files, for all or for none.
@@ -279,30 +303,39 @@ class Committer(Progress):
         # The same step with another extra, or the values that a run begins with.
         return was_begun or (self.changed and not self.step) or self.is_due
 
+    def layout(self, groups: Sequence[PagedGroup], pages: Sequence[PageLayout]) -> RankLayout:
+        """Return the layout that commits have now.
+
+        Args:
+            groups: all groups; groups without pages are left out.
+            pages: the layouts of all pages.
+        """
+        if self._layout is None or len(self._layout.groups) < self.groups_written:
+            count = self.groups_written
+            written = [page for page in pages if page.subgroup.group < count]
+            self._layout = RankLayout.of_pages(specs_of(groups[:count]), written)
+            self._layout_data = self._layout.to_bytes()
+        return self._layout
+
     def manifest(
         self,
         groups: Sequence[PagedGroup],
         pages: Sequence[tuple[PageLayout, PageEntry | None]],
-        *,
-        shared: bool,
     ) -> Manifest:
         """Return the manifest of this step: a copy of everything that later steps will change.
 
         Args:
             groups: all groups; those without pages are left out.
-            pages: the layout of every page, and what its file holds.
-            shared: whether other ranks have a part of the groups.
+            pages: the layout of every page, in order, and what its file holds.
 
         Raises:
             TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
         """
+        layout = self.layout(groups, [page for page, _ in pages])
+        entries = [entry for _, entry in pages[: len(layout.subgroups)]]
+        assert None not in entries, "a group counts as written once all of its pages are"
+        names = [[spec.name for spec in group] for group in layout.groups]
         groups = groups[: self.groups_written]
-        written = [
-            (layout, entry)
-            for layout, entry in pages
-            if entry is not None and layout.subgroup.group < len(groups)
-        ]
-        layouts = [layout for layout, _ in written]
         before, (extra_step, extra) = self._begun, self._next_extra
         return Manifest(
             run_id=self.identity.run_id,
@@ -313,11 +346,10 @@ class Committer(Progress):
             number=before.number + 1 if before and before.step == self.step else 1,
             first=before is None,
             page_bytes=self.identity.page_bytes,
-            groups=[[parameter.spec for parameter in group.parameters] for group in groups],
-            layout=layout_digest(layouts),
-            pages=[entry for _, entry in written],
-            subgroups=[layout.subgroup for layout in layouts] if shared else None,
-            scalars=tagged_json.encode(self.scalars, name="scalars"),
+            layout=checksum_of(self._layout_data),
+            pages=entries,
+            dropped=(),
+            scalars=pack_scalars(self.scalars, names),
             hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
             extra=extra if extra_step == self.step else None,
         )
@@ -335,14 +367,14 @@ class Committer(Progress):
         self.wait()
         files = sorted(self._files_written)
         # Submitted last: an interrupt before that leaves a commit that is never durable,
-        # and claim_copy() then lets nothing be overwritten.
+        # and claim_slot() then lets nothing be overwritten.
         self._number_begun += 1
-        self._begun = manifest
-        self._copies = {index: entry.copy for index, entry in enumerate(manifest.pages)}
+        before, self._begun = self._begun, manifest
+        self._needed = manifest.entries
         self._files_written, self._dirty = set(), False
         renamed, self._renamed = self._renamed, False
         self._pending = self._executor.submit(
-            self._commit, self._number_begun, manifest, writes, files, renamed
+            self._commit, self._number_begun, before, manifest, writes, files, renamed
         )
         self._note_begun()
 
@@ -365,6 +397,8 @@ class Committer(Progress):
     def close(self) -> None:
         """End the thread, after the commit in flight."""
         self._executor.shutdown()
+        if self.marks_clean_end and self.committed is not None:
+            mark_clean(self.storage, self.committed.revision)
 
     def _note_begun(self) -> None:
         self._next_extra = (0, None)
@@ -373,6 +407,7 @@ class Committer(Progress):
     def _commit(
         self,
         number: int,
+        before: Manifest | None,
         manifest: Manifest,
         writes: Sequence[Transfer],
         files: Sequence[str],
@@ -386,20 +421,31 @@ class Committer(Progress):
             self.storage.flush(files)
             if renamed:  # Else the manifest could name a page file whose spare has its name.
                 self.storage.sync_directory()
+            if manifest.layout != self._durable_layout:
+                write_durably(self.storage, layout_name(manifest.layout), self._layout_data)
+                self._durable_layout = manifest.layout
             write_durably(self.storage, manifest_name(manifest.revision), manifest.to_bytes())
 
         with record_function(f"tierstore::commit {manifest.step}"):
             together(self._peers, "commit", commit_here)
         self.committed = manifest
         self._number_durable = number
-        self._forget_older()
+        self._forget_older({manifest.layout, manifest.layout if before is None else before.layout})
 
-    def _forget_older(self) -> None:
-        """Remove the manifests that no restart needs any more, and the dirty mark."""
+    def _forget_older(self, layouts: Container[str]) -> None:
+        """Remove the manifests that no restart needs any more, and the dirty mark.
+
+        Args:
+            layouts: the digests of the layouts that the other manifests name.
+        """
         names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
         for revision in revisions[: -len(self._slots)]:  # A slot of every page for each that stays.
             self.storage.unlink(manifest_name(revision))
+        for name in names:
+            digest = layout_digest_in(name)
+            if digest is not None and digest not in layouts:
+                self.storage.unlink(name)
         if DIRTY_NAME in names:
             clear_dirty(self.storage)
 

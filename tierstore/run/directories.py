@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tierstore.errors import RunDirectoryError
 from tierstore.run.bandwidth import measured_bandwidths
-from tierstore.run.file_names import DEALING_NAME, RESHARDED_NAME, folder_rank, rank_folder
+from tierstore.run.file_names import RESHARDED_NAME, STRIPING_NAME, folder_rank, rank_folder
 from tierstore.run.opening import LOCK_TIMEOUT_S
-from tierstore.run.striped_storage import DealtStorage
-from tierstore.run.striping import Dealing
+from tierstore.run.striped_storage import StripedStorage
+from tierstore.run.striping import Striping
 from tierstore.storage.base import Storage
 from tierstore.storage.paths import get_file
 from tierstore.storage.select import open_storage
@@ -51,10 +51,10 @@ def open_directories(
         raise ValueError("name one directory or more, got an empty list")
     paths = [rank_directory(directory, rank) for directory in directories]
     absent = [path for path in paths if not path.exists()]
-    dealt = [path for path in paths if (path / DEALING_NAME).exists()]
-    if absent and dealt and not overwrite:
+    striped = [path for path in paths if (path / STRIPING_NAME).exists()]
+    if absent and striped and not overwrite:
         raise RunDirectoryError(
-            f"{absent[0]} is missing, and {dealt[0]} is of a run that is dealt over several "
+            f"{absent[0]} is missing, and {striped[0]} is of a run that is striped over several "
             "directories: name those where they are now, and mount the disks that they are on"
         )
     with contextlib.ExitStack() as opened:
@@ -64,37 +64,37 @@ def open_directories(
             opened.callback(parts[-1].close)
         _compare(paths)
         opened.pop_all()
-    if len(parts) == 1 and not dealt:
+    if len(parts) == 1 and not striped:
         return parts[0]
     measure = partial(measured_bandwidths, page_bytes=page_bytes)
-    return DealtStorage(parts, measure, overwrite=overwrite)
+    return StripedStorage(parts, measure, overwrite=overwrite)
 
 
 def open_run_directory(directory: Path, rank: int) -> Storage:
     """Open what one rank has in a run that is there, given its first directory alone.
 
-    Others, if it is dealt over several, are where they were when they were last used.
+    The other directories of a striped run are where they were when they were last used.
 
     Raises:
         RunDirectoryError: one of them cannot be used, or is not of the run.
         CorruptionError, StorageError: the file that names them cannot be read.
     """
     directories = [directory]
-    dealing = dealing_in(rank_directory(directory, rank))
-    if dealing is not None:
-        if dealing.index:
+    striping = striping_in(rank_directory(directory, rank))
+    if striping is not None:
+        if striping.index:
             raise RunDirectoryError(
-                f"{directory} is number {dealing.index + 1} of the directories of a run: name "
-                f"the first, {Path(dealing.directories[0]).parent}"
+                f"{directory} is number {striping.index + 1} of the directories of a run: name "
+                f"the first, {Path(striping.directories[0]).parent}"
             )
-        directories += [Path(other).parent for other in dealing.directories[1:]]
+        directories += [Path(other).parent for other in striping.directories[1:]]
     return open_directories(directories, rank, page_bytes=SECTOR_BYTES)
 
 
-def dealing_in(folder: Path) -> Dealing | None:
+def striping_in(folder: Path) -> Striping | None:
     """Return how the run with this directory of a rank is striped; None if it is not."""
-    path = folder / DEALING_NAME
-    return Dealing.from_bytes(get_file(path), str(path)) if path.exists() else None
+    path = folder / STRIPING_NAME
+    return Striping.from_bytes(get_file(path), str(path)) if path.exists() else None
 
 
 @contextlib.contextmanager
@@ -147,7 +147,9 @@ def _compare(paths: Sequence[Path]) -> None:
             )
         other = devices.setdefault(status.st_dev, path)
         if other is not path:
-            logger.info("%s and %s are on one device: to deal over both gains nothing", other, path)
+            logger.info(
+                "%s and %s are on one device: striping over both gains nothing", other, path
+            )
 
 
 def rank_directory(directory: Path, rank: int) -> Path:

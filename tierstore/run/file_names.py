@@ -15,14 +15,19 @@ IDENTITY_NAME = "run.json"
 DIRTY_NAME = "dirty"
 """A mark: the only file of each page is being overwritten."""
 
-DEALING_NAME = "dealing.json"
+STRIPING_NAME = "striping.json"
 """How the pages of a rank are striped over several directories."""
+
+CLEAN_NAME = "clean"
+"""A mark: the run was closed after its newest commit, and nothing was in flight."""
 
 RESHARDED_NAME = "resharded"
 """In a run directory: the checkpoint that a run on another number of ranks begins from, until the
 new run has a commit. No other checkpoint may have this name."""
 
 MANIFEST_PATTERN = r"commit-(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
+
+LAYOUT_PATTERN = r"layout-([0-9a-f]{32})"
 
 METADATA_NAME = ".metadata"
 """In a checkpoint: the file that DCP reads first. It says where each tensor is."""
@@ -60,6 +65,17 @@ def manifest_revision(name: str) -> Revision | None:
     return (int(match[1]), int(match[2] or 1)) if match else None
 
 
+def layout_name(digest: str) -> str:
+    """Return the name of the file with a layout."""
+    return f"layout-{digest}"
+
+
+def layout_digest_in(name: str) -> str | None:
+    """Return the digest of the layout whose file has this name, or None for any other file."""
+    match = re.fullmatch(LAYOUT_PATTERN, name)
+    return match[1] if match else None
+
+
 def page_file(page: int, slot: str) -> str:
     """Return the name of slot "a" or "b" of a page."""
     return f"page-{page:06d}.{slot}"
@@ -79,6 +95,11 @@ def page_number(name: str) -> int | None:
 def published_manifest(rank: int) -> str:
     """Return the name that the manifest of a rank has in a checkpoint."""
     return f"{rank_folder(rank)}.commit"
+
+
+def published_layout(rank: int) -> str:
+    """Return the name that the layout of a rank has in a checkpoint."""
+    return f"{rank_folder(rank)}.layout"
 
 
 def published_page(rank: int, page: int) -> str:

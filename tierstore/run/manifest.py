@@ -1,19 +1,13 @@
-"""The files that say what a directory holds: a run's identity, and one manifest per commit.
-
-They are JSON that a person can read, behind a first line that names the format and
-carries a checksum of everything after it.
-"""
+"""The identity of a run, and the manifest of a commit: two kinds of sealed files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import ParameterSpec
-from tierstore.layout.records import RECORD_DIMENSIONS_MAX
-from tierstore.layout.subgroups import ParameterShard, Subgroup
 from tierstore.run import tagged_json
 from tierstore.run.checksums import CHECKSUM_BYTES
 from tierstore.run.file_names import Revision
@@ -59,12 +53,22 @@ class RunIdentity:
 class PageEntry:
     """Where the committed content of a page is, and how to recognize it."""
 
-    copy: str
-    """Which of the two files of the page: "a" or "b"."""
+    slot: str
+    """The file of the page: "a" or "b"."""
     step: int
     """The step in which it was written."""
     checksums: tuple[int, ...]
     """One for each block of the layout; empty where checksums are off."""
+
+    def to_json(self) -> list[Any]:
+        """Return plain values, at most 64 bytes of JSON besides the checksums."""
+        return [self.slot, self.step, _hex(self.checksums)]
+
+    @classmethod
+    def from_json(cls, slot: Any, step: Any, checksums: Any) -> Self:
+        """Rebuild an entry from to_json()."""
+        require(slot in ("a", "b"), is_count(step))
+        return cls(slot=slot, step=step, checksums=_checksums(checksums))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,29 +82,32 @@ class Manifest:
     world_size: int
     step: int
     number: int
-    """1, or more where the step was committed before, with another ``extra`` say."""
+    """1, or more if the step was committed before, for example with another ``extra``."""
     first: bool
-    """Whether no commit of this run was before it. Any other one all ranks have."""
+    """Whether this is the first commit of the run. Every other commit is on all ranks."""
     page_bytes: int
-    """What the groups were cut into pages by."""
-    groups: Sequence[Sequence[ParameterSpec]]
     layout: str
-    """Digest of where every chunk of every state lies in which page."""
-    pages: Sequence[PageEntry]
-    subgroups: Sequence[Subgroup] | None
-    """What lies in each page, if ranks share the parameters; None: all of the groups, cut
-    by ``page_bytes``."""
+    """Digest of the layout file, which has the parameters and the chunks in each page."""
+    pages: Sequence[PageEntry | None]
+    """Page of the layout -> its content; None for a page that the run no longer has."""
+    dropped: Sequence[str]
+    """Names of the parameters of the layout that the run no longer has."""
     scalars: Any
-    """Parameter name -> scalar name -> value, as tagged.encode() leaves it."""
+    """Scalars of parameters, as pack_scalars() returns them."""
     hyperparameters: Any
-    """One dict per group, as tagged.encode() leaves it."""
+    """One dict per group, as tagged_json.encode() returns it."""
     extra: Any
-    """What the user gave to commit(), as tagged.encode() leaves it."""
+    """The value that was given to commit(), as tagged_json.encode() returns it."""
 
     @property
     def revision(self) -> Revision:
-        """What the manifest is of, and what it is named by."""
+        """The step and number of the commit, which name its file."""
         return self.step, self.number
+
+    @property
+    def entries(self) -> dict[int, PageEntry]:
+        """Page number -> its content, of the pages that the run has."""
+        return {page: entry for page, entry in enumerate(self.pages) if entry is not None}
 
     def to_bytes(self) -> bytes:
         """Return the content of the file manifest_name(revision)."""
@@ -117,14 +124,9 @@ class Manifest:
             "extra": self.extra,
             "scalars": self.scalars,
             "layout": self.layout,
-            "groups": [[spec.to_json() for spec in group] for group in self.groups],
-            "pages": [
-                {"copy": page.copy, "step": page.step, "checksums": _hex(page.checksums)}
-                for page in self.pages
-            ],
+            "pages": [page and page.to_json() for page in self.pages],
+            "dropped": list(self.dropped),
         }
-        if self.subgroups is not None:
-            body["subgroups"] = _places(self.groups, self.subgroups)
         return seal("commit", body)
 
     @classmethod
@@ -137,88 +139,83 @@ class Manifest:
         """
         body = unseal("commit", data, where)
         with body_errors(where):
-            groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
-            pages = [
-                PageEntry(
-                    copy=page["copy"], step=page["step"], checksums=_checksums(page["checksums"])
-                )
-                for page in body["pages"]
-            ]
-            subgroups = None
-            if "subgroups" in body:
-                subgroups = [_subgroup(groups, *page) for page in body["subgroups"]]
-            manifest = cls(**{**body, "groups": groups, "pages": pages, "subgroups": subgroups})
+            pages = [page and PageEntry.from_json(*page) for page in body["pages"]]
+            manifest = cls(**{**body, "pages": pages})
             _check(manifest)
             return manifest
 
 
 def _check(manifest: Manifest) -> None:
-    """Look at the types of all that a manifest says."""
-    names = (manifest.run_id, manifest.attempt, manifest.layout)
+    """Check the types of everything in a manifest."""
+    names = (manifest.run_id, manifest.attempt, manifest.layout, *manifest.dropped)
     numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
     require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
     require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)
-    for page in manifest.pages:
-        require(page.copy in ("a", "b"), is_count(page.step))
-    if manifest.subgroups is not None:
-        require(len(manifest.subgroups) == len(manifest.pages))
-        for subgroup in manifest.subgroups:  # A rank has no page where it owns nothing.
-            require(len(subgroup.shards) > 0, *(len(s.chunks) > 0 for s in subgroup.shards))
-    for spec in (spec for group in manifest.groups for spec in group):
-        require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
-        require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
     tagged_json.decode(manifest.extra)
     scalars = tagged_json.decode(manifest.scalars)
-    require(isinstance(scalars, dict), *(isinstance(s, dict) for s in scalars.values()))
+    require(scalars.keys() == {"groups", "parameters"})
+    for found in (*scalars["groups"], *scalars["parameters"].values()):
+        require(found is None or isinstance(found, dict))
     require(isinstance(manifest.hyperparameters, list))
-    require(len(manifest.hyperparameters) == len(manifest.groups))
+    require(len(manifest.hyperparameters) == len(scalars["groups"]))
     require(*(isinstance(tagged_json.decode(group), dict) for group in manifest.hyperparameters))
 
 
-def _places(groups: Sequence[Sequence[ParameterSpec]], subgroups: Sequence[Subgroup]) -> Any:
-    """Return what lies in each page: a group, and its parameters with their chunks."""
-    positions = [{spec.name: index for index, spec in enumerate(group)} for group in groups]
-    return [
-        [
-            subgroup.group,
-            [
-                [
-                    positions[subgroup.group][shard.parameter.name],
-                    [[chunk.offsets, chunk.sizes] for chunk in shard.chunks],
-                ]
-                for shard in subgroup.shards
-                if shard.chunks
-            ],
-        ]
-        for subgroup in subgroups
-    ]
+Scalars = Mapping[str, Mapping[str, float]]
+"""Parameter name -> scalar name -> value."""
 
 
-def _subgroup(groups: Sequence[Sequence[ParameterSpec]], group: Any, shards: Any) -> Subgroup:
-    """Return what lies in one page, from what _places() made of it."""
-    require(is_count(group))
-    return Subgroup(
-        group,
-        tuple(
-            ParameterShard(
-                _at(groups[group], position),
-                tuple(_chunk(_at(groups[group], position), *places) for places in chunks),
-            )
-            for position, chunks in shards
-        ),
-    )
+def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
+    """Return scalars as a manifest holds them: what most parameters of a group have, and the rest.
+
+    Example, for the groups [["a", "b", "c"], ["d"]]::
+
+        {"a": {"step": 7.0}, "b": {"step": 7.0}, "c": {"step": 3.0}}
+        {"groups": [{"step": 7.0}, None], "parameters": {"c": {"step": 3.0}}}
+
+    Args:
+        scalars: the scalars.
+        groups: the names of the parameters of each group.
+
+    Raises:
+        TypeError, ValueError: a value that no commit can hold; the message names it.
+    """
+    texts: dict[str, str | None] = {
+        name: json.dumps(tagged_json.encode(values, name=f"scalars[{name!r}]"))
+        for name, values in scalars.items()
+    }
+    shared: list[Mapping[str, float] | None] = []
+    own: dict[str, Mapping[str, float] | None] = dict(scalars)
+    for names in groups:
+        counts = Counter(map(texts.get, names))
+        text = max(counts, key=counts.__getitem__, default=None)
+        shared.append(
+            next((scalars[name] for name in names if texts.get(name) == text), None)
+            if text
+            else None
+        )
+        for name in names:
+            if texts.get(name) == text:
+                own.pop(name, None)
+            else:
+                own.setdefault(name, None)
+    return tagged_json.encode({"groups": shared, "parameters": own})
 
 
-def _at(group: Sequence[ParameterSpec], position: int) -> ParameterSpec:
-    require(is_count(position))
-    return group[position]
-
-
-def _chunk(spec: ParameterSpec, offsets: Any, sizes: Any) -> Chunk:
-    require(*map(is_count, (*offsets, *sizes)), all(sizes))
-    ends = (offset + size for offset, size in zip(offsets, sizes, strict=True))
-    require(*(end <= extent for end, extent in zip(ends, spec.shape, strict=True)))
-    return Chunk(tuple(offsets), tuple(sizes))
+def unpack_scalars(packed: Any, groups: Sequence[Sequence[str]]) -> dict[str, dict[str, float]]:
+    """Return the scalars that pack_scalars() made ``packed`` of."""
+    found = tagged_json.decode(packed)
+    scalars = {
+        name: dict(shared)
+        for names, shared in zip(groups, found["groups"], strict=True)
+        for name in (names if shared is not None else ())
+    }
+    for name, values in found["parameters"].items():
+        if values is None:
+            scalars.pop(name, None)
+        else:
+            scalars[name] = values
+    return scalars
 
 
 def _hex(checksums: Sequence[int]) -> str:

@@ -60,23 +60,23 @@ def open_committer(
     Raises:
         RunLockedError, RunDirectoryError, StorageError, PeerFailed: as open_run().
     """
-    identity, found = open_run(
+    identity, found, was_closed = open_run(
         storage, ranks, resume=resume, overwrite=overwrite, page_bytes=page_bytes
     )
     committer = Committer(storage, ranks.commits, identity, commit_every=commit_every)
     committer.begin_attempt(found)
+    committer.was_closed = was_closed
     abandon_in_children(storage)
     return committer
 
 
 def open_run(
     storage: Storage, peers: Peers, *, resume: bool, overwrite: bool, page_bytes: int
-) -> tuple[RunIdentity, Manifest | None]:
+) -> tuple[RunIdentity, Manifest | None, bool]:
     """Lock a rank's directory and find its run in it, or begin a new one.
 
     Returns:
-        The identity, and the manifest of the committed step to go on from; None where the
-        run is new.
+        As find_run(); a new run has no manifest, and nothing in flight.
 
     Raises:
         RunLockedError: another process uses the directory.
@@ -108,4 +108,4 @@ def open_run(
     )
     data = identity.to_bytes()
     together(peers, "write the identity", lambda: write_durably(storage, IDENTITY_NAME, data))
-    return identity, None
+    return identity, None, True

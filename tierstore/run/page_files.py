@@ -1,4 +1,4 @@
-"""Page files of a run: allocate them, check them, and lay out their pages from a manifest."""
+"""Page files of a run: allocate them, and check them against a commit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from tierstore.errors import CorruptionError, RunMismatchError, StorageError
-from tierstore.layout.ownership import SharedParameter, partition_ranks
-from tierstore.layout.page_layout import PageLayout, lay_out, layout_digest
+from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
-from tierstore.layout.sharding import whole_on
+from tierstore.run.commit import load_commit
 from tierstore.run.file_names import page_file
+from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest
+from tierstore.run.sealed import checksum_of
 from tierstore.storage.base import Storage
 from tierstore.units import format_bytes
 
@@ -65,44 +66,60 @@ def check_files(storage: Storage, layouts: Sequence[PageLayout], manifest: Manif
         CorruptionError: a file is missing or has another length; the message names the first.
     """
     existing = set(storage.list())
-    for page, (layout, entry) in enumerate(zip(layouts, manifest.pages, strict=True)):
-        name = page_file(page, entry.copy)
+    for page, entry in manifest.entries.items():
+        name = page_file(page, entry.slot)
         found = storage.size(name) if name in existing else None
-        if found != layout.nbytes:
+        if found != layouts[page].nbytes:
             state = "is missing" if found is None else f"has {found} bytes"
             raise CorruptionError(
                 f"{storage.home(name).location}/{name} {state}, but commit {manifest.step} needs "
-                f"it with {layout.nbytes} bytes: go back to a checkpoint of the run, if there "
-                "is one"
+                f"it with {layouts[page].nbytes} bytes: go back to a checkpoint of the run, if "
+                "there is one"
             )
 
 
 def check_same_model(
-    manifest: Manifest, groups: Sequence[PagedGroup], layouts: Sequence[PageLayout]
+    storage: Storage,
+    manifest: Manifest,
+    groups: Sequence[PagedGroup],
+    pages: Sequence[PageLayout],
 ) -> None:
     """Check that a commit holds these groups, laid out in these pages.
 
+    Args:
+        storage: the rank's files. The layout file is read only to name a difference.
+        manifest: the commit.
+        groups: all groups.
+        pages: the layout of every page.
+
     Raises:
         RunMismatchError: it does not; the message names the first difference.
+        CorruptionError: the commit has another number of pages than its layout; or it is of
+            another model, and the layout file is missing or damaged.
     """
-    for committed, attached in zip_longest(_specs(manifest.groups), _specs(specs_of(groups))):
-        if committed != attached:
+    attached = RankLayout.of_pages(specs_of(groups), pages)
+    if checksum_of(attached.to_bytes()) == manifest.layout:
+        if len(manifest.entries) != len(pages):
+            raise CorruptionError(
+                f"commit {manifest.step} in {storage.location} has {len(manifest.entries)} pages, "
+                f"and its layout has {len(pages)}: go back to a checkpoint of the run, if there "
+                "is one"
+            )
+        return
+    committed = load_commit(storage, manifest)
+    for found, expected in zip_longest(_specs(committed.groups), _specs(attached.groups)):
+        if found != expected:
             raise RunMismatchError(
                 "this model is not the one of the run. First difference: the run has "
-                f"{_describe(committed)}; this model has {_describe(attached)}. Build the model "
+                f"{_describe(found)}; this model has {_describe(expected)}. Build the model "
                 "and its param groups as they were, or start over with overwrite=True"
             )
-    if manifest.layout != layout_digest(layouts):
-        if manifest.subgroups is not None:
-            raise RunMismatchError(
-                "the run has the parameters of this model, but ranks held or owned them in "
-                "another way: give them the placements and the partition that they had, or "
-                "begin a new run with restore(checkpoint=OUT) after `tierstore checkpoint RUN OUT`"
-            )
-        raise RunMismatchError(
-            "the run has the parameters of this model, but another version of tierstore laid "
-            "them out in other pages: resume it with the version that wrote it"
-        )
+    raise RunMismatchError(
+        "the run has the parameters of this model, but in other pages: ranks held or owned them "
+        "in another way, or another version of tierstore cut them. Give them the placements and "
+        "the partition that they had, or begin a new run with restore(checkpoint=OUT) after "
+        "`tierstore checkpoint RUN OUT`"
+    )
 
 
 def specs_of(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:
@@ -122,31 +139,3 @@ def _describe(place: tuple[int, ParameterSpec | None] | None) -> str:
         return "no further group"
     index, spec = place
     return f"in group {index} {spec.describe() if spec else 'no further parameter'}"
-
-
-def layouts_of(manifest: Manifest) -> list[PageLayout]:
-    """Lay out the pages of a commit of one rank.
-
-    Raises:
-        RunMismatchError: another version of tierstore laid them out differently.
-    """
-    if manifest.subgroups is None:
-        layouts = [
-            lay_out(subgroup.of(0))
-            for number, group in enumerate(manifest.groups)
-            for subgroup in partition_ranks(
-                number, list(map(_alone, group)), manifest.page_bytes, world_size=1
-            )
-        ]
-    else:
-        layouts = [lay_out(subgroup) for subgroup in manifest.subgroups]
-    if layout_digest(layouts) != manifest.layout or len(layouts) != len(manifest.pages):
-        raise RunMismatchError(
-            f"commit {manifest.step} of run {manifest.run_id} was laid out by another version "
-            "of tierstore: use the version that wrote it"
-        )
-    return layouts
-
-
-def _alone(spec: ParameterSpec) -> SharedParameter:
-    return SharedParameter(spec=spec, holding=whole_on([0]), flat=True, cost=0)

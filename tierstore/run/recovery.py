@@ -1,9 +1,8 @@
 """A run directory: who may use it, what it holds, and what a restart finds in it.
 
 ``<directory>/rank-00000/`` holds the files of one rank: ``run.json`` (identity), ``lock``,
-``commit-<step>`` (manifests), ``page-<number>.a`` and ``.b``, and while a run that keeps
-one copy of each page is between commits, ``dirty``. Where a run is dealt over several
-directories, pages may lie in any of them, and everything else is in the first.
+``layout-<digest>`` and ``commit-<step>`` (manifests), ``page-<number>.a`` and ``.b``, while a run
+with one slot per page is between commits ``dirty``, and after it was closed ``clean``.
 """
 
 from __future__ import annotations
@@ -16,10 +15,13 @@ from tierstore.errors import CorruptionError, RunDirectoryError
 from tierstore.ranks.peers import Peers, agree, together
 from tierstore.run.committer import clear_dirty, read_mark
 from tierstore.run.file_names import (
+    CLEAN_NAME,
     DIRTY_NAME,
     IDENTITY_NAME,
+    LAYOUT_PATTERN,
     MANIFEST_PATTERN,
     Revision,
+    layout_digest_in,
     manifest_name,
     manifest_revision,
 )
@@ -30,16 +32,20 @@ logger = logging.getLogger("tierstore")
 
 _DAMAGED = ".damaged"
 _OWN_NAMES = re.compile(
-    rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|{MANIFEST_PATTERN}({re.escape(_DAMAGED)})?"
-    r"|page-\d+\.[ab]"
+    rf"{re.escape(IDENTITY_NAME)}|{DIRTY_NAME}|{CLEAN_NAME}|{LAYOUT_PATTERN}"
+    rf"|{MANIFEST_PATTERN}({re.escape(_DAMAGED)})?|page-\d+\.[ab]"
 )
 _TEMPORARY_NAME = re.compile(
     rf"(?:{_OWN_NAMES.pattern})\.tmp|page-\d+\.[ab]\.(next|copying-[0-9a-f]+)"
 )
 
 
-def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | None]:
-    """Return the run that a locked directory holds, and what recover() finds of it.
+def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | None, bool]:
+    """Return the run that a locked directory holds.
+
+    Returns:
+        The identity; the manifest that recover() finds; whether the run was closed after that
+        commit, on all ranks, with nothing in flight.
 
     Raises:
         RunDirectoryError: there is no run, or it is another rank's.
@@ -64,7 +70,8 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
                 f"{storage.location} belongs to run {identity.run_id}, but rank {rank} has "
                 f"run {other.run_id}: give each rank its own directory of one run"
             )
-    return identity, recover(storage, identity, peers)
+    was_closed = all(agree(peers, "look for the mark", lambda: CLEAN_NAME in storage.list()))
+    return identity, recover(storage, identity, peers), was_closed
 
 
 def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]]:
@@ -107,7 +114,7 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
             "to publish, or to go on from on other ranks: start over with overwrite=True"
         )
     for some in commits:
-        some.go_back_to(newest)
+        some.go_back_to(newest, to_write=False)
     return [(storage, some.whole[newest]) for storage, some in zip(ranks, commits, strict=True)]
 
 
@@ -152,7 +159,7 @@ def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest |
     """
     commits = _RankCommits(storage, identity)
     newest = _newest(agree(peers, "read the commits", commits.read), storage)
-    together(peers, "go back to a commit", lambda: commits.go_back_to(newest))
+    together(peers, "go back to a commit", lambda: commits.go_back_to(newest, to_write=True))
     return None if newest is None else commits.whole[newest]
 
 
@@ -229,8 +236,12 @@ class _RankCommits:
         attempts = {revision: manifest.attempt for revision, manifest in self.whole.items()}
         return attempts, all(manifest.first for manifest in self.whole.values())
 
-    def go_back_to(self, newest: Revision | None) -> None:
+    def go_back_to(self, newest: Revision | None, *, to_write: bool) -> None:
         """Remove or rename all that is newer than a commit, and what a crash left.
+
+        Args:
+            newest: the commit.
+            to_write: whether pages will be written: then the run is not cleanly closed any more.
 
         Raises:
             RunDirectoryError: the pages of the commit may have been overwritten.
@@ -239,7 +250,7 @@ class _RankCommits:
         damaged = {r: error for r, error in self._damaged.items() if newest is None or r > newest}
         for error in damaged.values():
             logger.warning("%s; going back to the commit before it", error)
-            if newest and not all(page.checksums for page in self.whole[newest].pages):
+            if newest and not all(page.checksums for page in self.whole[newest].entries.values()):
                 raise RunDirectoryError(
                     f"{error}. The commit before it cannot be told from what later steps wrote, "
                     "because the run has no checksums: start over with overwrite=True"
@@ -247,6 +258,8 @@ class _RankCommits:
         for revision in damaged:  # Kept under another name, to find out what happened.
             name = manifest_name(revision)
             self._storage.rename(name, f"{name}{_DAMAGED}")
+        if to_write:
+            _remove_clean_mark(self._storage)
         # The commit is visible, but after a kill its name may not be durable yet.
         self._storage.sync_directory()
         # A crash may bring back what is removed below: a late mark, a commit of another
@@ -256,9 +269,20 @@ class _RankCommits:
         for revision in self.whole:
             if newest is None or revision > newest:
                 self._storage.unlink(manifest_name(revision))
+        named = {
+            manifest.layout
+            for revision, manifest in self.whole.items()
+            if newest is not None and revision <= newest
+        }
         for name in self._storage.list():
-            if _TEMPORARY_NAME.fullmatch(name):
+            is_stale = layout_digest_in(name) not in (None, *named)
+            if is_stale or _TEMPORARY_NAME.fullmatch(name):
                 self._storage.unlink(name)
+
+
+def _remove_clean_mark(storage: Storage) -> None:
+    if CLEAN_NAME in storage.list():
+        storage.unlink(CLEAN_NAME)
 
 
 def read_manifest(
@@ -308,6 +332,8 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
 def erase_commits(storage: Storage) -> None:
     """Remove the commits of a run, before all else, so that no half of it looks whole."""
     names = storage.list()
+    if CLEAN_NAME in names:
+        storage.unlink(CLEAN_NAME)
     commits = sorted((revision, name) for name in names if (revision := manifest_revision(name)))
     # The newest last: a power loss that brought back only an older one would have it gone on
     # from, whose pages were overwritten since.

@@ -32,6 +32,11 @@ def seal(kind: str, body: dict[str, Any]) -> bytes:
     return f"tierstore {kind} {FORMAT_VERSION} {xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
 
 
+def checksum_of(data: bytes) -> str:
+    """Return the checksum that the first line of a sealed file holds."""
+    return data.partition(b"\n")[0].split()[-1].decode()
+
+
 def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
     """Return the body of such a file; ``where`` names it in errors.
 

@@ -1,7 +1,6 @@
-"""Files dealt over several directories, which look like those of one.
+"""One storage over several directories, with page files striped over them.
 
-The page files lie where the dealing has them, everything else in the first directory. The
-dealing is in a file of its own in each directory, which is in no list.
+All other files are in the first directory. Each directory has a striping file, which list() omits.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from contextlib import ExitStack
 from functools import partial
 
 from tierstore.errors import StorageError
-from tierstore.run.file_names import DEALING_NAME, IDENTITY_NAME, manifest_revision, page_number
-from tierstore.run.striping import Dealing, Held, deal, match, weights_of
+from tierstore.run.file_names import IDENTITY_NAME, STRIPING_NAME, manifest_revision, page_number
+from tierstore.run.striping import NamedDirectory, Striping, match, stripe, weights_of
 from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.units import Extent
 
 _log = logging.getLogger("tierstore")
 
-_TEMPORARY_NAME = f"{DEALING_NAME}.tmp"
+_TEMPORARY_NAME = f"{STRIPING_NAME}.tmp"
 
 Measure = Callable[[Sequence[Storage]], Sequence[float]]
 """Gives the bytes per second of each of some storages."""
 
 
-class DealtStorage:
+class StripedStorage:
     """A storage over several others, its *parts*, each of one directory.
 
-    What the parts were dealt before is found in them, in whatever order they are given.
-    Where they hold nothing of a run, they are measured and dealt as the first file is made.
+    Parts with a striping are taken in its order, whatever the order given. Other parts are
+    measured, and striped when the first file is created.
 
     Args:
-        parts: open storages; closed with this one. Without a dealing the first of them gets
-            all that is no page.
-        measure: called as measured_bandwidths() is, with the parts of a new dealing.
-        overwrite: take whatever the parts hold for files to be removed: all of them are
-            listed, and must be gone before the first file is made.
+        parts: open storages; closed with this one. In a new striping the first of them gets all
+            files but pages.
+        measure: measured_bandwidths() or alike; called with the parts of a new striping.
+        overwrite: treat everything in the parts as files to be removed: all of them are listed,
+            and must be gone before the first file is created.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class DealtStorage:
         self._parts = list(parts)
         self._measure = measure
         self._overwrite = overwrite
-        self._round: tuple[int, ...] = ()  # Empty until the parts are dealt.
+        self._round: tuple[int, ...] = ()  # Empty until the parts are striped.
         self._mutex = threading.RLock()
 
     @property
@@ -77,7 +76,7 @@ class DealtStorage:
         """See Storage.lock: of all directories, within the one timeout.
 
         Raises:
-            RunDirectoryError: they are not those of one dealing.
+            RunDirectoryError: they are not those of one striping.
         """
         deadline = time.monotonic() + timeout_s
         for part in self._parts:
@@ -85,14 +84,14 @@ class DealtStorage:
         self._find()
 
     def list(self) -> builtins.list[str]:
-        """See Storage.list. Pages where the dealing does not have them are not listed."""
+        """See Storage.list. Pages where the striping does not have them are not listed."""
         self._find()
         return sorted(
             {
                 name
                 for part in self._parts
                 for name in part.list()
-                if name not in (DEALING_NAME, _TEMPORARY_NAME)
+                if name not in (STRIPING_NAME, _TEMPORARY_NAME)
                 if not self._round or self._part(name) is part
             }
         )
@@ -155,7 +154,7 @@ class DealtStorage:
         return self._parts[0].folder(path)
 
     def unlink(self, name: str) -> None:
-        """See Storage.unlink. Until the parts are dealt, in all that have the file."""
+        """See Storage.unlink. Before the parts are striped, in all that have the file."""
         parts = [self._found(name)]
         if not self._round:
             parts = [part for part in self._parts if name in part.list()] or parts
@@ -202,7 +201,7 @@ class DealtStorage:
         return self._parts[self._round[number % len(self._round)]]
 
     def _found(self, name: str) -> Storage:
-        """Return the part that a file lies in, once it is known how the parts were dealt."""
+        """Return the part that a file lies in; requires a striping."""
         self._find()
         return self._part(name)
 
@@ -213,20 +212,20 @@ class DealtStorage:
         return part
 
     def _find(self) -> None:
-        """Take the dealing that the parts have, if they have one."""
+        """Take the striping that the parts have, if they have one."""
         if self._round or self._overwrite:
             return
         with self._mutex:
             if self._round:
                 return
-            found = {part: _dealing_of(part) for part in self._parts}
-            dealing = match(
+            found = {part: _striping_of(part) for part in self._parts}
+            striping = match(
                 [
-                    Held(location=part.location, dealing=of_part, has_run=_has_run(part))
+                    NamedDirectory(location=part.location, striping=of_part, has_run=_has_run(part))
                     for part, of_part in found.items()
                 ]
             )
-            if dealing is None:
+            if striping is None:
                 return
             index_of = {part: of_part.index for part, of_part in found.items() if of_part}
             self._parts = sorted(self._parts, key=lambda part: index_of[part])
@@ -234,11 +233,11 @@ class DealtStorage:
             for index, part in enumerate(self._parts):
                 of_part = found[part]
                 if of_part is not None and of_part.directories != directories:
-                    self._write(part, index, dealing.dealing_id, dealing.weights)
-            self._round = deal(dealing.weights)
+                    self._write(part, index, striping.striping_id, striping.weights)
+            self._round = stripe(striping.weights)
 
     def _begin(self) -> None:
-        """Deal the parts anew, unless they are dealt."""
+        """Stripe the parts, unless they are striped already."""
         self._find()
         if self._round:
             return
@@ -248,39 +247,39 @@ class DealtStorage:
             # In a first directory, a file without a run tells that it is of no use.
             for part in reversed(self._parts):
                 assert not _has_run(part), f"{part.location} was to be empty"
-                for name in {DEALING_NAME, _TEMPORARY_NAME} & set(part.list()):
+                for name in {STRIPING_NAME, _TEMPORARY_NAME} & set(part.list()):
                     part.unlink(name)
                 part.sync_directory()
             if len(self._parts) == 1:
                 self._round = (0,)
                 return
             weights = weights_of(self._measure(self._parts))
-            dealing_id = secrets.token_hex(16)
+            striping_id = secrets.token_hex(16)
             for index, part in enumerate(self._parts):
-                self._write(part, index, dealing_id, weights)
-            self._round = deal(weights)
+                self._write(part, index, striping_id, weights)
+            self._round = stripe(weights)
         for part, weight in zip(self._parts, weights, strict=True):
             share = weight / sum(weights)
             _log.info(
-                "%s: dealt %.0f%% of the pages, at %d MB/s", part.location, 100 * share, weight
+                "%s: gets %.0f%% of the pages, at %d MB/s", part.location, 100 * share, weight
             )
 
-    def _write(self, part: Storage, index: int, dealing_id: str, weights: tuple[int, ...]) -> None:
-        dealing = Dealing(
-            dealing_id=dealing_id,
+    def _write(self, part: Storage, index: int, striping_id: str, weights: tuple[int, ...]) -> None:
+        striping = Striping(
+            striping_id=striping_id,
             index=index,
             directories=tuple(part.location for part in self._parts),
             weights=weights,
         )
-        part.put(_TEMPORARY_NAME, dealing.to_bytes())
-        part.rename(_TEMPORARY_NAME, DEALING_NAME)
+        part.put(_TEMPORARY_NAME, striping.to_bytes())
+        part.rename(_TEMPORARY_NAME, STRIPING_NAME)
         part.sync_directory()
 
 
-def _dealing_of(part: Storage) -> Dealing | None:
-    if DEALING_NAME not in part.list():
+def _striping_of(part: Storage) -> Striping | None:
+    if STRIPING_NAME not in part.list():
         return None
-    return Dealing.from_bytes(part.get(DEALING_NAME), f"{part.location}/{DEALING_NAME}")
+    return Striping.from_bytes(part.get(STRIPING_NAME), f"{part.location}/{STRIPING_NAME}")
 
 
 def _has_run(part: Storage) -> bool:

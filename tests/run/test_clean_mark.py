@@ -1,0 +1,77 @@
+"""The mark of a clean end: there after close() alone, gone before anything else is written."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tests.support.toy import RANK, Toy, make_run, train_and_die
+from tierstore.run.committer import Committer
+from tierstore.storage.select import open_storage
+from tierstore.testing.faults import Fault, FaultyStorage
+
+
+def was_closed(toy: Toy) -> bool:
+    committer = toy.store._committer
+    assert isinstance(committer, Committer)
+    return committer.was_closed
+
+
+def test_close_marks_the_run_and_the_next_opening_removes_the_mark(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    mark = tmp_path / RANK / "clean"
+    assert mark.read_text() == '{"committed": "commit-0000000003"}'
+    toy = Toy(tmp_path, resume=True)
+    assert was_closed(toy)
+    assert not mark.exists()
+    toy.store.restore()
+    toy.store.close()
+    assert mark.exists()
+
+
+def test_nothing_is_marked_where_nothing_was_committed(tmp_path: Path) -> None:
+    Toy(tmp_path).store.close()
+    assert not (tmp_path / RANK / "clean").exists()
+
+
+def test_an_error_in_the_with_block_leaves_no_mark(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+    toy.store.synchronize()
+    with pytest.raises(KeyboardInterrupt), toy.store:
+        raise KeyboardInterrupt
+    assert not (tmp_path / RANK / "clean").exists()
+    toy = Toy(tmp_path, resume=True)
+    assert not was_closed(toy)
+    toy.store.close()
+
+
+def test_a_failed_store_leaves_no_mark(tmp_path: Path) -> None:
+    storage = FaultyStorage(open_storage(tmp_path / RANK))
+    toy = Toy(storage)
+    toy.step()
+    toy.store.synchronize()
+    storage.arm(Fault("error", "flush", probability=1.0, errno=errno.EIO))
+    toy.step()
+    with pytest.raises(tierstore.StorageError):
+        toy.store.synchronize()
+    storage.disarm()
+    toy.store.close()
+    assert not (tmp_path / RANK / "clean").exists()
+
+
+def test_a_killed_process_leaves_no_mark(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    train_and_die(tmp_path, ["step", "synchronize"])
+    assert not (tmp_path / RANK / "clean").exists()
+
+
+def test_overwriting_removes_the_mark(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    toy = Toy(tmp_path, overwrite=True)
+    assert was_closed(toy)
+    assert not (tmp_path / RANK / "clean").exists()
+    toy.store.close()

@@ -1,0 +1,89 @@
+"""A commit of one rank as it is read back: its manifest together with its layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierstore.errors import CorruptionError
+from tierstore.layout.page_layout import PageLayout
+from tierstore.layout.parameters import ParameterSpec
+from tierstore.run.layout_file import RankLayout, load_layout
+from tierstore.run.manifest import Manifest, PageEntry, unpack_scalars
+from tierstore.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedPage:
+    """A page that a commit has."""
+
+    number: int
+    entry: PageEntry
+    layout: PageLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A manifest and the layout that it names.
+
+    Raises:
+        CorruptionError: they do not fit together.
+    """
+
+    manifest: Manifest
+    layout: RankLayout
+
+    def __post_init__(self) -> None:
+        names = {spec.name for group in self.layout.groups for spec in group}
+        if (
+            len(self.manifest.pages) != len(self.layout.subgroups)
+            or len(self.manifest.hyperparameters) != len(self.layout.groups)
+            or not names.issuperset(self.manifest.dropped)
+        ):
+            raise CorruptionError(
+                f"the commit of rank {self.manifest.rank} has other pages, groups or parameters "
+                "than the layout that it names"
+            )
+
+    @property
+    def groups(self) -> list[list[ParameterSpec]]:
+        """Param groups in order, without the parameters that the run no longer has."""
+        dropped = set(self.manifest.dropped)
+        return [
+            [spec for spec in group if spec.name not in dropped] for group in self.layout.groups
+        ]
+
+    @property
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Parameter name -> scalar name -> value."""
+        names = [[spec.name for spec in group] for group in self.layout.groups]
+        return unpack_scalars(self.manifest.scalars, names)
+
+    def pages(self) -> list[CommittedPage]:
+        """Return the pages that the run still has, in order.
+
+        Raises:
+            CorruptionError: a page has another number of checksums than blocks, or its records
+                have other places than when it was written.
+        """
+        layouts = self.layout.lay_out()
+        pages = [
+            CommittedPage(number=number, entry=entry, layout=layouts[number])
+            for number, entry in self.manifest.entries.items()
+        ]
+        for page in pages:
+            if len(page.entry.checksums) not in (0, len(page.layout.blocks)):
+                raise CorruptionError(
+                    f"page {page.number} has {len(page.entry.checksums)} checksums for "
+                    f"{len(page.layout.blocks)} blocks"
+                )
+        return pages
+
+
+def load_commit(storage: Storage, manifest: Manifest) -> Commit:
+    """Return a commit of a rank whose storage this is.
+
+    Raises:
+        CorruptionError: its layout is missing or damaged.
+        RunDirectoryError: another version wrote the layout.
+    """
+    return Commit(manifest=manifest, layout=load_layout(storage, manifest.layout))

@@ -1,0 +1,141 @@
+"""The layout file of a rank: its parameters, and which chunks of them lie in which page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from tierstore.errors import CorruptionError
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.page_layout import PageLayout, lay_out, layout_digest
+from tierstore.layout.parameters import ParameterSpec
+from tierstore.layout.records import RECORD_DIMENSIONS_MAX
+from tierstore.layout.subgroups import ParameterShard, Subgroup
+from tierstore.run.file_names import layout_name
+from tierstore.run.sealed import body_errors, checksum_of, is_count, require, seal, unseal
+from tierstore.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """What lies in the pages of one rank. Many commits have the same layout.
+
+    The file is named by the checksum of its content, and a manifest names the file.
+    """
+
+    groups: Sequence[Sequence[ParameterSpec]]
+    """Param groups in order, the same on all ranks."""
+    subgroups: Sequence[Subgroup]
+    """Page -> the chunks in it."""
+    offsets: str
+    """Digest of the place of each record in each page."""
+
+    @classmethod
+    def of_pages(
+        cls, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]
+    ) -> Self:
+        """Describe the pages of one rank, of parameters in these groups."""
+        return cls(
+            groups=groups,
+            subgroups=[page.subgroup for page in pages],
+            offsets=layout_digest(pages),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file."""
+        body = {
+            "groups": [[spec.to_json() for spec in group] for group in self.groups],
+            "pages": _pages_to_json(self.groups, self.subgroups),
+            "offsets": self.offsets,
+        }
+        return seal("layout", body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str, *, digest: str) -> Self:
+        """Read the content of the file that a manifest names.
+
+        Args:
+            data: the content.
+            where: names the file in errors.
+            digest: the name of the layout in the manifest.
+
+        Raises:
+            CorruptionError: the content is not what was written.
+            RunDirectoryError: another version wrote it.
+        """
+        body = unseal("layout", data, where)
+        if checksum_of(data) != digest:
+            raise CorruptionError(f"{where} is the layout {checksum_of(data)}, expected {digest}")
+        with body_errors(where):
+            groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
+            for spec in (spec for group in groups for spec in group):
+                require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
+                require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
+            names = [spec.name for group in groups for spec in group]
+            require(len(set(names)) == len(names))
+            pages = [_page_from_json(groups, *page) for page in body["pages"]]
+            require(isinstance(body["offsets"], str))
+            return cls(groups=groups, subgroups=pages, offsets=body["offsets"])
+
+    def lay_out(self) -> list[PageLayout]:
+        """Return the layout of every page.
+
+        Raises:
+            CorruptionError: the records have other places than when the layout was written.
+        """
+        pages = list(map(lay_out, self.subgroups))
+        if layout_digest(pages) != self.offsets:
+            raise CorruptionError("a layout has records in other places than it was written with")
+        return pages
+
+
+def load_layout(storage: Storage, digest: str) -> RankLayout:
+    """Return a layout that a manifest of this rank names.
+
+    Raises:
+        CorruptionError: it is missing, or not what was written.
+        RunDirectoryError: another version wrote it.
+    """
+    name = layout_name(digest)
+    where = f"{storage.location}/{name}"
+    if name not in storage.list():
+        raise CorruptionError(f"{where} is missing, though a commit names it")
+    return RankLayout.from_bytes(storage.get(name), where, digest=digest)
+
+
+def _pages_to_json(groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[Subgroup]) -> Any:
+    positions = [{spec.name: index for index, spec in enumerate(group)} for group in groups]
+    return [
+        [
+            page.group,
+            [
+                [
+                    positions[page.group][shard.parameter.name],
+                    [[chunk.offsets, chunk.sizes] for chunk in shard.chunks],
+                ]
+                for shard in page.shards
+                if shard.chunks
+            ],
+        ]
+        for page in pages
+    ]
+
+
+def _page_from_json(groups: Sequence[Sequence[ParameterSpec]], group: Any, shards: Any) -> Subgroup:
+    require(is_count(group), len(shards) > 0)
+    return Subgroup(group, tuple(_shard_from_json(groups[group], *shard) for shard in shards))
+
+
+def _shard_from_json(group: Sequence[ParameterSpec], position: Any, chunks: Any) -> ParameterShard:
+    require(is_count(position), len(chunks) > 0)
+    chunk_from_json = partial(_chunk_from_json, group[position])
+    return ParameterShard(group[position], tuple(chunk_from_json(*chunk) for chunk in chunks))
+
+
+def _chunk_from_json(spec: ParameterSpec, offsets: Any, sizes: Any) -> Chunk:
+    require(*map(is_count, (*offsets, *sizes)), all(sizes))
+    ends = (offset + size for offset, size in zip(offsets, sizes, strict=True))
+    require(*(end <= extent for end, extent in zip(ends, spec.shape, strict=True)))
+    return Chunk(tuple(offsets), tuple(sizes))
