@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import record_function
+from typing_extensions import override
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.page_layout import PageLayout, Section
@@ -173,11 +174,9 @@ class PageFiles:
         """Start to write a page's buffer, after the copy from the device if one is in flight."""
         self.bytes_written += page.layout.nbytes
         if page.copy is None or page.copy.done():
-            started: Future[tuple[PageEntry, Transfer]] = Future()
-            started.set_result(self._start_write(page, step, slot))
-            return PageWrite(started)
+            return PageWrite(self._start_write(page, step, slot))
         self._last_late = self._late.submit(self._start_write, page, step, slot)
-        return PageWrite(self._last_late)
+        return _LateWrite(self._last_late)
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -296,24 +295,41 @@ class NoFiles:
 
 
 class PageWrite:
-    """A page write in flight, which may still wait for a copy from the device."""
+    """A page write in flight.
 
-    def __init__(self, started: Future[tuple[PageEntry, Transfer]]) -> None:
+    Args:
+        started: what is written, and the transfer.
+    """
+
+    def __init__(self, started: tuple[PageEntry, Transfer]) -> None:
         self._started = started
 
-    def entry(self) -> PageEntry:
-        """Return what is written, once the write has started. Raises what kept it from that."""
-        return self._started.result()[0]
+    def started(self) -> tuple[PageEntry, Transfer]:
+        """Return what is written and the transfer, once it has started. Raises what prevents it."""
+        return self._started
 
     def wait(self) -> None:
         """Block until the write has ended. Raises StorageError if it failed."""
-        self._started.result()[1].wait()
+        self.started()[1].wait()
 
     def done(self) -> bool:
         """Return whether wait() would not block."""
-        if not self._started.done():
-            return False
-        return self._started.exception() is not None or self._started.result()[1].done()
+        return self.started()[1].done()
+
+
+class _LateWrite(PageWrite):
+    """A page write that starts after a copy from the device has ended."""
+
+    def __init__(self, future: Future[tuple[PageEntry, Transfer]]) -> None:
+        self._future = future
+
+    @override
+    def started(self) -> tuple[PageEntry, Transfer]:
+        return self._future.result()
+
+    @override
+    def done(self) -> bool:
+        return self._future.done() and (self._future.exception() is not None or super().done())
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

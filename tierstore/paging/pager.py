@@ -281,7 +281,7 @@ class Pager:
             if page.content is Content.CHANGED:
                 self._write(page)
         for page, write in self._writing.items():
-            page.entry = write.entry()
+            page.entry, _ = write.started()
         return list(self._writing.values())
 
     def finish_writes(self) -> None:
@@ -352,7 +352,12 @@ class Pager:
 
     def _drop_unwanted(self, pages: Iterable[Page], needed: Needed) -> None:
         """Drop prefetched pages that a stream does not ask for, or needs other sections of."""
-        wanted = {page for page in pages if page.sections == page.sections_for(needed)}
+        asked = set(pages)
+        wanted = {
+            page
+            for page in self._early
+            if page in asked and page.sections == page.sections_for(needed)
+        }
         unwanted = [page for page in self._early if page not in wanted]
         self._early = [page for page in self._early if page in wanted]
         self._drop(unwanted)
@@ -501,7 +506,8 @@ class Pager:
         except StorageError:
             self.lost_write = True
             raise
-        page.entry, page.copy = write.entry(), None
+        page.entry, _ = write.started()
+        page.copy = None
         del self._writing[page]
         self._rest(page)
 

@@ -95,8 +95,11 @@ class Spread:
         """
         if subgroup.index not in self._routes:
             self._routes[subgroup.index] = self._plan(subgroup)
+        routes = self._routes[subgroup.index]
+        if not routes:
+            return
         with record_function("tierstore::spread"):
-            for route in self._routes[subgroup.index]:
+            for route in routes:
                 parts = [part for part in route.parts if part[0] in names]
                 if parts:
                     self._send(subgroup, source, tensors, route, parts)
