@@ -168,15 +168,15 @@ def test_options_that_are_not_supported(
 LR = "optimizer.param_groups.0.lr"
 
 
-def moved(metadata: Metadata, key: str, place: Any) -> None:
-    """Have ``.metadata`` say that LR was elsewhere in the state dict, under another key."""
+def moved(metadata: Metadata, key: str, path: Any) -> None:
+    """Give LR another key and another path in the state dict, in ``.metadata``."""
     metadata.state_dict_metadata[key] = metadata.state_dict_metadata.pop(LR)
     metadata.storage_data[MetadataIndex(key)] = metadata.storage_data.pop(MetadataIndex(LR))
     del metadata.planner_data[LR]
-    metadata.planner_data[key] = place
+    metadata.planner_data[key] = path
 
 
-PLACES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
+PATHS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "far": (
         lambda m: moved(m, f"{LR}.{10**11}", ("optimizer", "param_groups", 0, "lr", 10**11)),
         "dicts and lists",
@@ -187,19 +187,19 @@ PLACES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     ),
     "inside another value": (
         lambda m: moved(m, f"{LR}.0", ("optimizer", "param_groups", 0, "eps", 0)),
-        "place of another key",
+        "path of another key",
     ),
-    "of another key": (lambda m: moved(m, LR, ("optimizer", "lr")), "place of another key"),
+    "of another key": (lambda m: moved(m, LR, ("optimizer", "lr")), "path of another key"),
     "deep": (
         lambda m: moved(
             m, f"{LR}{'.0' * 9999}", ("optimizer", "param_groups", 0, "lr", *[0] * 9999)
         ),
-        "place of another key",
+        "path of another key",
     ),
-    "no place": (lambda m: moved(m, LR, 7), "place of another key"),
-    "a place of something": (
+    "no path": (lambda m: moved(m, LR, 7), "path of another key"),
+    "a path with something else": (
         lambda m: moved(m, f"{LR}.None", ("optimizer", "param_groups", 0, "lr", None)),
-        "place of another key",
+        "path of another key",
     ),
     "a group": (
         lambda m: moved(m, "optimizer.param_groups.0.7", ("optimizer", "param_groups", 0, 7)),
@@ -212,8 +212,8 @@ PLACES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "message"), PLACES.values(), ids=PLACES)
-def test_hyperparameters_in_strange_places(
+@pytest.mark.parametrize(("change", "message"), PATHS.values(), ids=PATHS)
+def test_hyperparameters_at_strange_paths(
     change: Callable[[Metadata], Any], message: str, tmp_path: Path
 ) -> None:
     """Refused at once, without a list as long as an index is high."""

@@ -159,7 +159,7 @@ def test_commands_name_what_is_missing(two: list[Path], tmp_path: Path) -> None:
     made(two)
     two[1].rename(two[1].parent / "away")
     report = verify(two[0])
-    assert [(fault.place, fault.what) for fault in report.faults] == [
+    assert [(fault.where, fault.what) for fault in report.faults] == [
         (str(two[1] / RANK), "is missing")
     ]
     assert any(str(two[1] / RANK) in note for note in report.notes)
@@ -189,10 +189,10 @@ CHANGES: list[tuple[int, Callable[[dict[str, Any]], None], str]] = [
     (1, lambda body: body.update(weights=[10**12, 1]), "not the content of its kind"),
     (0, lambda body: body.update(weights=[1]), "not the content of its kind"),
     (0, lambda body: body.update(surprise=1), "not the content of its kind"),
-    (0, lambda body: body.update(directories=["/1", "relative"]), "is no absolute path"),
+    (0, lambda body: body.update(directories=["/1", "relative"]), "is not an absolute path"),
     (0, lambda body: body.update(directories=["/1", "/etc"]), "is missing"),
-    (0, lambda body: body.update(directories=["/1", "/etc/passwd"]), "no directory"),
-    (0, lambda body: body.update(directories=["/1", "/nowhere\0"]), "is no absolute path"),
+    (0, lambda body: body.update(directories=["/1", "/etc/passwd"]), "not a directory"),
+    (0, lambda body: body.update(directories=["/1", "/nowhere\0"]), "is not an absolute path"),
 ]
 
 

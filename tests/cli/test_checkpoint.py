@@ -82,7 +82,7 @@ def test_a_run_directory_may_hold_other_files(run: Path, tmp_path: Path) -> None
 def test_only_a_run_is_published(run: Path, originals: Path, tmp_path: Path) -> None:
     for source, why in (
         (originals / "published", "is a checkpoint already: name a run directory"),
-        (run / RANK, "is what one rank has of a run: name the directory above it"),
+        (run / RANK, "is the folder of one rank of a run: name the directory above it"),
     ):
         code, _, err = call("checkpoint", source, tmp_path / "out")
         assert code == 2

@@ -40,8 +40,8 @@ def test_a_wrong_path_is_2(tmp_path: Path) -> None:
     done = call_process("verify", tmp_path / "absent")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"tierstore: {tmp_path}/absent is no directory: No such file or directory. Name that of "
-        "a run or a checkpoint\n"
+        f"tierstore: {tmp_path}/absent is not a directory: No such file or directory. Name a run "
+        "or a checkpoint\n"
     )
 
 

@@ -199,7 +199,7 @@ def test_a_marker_that_lists_a_file_in_a_folder(published: Path) -> None:
     (published / "x" / "y").write_bytes(b"")
     relist(published, "x/y")
     (fault,) = check(published).faults
-    assert fault.place == "tierstore.json"
+    assert fault.where == "tierstore.json"
 
 
 def test_a_later_version(published: Path) -> None:
@@ -235,7 +235,7 @@ def test_without_checksums(tmp_path: Path) -> None:
     flip(tmp_path / page, 512)
     report = check(tmp_path)
     assert report.good
-    assert "checksums=False: of its pages only lengths and framing" in report.notes[0]
+    assert "checksums=False: only the lengths and framing" in report.notes[0]
     flip(tmp_path / page, 511)
     (fault,) = check(tmp_path).faults
     assert "lacks the bytes around it by which torch reads it" in fault.what
@@ -258,7 +258,7 @@ def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:
     ):
         dirty.write_text(content)
         (fault,) = check(tmp_path).faults
-        assert fault.place == f"{RANK}/dirty"
+        assert fault.where == f"{RANK}/dirty"
         assert "its pages are of mixed steps" in fault.what
 
 
@@ -291,7 +291,7 @@ def test_two_ranks(two_ranks: Path) -> None:
 def test_an_absent_rank(two_ranks: Path) -> None:
     shutil.rmtree(two_ranks / "rank-00001")
     (fault,) = check(two_ranks).faults
-    assert fault.place == "rank-00001"
+    assert fault.where == "rank-00001"
     assert "is missing, and the run has 2 ranks: if it is on the disk of another" in fault.what
 
 
@@ -300,7 +300,7 @@ def test_a_rank_that_went_further(two_ranks: Path) -> None:
     (two_ranks / newest).unlink()
     report = check(two_ranks)
     assert (report.good, report.step) == (True, STEPS - 1)
-    assert "rank-00000 went further than step 2" in report.notes[0]
+    assert "rank-00000 committed more than step 2" in report.notes[0]
 
 
 def test_a_step_of_two_attempts(two_ranks: Path) -> None:

@@ -1,4 +1,4 @@
-"""The entries of a checkpoint that was found whole: tensors in pieces, values, their places."""
+"""Reading of the entries of a checked DCP checkpoint: parts of tensors, other values, paths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.run import tagged_json
 from tierstore.units import format_bytes
 
 EntryPath = tuple[str | int, ...]
-"""The keys and indices that led to a value in the state dict that was saved."""
+"""The keys and indices of a value in the nested state dict that was saved."""
 
 
 class StoredEntries:
@@ -52,36 +52,40 @@ class StoredEntries:
         return list(self._metadata.state_dict_metadata)
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """Return what is said of a tensor; None if the key is no tensor's."""
+        """Return the metadata of a tensor; None if the key is not that of a tensor."""
         found = self._metadata.state_dict_metadata.get(key)
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def read_items(self, key: str, chunk: Chunk) -> list[ReadItem]:
-        """Return what must be read for a chunk: a piece of each stored one that it overlaps."""
-        place = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        """Return what to read for a chunk: a part of each stored chunk that it overlaps."""
+        wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         stored = self.tensor(key)
         assert stored is not None
-        return create_read_items_for_chunk_list(key, stored, [place])
+        return create_read_items_for_chunk_list(key, stored, [wanted])
 
     def read(self, items: list[ReadItem], targets: Mapping[int, torch.Tensor]) -> None:
-        """Read pieces of chunks into the tensors that are the whole chunks, each by its id.
+        """Read parts of stored chunks.
 
-        Of what is stored no more than those pieces, a little at a time, as far as it can be
-        found in its file; the rest is read by DCP, which reads whole stored chunks.
+        Only those parts are read, in pieces of at most PIECE_BYTES, if the elements are in
+        row-major order in the file; else DCP reads whole stored chunks.
+
+        Args:
+            items: from read_items().
+            targets: id of each item -> the tensor of the whole wanted chunk.
 
         Raises:
-            CorruptionError: a file is not what it was when it was checked.
+            CorruptionError: a file has changed since it was checked.
         """
         resolved = _Targets(targets)
-        of_files: dict[str, list[ReadItem]] = {}
+        items_of_file: dict[str, list[ReadItem]] = {}
         for item in items:
-            place = self._metadata.storage_data[item.storage_index]
-            of_files.setdefault(place.relative_path, []).append(item)
+            info = self._metadata.storage_data[item.storage_index]
+            items_of_file.setdefault(info.relative_path, []).append(item)
         others: list[ReadItem] = []
-        for name, of_file in of_files.items():
+        for name, file_items in items_of_file.items():
             try:
                 with Reader(self.path).open(name) as file:
-                    for item in of_file:
+                    for item in file_items:
                         if not self._read_part(file, item, resolved.resolve_tensor(item)):
                             others.append(item)
             except CorruptionError as error:
@@ -90,7 +94,7 @@ class StoredEntries:
             self._reader.read_data(LoadPlan(others), cast(LoadPlanner, resolved)).wait()
 
     def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
-        """Read a part of a stored chunk; return whether it could be found in the file."""
+        """Read a part of a stored chunk; return False if its elements are not in order."""
         stored = self.tensor(item.storage_index.fqn)
         assert stored is not None
         assert item.storage_index.index is not None
@@ -104,11 +108,11 @@ class StoredEntries:
         return start is not None
 
     def value(self, key: str) -> Any:
-        """Return a whole tensor, or another value, of no more bytes than a commit may carry.
+        """Return a whole tensor, or another value, of at most LIMIT_BYTES of a commit.
 
         Raises:
-            CheckpointError: there is none, it is larger, or it is of a class that is not made
-                without running what the checkpoint holds.
+            CheckpointError: there is none, it is larger, or it is of a class that only a full
+                unpickling could make.
         """
         stored = self._metadata.state_dict_metadata.get(key)
         if stored is None:
@@ -125,31 +129,31 @@ class StoredEntries:
             data = file.read(info.offset, info.length)
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
-        except Exception as error:  # Whatever a pickle of unknown classes leads torch into.
+        except Exception as error:  # A pickle of unknown classes can make torch raise anything.
             raise CheckpointError(
                 f"{self.path}: {key!r} is of a class that torch.load(weights_only=True) does not "
                 "make: save it as plain numbers, text, lists or tensors (of a numpy scalar, its "
                 "item())"
             ) from error
 
-    def place(self, key: str) -> EntryPath:
-        """Return where a value was in the state dict, which had it at its key if nothing says.
+    def path_of(self, key: str) -> EntryPath:
+        """Return the path of a value in the state dict; ``(key,)`` if ``.metadata`` has none.
 
         Raises:
-            CheckpointError: what ``.metadata`` says of it does not fit the key.
+            CheckpointError: the path is not that of the key.
         """
-        places = self._metadata.planner_data
-        place = places.get(key) if isinstance(places, dict) else None
-        if place is None:
+        paths = self._metadata.planner_data
+        path = paths.get(key) if isinstance(paths, dict) else None
+        if path is None:
             return (key,)
         if (
-            type(place) is not tuple
-            or not 0 < len(place) <= tagged_json.DEPTH_MAX
-            or not all(type(part) in (str, int) for part in place)
-            or ".".join(map(str, place)) != key
+            type(path) is not tuple
+            or not 0 < len(path) <= tagged_json.DEPTH_MAX
+            or not all(type(part) in (str, int) for part in path)
+            or ".".join(map(str, path)) != key
         ):
-            raise CheckpointError(f"{self.path}: .metadata gives {key!r} a place of another key")
-        return place
+            raise CheckpointError(f"{self.path}: .metadata gives {key!r} the path of another key")
+        return path
 
     def _check_size(self, key: str, nbytes: int) -> None:
         if nbytes > tagged_json.LIMIT_BYTES:
@@ -159,7 +163,7 @@ class StoredEntries:
 
 
 class _Targets:
-    """Says to a DCP reader where each item goes."""
+    """Tells a DCP reader the target of each item."""
 
     def __init__(self, targets: Mapping[int, torch.Tensor]) -> None:
         self._targets = targets
@@ -177,11 +181,11 @@ class _Targets:
 
 
 PIECE_BYTES = 8 * 2**20
-"""Most that is read at once."""
+"""Most bytes read at once."""
 
 
 class Source(Protocol):
-    """A file that is open."""
+    """An open file."""
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` with the bytes from ``offset`` on."""
@@ -195,16 +199,16 @@ def read_box(
     offsets: Sequence[int],
     target: torch.Tensor,
 ) -> None:
-    """Fill a tensor with a box of a larger one, whose elements lie in a file in row-major order.
+    """Fill a tensor with a box of a larger tensor, stored in a file in row-major order.
 
-    Where the box has whole rows, just these are read; else what lies between its parts, too.
+    Whole rows of the stored tensor are read, unless a row is longer than PIECE_BYTES.
 
     Args:
         file: the file.
-        start: the byte of it at which the elements begin.
-        dtype: theirs.
-        sizes: shape of the whole tensor.
-        offsets: where in it the box begins.
+        start: the byte at which the stored elements begin.
+        dtype: dtype of the stored tensor.
+        sizes: shape of the stored tensor.
+        offsets: where in the stored tensor the box begins.
         target: of the shape of the box, and of any dtype.
     """
     if not target.numel():

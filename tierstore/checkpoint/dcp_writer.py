@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a checkpoint: which bytes of which file are what, as DCP says it.
+"""Writing of ``.metadata``, by which DCP finds every value of a checkpoint in its files.
 
-Keys are those that ``torch.distributed.checkpoint.state_dict`` makes of a model and its
-optimizer, with hyperparameters both by group and by parameter.
+The keys are those of ``torch.distributed.checkpoint.state_dict`` for a model and its optimizer,
+with hyperparameters both by group and by parameter.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ def checkpoint_metadata(
     model_prefix: str,
     append: Callable[[bytes], int],
 ) -> bytes:
-    """Return the content of ``.metadata``, after writing what is in no page.
+    """Return the content of ``.metadata``, after writing what is not paged.
 
     Args:
         commits: the commit of each rank, with its pages.
         names_of: those of the paged parameters.
-        unpaged: name and value of what of the model is not paged, and what tells it from others.
-        model_prefix: what stands before the names of the model: "model.", or "" as in
-            torchtitan.
-        append: adds bytes to the file UNPAGED_NAME and returns where they begin.
+        unpaged: name, value and identity of what is not paged; see ModelContents.values().
+        model_prefix: prefix of the names of the model: "model.", or "" as in torchtitan.
+        append: adds bytes to the file UNPAGED_NAME and returns their offset.
 
     Raises:
         CheckpointError: two values would have one key.
@@ -81,7 +80,7 @@ def checkpoint_metadata(
 
 
 class _Catalog:
-    """Collects keys, and where the bytes of each are."""
+    """The keys of a checkpoint, and the extent of each in its file."""
 
     def __init__(self, append: Callable[[bytes], int]) -> None:
         self.metadata = Metadata(
@@ -91,7 +90,7 @@ class _Catalog:
         self._written: dict[Hashable, _StorageInfo] = {}
 
     def add_record(self, path: Path, record: Record, file: str) -> None:
-        """Add one chunk of a paged state, which lies in a page file."""
+        """Add one chunk of a paged state, which is in a page file."""
         length = record_length(record.chunk.sizes, record.dtype)
         self._add_chunk(
             path,
@@ -102,9 +101,9 @@ class _Catalog:
         )
 
     def add_value(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
-        """Add a tensor or another value; one that is the ``same`` is written once.
+        """Add a tensor or another value; a value with the ``same`` identity is written once.
 
-        A dict, and a list of tensors or dicts, has keys for what is in it, as with DCP.
+        As in DCP, a dict or a list of tensors or dicts has a key for each item.
         """
         leaves: list[tuple[Path, Any]] = []
         traverse_state_dict({"": value}, lambda inner, leaf: leaves.append((inner[1:], leaf)))
@@ -169,7 +168,7 @@ def _model_path(model_prefix: str, name: str) -> Path:
 
 
 def _add_scalars(catalog: _Catalog, commit: Commit, names_of: Names, model_prefix: str) -> None:
-    """Add what a parameter has in no page: step counts, and all states if it is empty."""
+    """Add what is not in pages: step counts, and all states of an empty parameter."""
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
         names = names_of[spec.name]
@@ -193,7 +192,7 @@ def _add_empty(
 
 
 def _add_hyperparameters(catalog: _Catalog, commit: Commit, names_of: Names) -> None:
-    """Add hyperparameters as a list of groups, and as torchtitan has them, by parameter."""
+    """Add hyperparameters as a list of groups, and by parameter, as torchtitan does."""
     groups = zip(commit.groups, commit.manifest.hyperparameters, strict=True)
     for number, (specs, saved) in enumerate(groups):
         names = [names_of[spec.name][0] for spec in specs]
@@ -202,7 +201,7 @@ def _add_hyperparameters(catalog: _Catalog, commit: Commit, names_of: Names) -> 
         catalog.add_value([params], names, ("names", number))
         for key, value in group.items():
             paths: list[Path] = [("optimizer", "param_groups", number, key)]
-            # A parameter that is called like a number has the key of a group.
+            # The key of a parameter whose name is a number would be that of a group.
             paths += [
                 ("optimizer", f"param_groups.{name}.{key}") for name in names if not name.isdigit()
             ]
@@ -210,19 +209,19 @@ def _add_hyperparameters(catalog: _Catalog, commit: Commit, names_of: Names) -> 
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as torch.save shall write it: its own elements and nothing else."""
+    """Return a tensor for torch.save, which writes the whole storage of a tensor."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
     return tensor
 
 
-# Of longer ones a pickle holds another form, which torch does not read.
+# Pickle writes longer ints in another form, which torch does not read.
 _INT_BITS_MAX = 2000
 
 
 def portable(value: Any) -> Any:
-    """Return a value that tagged.decode() made, with other types where torch reads none.
+    """Return a value of tagged_json.decode() with types that torch.load(weights_only) reads.
 
     Numpy's scalars become Python's, its arrays of numbers tensors and others lists, times
     text, and ints of more than 2000 bits hexadecimal text.
@@ -250,7 +249,7 @@ def _tensor_or_list(array: np.ndarray[Any, Any]) -> Any:
         array = array.astype(str)
     if array.dtype.kind in "SU":
         return array.tolist()
-    # Torch has neither another byte order nor longer floats than these.
+    # Torch has only one byte order, and no longer floats than these.
     wider = {"f": np.float64, "c": np.complex128}.get(array.dtype.kind)
     if wider is not None and array.dtype.itemsize > np.dtype(wider).itemsize:
         array = array.astype(wider)

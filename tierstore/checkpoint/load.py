@@ -1,4 +1,4 @@
-"""Pages from a checkpoint that DCP can load, whoever wrote it and on however many ranks."""
+"""Loading of pages from any checkpoint that DCP can load."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from tierstore.ranks.peers import Peers
 
 
 class CheckpointSource:
-    """A checkpoint, checked, from which the states of some parameters can be read.
+    """A checked checkpoint, from which the states of some parameters are read.
 
-    Parameters are looked for as ``model.<name>`` or ``<name>`` (where tierstore published it,
-    under the prefix that it was published with), states as ``optimizer.state.<name>.<state>``,
-    hyperparameters by parameter or by group.
+    The keys of a parameter are ``model.<name>`` or ``<name>``, or the prefix with which
+    tierstore published it; the keys of its states are ``optimizer.state.<name>.<state>``.
+    Hyperparameters are found by parameter or by group.
 
     Args:
         path: the directory.
-        groups: the param groups that want their states.
-        scalars: parameter name -> names of the scalars that it wants.
-        peers: the ranks that load it together, each of which checks a part.
+        groups: the param groups to load.
+        scalars: parameter name -> the scalars to load, by name.
+        peers: the ranks that load it together; each rank checks a part, without a collective.
 
     Raises:
         CorruptionError: the checkpoint is damaged.
-        CheckpointError: it is none, or has not all that is wanted; the message names the
-            first that is absent.
+        CheckpointError: it is not a checkpoint, or a required entry is missing; the message
+            names the first one.
         ValueError: the optimizer cannot use the hyperparameters of a group.
     """
 
@@ -86,7 +86,7 @@ class CheckpointSource:
         page.write_parameters()
 
     def _names_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the names that the parameters have in the checkpoint, less those of wrappers."""
+        """Return parameter name -> name in the checkpoint, without the names of wrappers."""
         for unwrap_parallel in (False, True):
             plain = plain_names(names, unwrap_parallel=unwrap_parallel)
             found = {name: stripped for name, (stripped,) in plain.items()}
@@ -124,7 +124,7 @@ class CheckpointSource:
     def _hyperparameters(
         self, values: CommittedValues | StockValues, group: PagedGroup
     ) -> dict[str, Any]:
-        """Return what the checkpoint says of a group: that of its first parameter there."""
+        """Return the hyperparameters that the first parameter of a group has in the checkpoint."""
         if not group.parameters:
             return {}
         found = values.hyperparameters(self._names[group.parameters[0].name])
@@ -133,7 +133,7 @@ class CheckpointSource:
             group.check({**group.hyperparameters, **found})
         except ValueError:
             raise
-        except Exception as error:  # Of values that no optimizer has.
+        except Exception as error:  # Strange values can make check() raise anything.
             raise CheckpointError(
                 f"{self._path} has hyperparameters that cannot be used: {error}"
             ) from error
@@ -151,7 +151,7 @@ def _checked(path: Path, peers: Peers) -> Contents:
     if contents is None:
         fault = report.faults[0]
         raise CorruptionError(
-            f"{path}: {fault.place}: {fault.what}; nothing of it "
+            f"{path}: {fault.where}: {fault.what}; nothing of it "
             "was loaded. `tierstore verify` lists everything that is wrong"
         )
     return contents

@@ -1,4 +1,4 @@
-"""What of a model belongs into a checkpoint besides the pages, and under which names."""
+"""Contents of a model in a checkpoint: what is stored besides pages, and all names."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from tierstore.layout.parameters import PagedGroup
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# What wrappers put into the names of the parameters that they wrap: parts before the last.
+# Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
 Names = Mapping[str, tuple[str, ...]]
-"""Name of a paged parameter -> its names in the model, several where it is tied."""
+"""Name of a paged parameter -> its names in the model; a tied parameter has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContents:
-    """Names for what is paged, and everything of a model that is not."""
+    """Names of the paged parameters of a model, and all of its other values."""
 
     names: Names
 
     unpaged: Mapping[str, Any]
-    """Name -> tensor or other value: buffers, frozen parameters, extra state. Tied ones are
+    """Name -> tensor or other value: buffers, frozen parameters, extra state. Tied values are
     the same object."""
 
     @property
     def cut(self) -> list[str]:
-        """Names of the values of which this rank has a part only."""
+        """Names of the values of which this rank has only a part."""
         return [
             name for name, value in self.unpaged.items() if any(map(_is_cut, tree_leaves(value)))
         ]
 
     def values(self) -> Iterator[tuple[str, Any, Hashable]]:
-        """Yield name and whole value of all that is not paged, and what tied ones have in common.
+        """Yield the name, the whole value and the identity of each unpaged value.
 
-        Those that are cut are put together one at a time, by all ranks that have a part: these
-        go through this together, to its end.
+        Tied values have one identity. A value that is cut is gathered from the ranks when its
+        turn comes, so all of them iterate together, to the end.
         """
         cut = set(self.cut)
         for name, value in self.unpaged.items():
@@ -57,16 +57,16 @@ class ModelContents:
 
 
 def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> ModelContents:
-    """Say what a checkpoint of a model with these paged parameters holds.
+    """Return the contents of a checkpoint of a model with these paged parameters.
 
     Args:
-        model: the model, wrapped or not; None: nothing but what is paged, under the names
-            that the optimizer has, less those of wrappers.
-        groups: what is paged.
+        model: the model, wrapped or not; None: only what is paged, under the names that the
+            optimizer has, without the names of wrappers.
+        groups: the paged parameters.
 
     Raises:
-        CheckpointError: a paged parameter is not in the model, two names are one without
-            those of wrappers, or the model holds what no checkpoint can.
+        CheckpointError: a paged parameter is not in the model, two names are equal without the
+            names of wrappers, or the model has a value that a checkpoint cannot hold.
     """
     parameters = [parameter for group in groups for parameter in group.parameters]
     if model is None:
@@ -75,7 +75,7 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     paged = {id(parameter.tensor): parameter.name for parameter in parameters}
     found: dict[str, list[str]] = {parameter.name: [] for parameter in parameters}
     unpaged: dict[str, Any] = {}
-    # keep_vars gives the parameters themselves, so that tied ones can be told.
+    # keep_vars gives the parameters themselves, by which tied names are recognized.
     state = _unwrapped(model).state_dict(keep_vars=True)
     for key, plain in _all_stripped(state).items():
         value = state[key]
@@ -97,17 +97,17 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
 def plain_names(
     names: Iterable[str], *, unwrap_parallel: bool = True
 ) -> dict[str, tuple[str, ...]]:
-    """Return for each paged parameter its one name, less those of wrappers.
+    """Return the one name of each paged parameter, without the names of wrappers.
 
     Args:
-        names: those of the parameters.
-        unwrap_parallel: whether "module." is that of a wrapper, where all begin with it.
+        names: of the parameters.
+        unwrap_parallel: whether a "module." at the beginning of all names is of a wrapper.
 
     Raises:
-        CheckpointError: two are the same then.
+        CheckpointError: two names become equal.
     """
     plain = _all_stripped(names)
-    # DistributedDataParallel wraps everything: a module of that name is in every name.
+    # DistributedDataParallel wraps the whole model, so "module." is in every name.
     if unwrap_parallel and all(name.startswith("module.") for name in plain.values()):
         plain = {name: stripped.removeprefix("module.") for name, stripped in plain.items()}
     return {name: (stripped,) for name, stripped in plain.items()}
@@ -122,10 +122,10 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _all_stripped(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without the parts that are of wrappers.
+    """Return each name without the parts that wrappers added.
 
     Raises:
-        CheckpointError: two are the same then.
+        CheckpointError: two names become equal.
     """
     name_of: dict[str, str] = {}
     for name in names:
@@ -133,8 +133,8 @@ def _all_stripped(names: Iterable[str]) -> dict[str, str]:
         plain = ".".join([*(part for part in modules if part not in _WRAPPERS), last])
         if plain in name_of:
             raise CheckpointError(
-                f"{name_of[plain]!r} and {name!r} have the same name {plain!r} without those of "
-                "wrappers: rename one of the modules"
+                f"{name_of[plain]!r} and {name!r} have the same name {plain!r} without the names "
+                "of wrappers: rename one of the modules"
             )
         name_of[plain] = name
     return {name: plain for plain, name in name_of.items()}
@@ -150,7 +150,7 @@ def _whole(value: Any) -> Any:
 
 
 def _check(path: tuple[object, ...], value: Any) -> None:
-    """Refuse, before anything is made, a value that DCP has no form for."""
+    """Refuse a value that DCP cannot store, before anything is written."""
     key = ".".join(map(str, path))
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta:
@@ -161,7 +161,7 @@ def _check(path: tuple[object, ...], value: Any) -> None:
         return
     try:
         torch.save(value, io.BytesIO())
-    except Exception as error:  # What an object does when it is pickled is its own affair.
+    except Exception as error:  # Pickling an object of the user may raise anything.
         raise CheckpointError(
             f"{key!r} of the model cannot be pickled, so no checkpoint can hold it: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""The page files of one rank's commit on their way into a checkpoint: linked, else copied."""
+"""Page files of one rank's commit in a checkpoint: linked, or copied if that is impossible."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tierstore.run.file_names import page_file, published_page
 from tierstore.storage.base import Folder, Storage
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""How a filesystem says that a file can have no second name there."""
+"""Errors of a filesystem that cannot give a file a further name there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommit:
-    """The commit of one rank, and its files."""
+    """The commit of one rank, and the storage of its files."""
 
     storage: Storage
     commit: Commit
     pages: Sequence[CommittedPage]
     """The pages of the commit."""
     provide_spares: Callable[[Iterable[str]], None]
-    """Allocates what shall take the place of these page files in the run."""
+    """Allocates the files that will replace these page files in the run."""
 
 
 class PageFiles:
-    """Brings the page files of one rank into a directory that all ranks publish in.
+    """Links or copies the page files of one rank into the directory of a checkpoint.
 
     Args:
-        commit: the rank's.
-        token: tells the names that hold files meanwhile from those of others.
+        commit: of the rank.
+        token: distinguishes the temporary links of this attempt.
     """
 
     def __init__(self, commit: RankCommit, token: str) -> None:
@@ -49,8 +49,10 @@ class PageFiles:
         """Page number -> the name of its file in the run and in the checkpoint."""
         self._token = token
         self._storage = commit.storage
-        self._held: list[str] = []
         self._unlinked: list[CommittedPage] = []
+        """The pages to copy."""
+        self._links: list[str] = []
+        """Temporary links to their files, so that the run may replace these meanwhile."""
 
     @property
     def nbytes(self) -> int:
@@ -59,11 +61,11 @@ class PageFiles:
 
     @property
     def bytes_to_copy(self) -> int:
-        """Bytes of those that could not be linked."""
+        """Bytes of the pages that could not be linked."""
         return sum(page.layout.nbytes for page in self._unlinked)
 
     def link(self, folder: Folder, child: str) -> None:
-        """Link as many pages as can be, and have space for what takes their place in the run."""
+        """Allocate what will replace the pages in the run, then link the pages where possible."""
         self.commit.provide_spares(name for name, _ in self.names.values())
         for page in self.commit.pages:
             name, new_name = self.names[page.number]
@@ -75,39 +77,43 @@ class PageFiles:
                 self._unlinked.append(page)
 
     def hold(self) -> bool:
-        """Give page files that are to be copied second names, by which they stay as they are.
+        """Link the page files to copy within the run, so that nothing overwrites them.
 
         Returns:
-            Whether that can be. Else the run may write nothing until they are copied.
+            Whether the filesystem can. Else the run must not write until they are copied.
         """
         for page in self._unlinked:
             name, _ = self.names[page.number]
-            self._held.append(f"{name}.copying-{self._token}")
+            self._links.append(f"{name}.copying-{self._token}")
             try:
-                self._storage.link(name, self._held[-1])
+                self._storage.link(name, self._links[-1])
             except StorageError as error:
                 if error.errno not in _NO_LINK:
                     raise
-                self._held.pop()
+                self._links.pop()
                 self._release()
                 return False
         return True
 
     def copy(self, folder: Folder, child: str, on_copied: Callable[[int], None]) -> None:
-        """Copy what could not be linked, each block checked on the way.
+        """Copy the pages that could not be linked, and check each block.
 
         Args:
-            folder: where the checkpoint is made.
-            child: its name there.
-            on_copied: told of the bytes of each block.
+            folder: the directory above the checkpoint.
+            child: the name of the checkpoint there.
+            on_copied: called with the number of bytes of each block.
+
+        Raises:
+            CorruptionError: a block is not what was committed.
+            StorageError: the disk refuses.
         """
         if not self._unlinked:
             return
-        # Not closed: after an error something may still refer to it.
+        # Not closed: after an error a traceback may still refer to it.
         memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
         memory.madvise(mmap.MADV_DONTFORK)
         buffer = memoryview(memory)
-        sources = list(self._held) or [self.names[page.number][0] for page in self._unlinked]
+        sources = list(self._links) or [self.names[page.number][0] for page in self._unlinked]
         for page, source in zip(self._unlinked, sources, strict=True):
             _, new_name = self.names[page.number]
             for number, block in enumerate(page.layout.blocks):
@@ -120,15 +126,15 @@ class PageFiles:
         self._release()
 
     def drop(self) -> None:
-        """Give up the names that hold files, whatever fails."""
-        for name in self._held:  # The last one is perhaps not there yet.
+        """Remove the temporary links; recovery removes a link that stays."""
+        for name in self._links:  # The last one may not exist yet.
             with contextlib.suppress(TierstoreError):
                 self._storage.unlink(name)
 
     def _release(self) -> None:
-        while self._held:
-            self._storage.unlink(self._held[-1])
-            self._held.pop()
+        while self._links:
+            self._storage.unlink(self._links[-1])
+            self._links.pop()
 
     def _check(self, page: CommittedPage, number: int, data: memoryview) -> None:
         fault = block_fault(

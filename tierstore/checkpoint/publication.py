@@ -1,4 +1,4 @@
-"""The outcome of publishing a checkpoint, which may still be on its way."""
+"""Publication: the handle of a checkpoint that is being published, or was."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Publication:
 
     Attributes:
         path: the directory.
-        step: the step that it holds.
+        step: the committed step in it.
         bytes_linked: bytes of this rank's pages that were linked.
-        bytes_total: bytes of those that are copied; of all where all were linked.
-        bytes_copied: how many were copied until now.
+        bytes_total: bytes of this rank's pages that are copied; of all pages if all are linked.
+        bytes_copied: bytes that were copied so far.
     """
 
     def __init__(self, path: str, step: int) -> None:
@@ -23,17 +23,17 @@ class Publication:
         self.outcome: Future[None] = Future()
 
     def done(self) -> bool:
-        """Return whether wait() would return (or raise) at once."""
+        """Return whether wait() returns or raises at once."""
         return self.outcome.done()
 
     def wait(self) -> None:
-        """Block until the checkpoint is there.
+        """Block until the checkpoint is published.
 
         Raises:
-            StorageError, CorruptionError: it will never be; nothing is left of it.
+            StorageError, CorruptionError: publishing failed; nothing is left of the checkpoint.
         """
         self.outcome.result()
 
     def settle(self) -> None:
-        """Block until nothing is done for it any more, whatever became of it."""
+        """Block until publishing has ended, and do not raise what failed."""
         wait([self.outcome])

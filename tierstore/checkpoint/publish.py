@@ -44,19 +44,19 @@ logger = logging.getLogger("tierstore")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What one process has to publish: a commit, and names for what is in it."""
+    """What one process publishes: a commit, and the names of the model."""
 
     peers: Peers
     """The processes that publish it together."""
     commits: Sequence[RankCommit]
-    """Those of one rank, or of more where one process has the files of all; empty if nothing
-    was committed yet, which is refused."""
+    """The commit of one rank, or of all ranks if one process has the files of all. Empty if
+    nothing was committed, which is refused."""
     contents: Callable[[], ModelContents]
-    """Says what of the model is in no page, and the names of what is."""
+    """Returns what of the model is not paged, and all names."""
     model_prefix: str
-    """What stands before the names of the model: ends in a dot, or is empty."""
+    """Prefix of the names of the model: ends in a dot, or is empty."""
     for_reshard: bool = False
-    """Whether it is what reshard=True begins from, whose name nothing else may have."""
+    """Whether reshard=True begins from the checkpoint; only then it may have RESHARDED_NAME."""
 
     def __post_init__(self) -> None:
         if self.model_prefix and not re.fullmatch(r"[^.]+\.", self.model_prefix):
@@ -75,23 +75,23 @@ def publish(
 ) -> Publication:
     """Publish a commit as the directory ``path``; all ranks call it together.
 
-    With links it is there when this returns. Pages that cannot be linked are copied in the
-    background from links that hold their files meanwhile; with several ranks, or where a
-    filesystem has no links at all, before this returns.
+    A checkpoint of links is published when this returns. Pages that cannot be linked are copied:
+    in the background if there is one rank and its filesystem has links, else before this returns.
 
     Args:
         committed: what to publish.
         path: the directory; absent or empty.
-        keep_last: how many checkpoints of this run to keep beside it, itself among them.
-        on_progress: told of bytes copied, and of all that are to be.
-        on_copying: told of a publication that goes on in the background, whether this then
-            returns it or is interrupted.
+        keep_last: number of checkpoints of this run to keep beside it, with this one.
+        on_progress: called with the number of bytes that were copied, and that will be.
+        on_copying: called with a publication that continues in the background, whether this
+            then returns it or is interrupted.
 
     Raises:
-        CheckpointError: there is something at ``path``, it cannot be made, or the model
-            holds what no checkpoint can.
-        StorageError: the disk is full, say. Nothing is left of the checkpoint.
-        CorruptionError: a page that was copied is not what was committed. Likewise.
+        CheckpointError: ``path`` exists or cannot be made, or the model has a value that a
+            checkpoint cannot hold.
+        StorageError: the disk refused, because it is full for example. Nothing is left of the
+            checkpoint.
+        CorruptionError: a copied page is not what was committed. Nothing is left.
     """
     peers = committed.peers
     call = together(
@@ -116,7 +116,7 @@ def publish(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What one rank wants to publish, and where: refused here if it cannot be."""
+    """The checked arguments of publish() on one rank."""
 
     path: str
     name: str
@@ -238,7 +238,7 @@ class _Publishing:
         together(self._peers, "make the checkpoint directory", make)
 
     def link_pages(self) -> bool:
-        """Link pages into the directory; return whether any must be copied instead."""
+        """Link pages into the directory; return whether any must be copied."""
         for files in self._page_files:
             files.link(self._directory.folder, self._directory.child)
         total = sum(files.nbytes for files in self._page_files)
@@ -248,7 +248,7 @@ class _Publishing:
         return bytes_to_copy > 0
 
     def hold_pages(self) -> bool:
-        """Hold the files of pages that are to be copied; return whether all of them can be."""
+        """Link the pages to copy within the run; return whether that is possible."""
         return all(files.hold() for files in self._page_files)
 
     def describe(self) -> None:
@@ -312,7 +312,7 @@ class _Publishing:
             outcome.set_result(None)
 
     def give_up(self) -> None:
-        """Leave nothing behind, unless it is published or goes on in the background."""
+        """Remove everything, unless it is published or continues in the background."""
         if self.publication.outcome.cancel():
             self._undo()
         else:
@@ -338,7 +338,7 @@ class _Publishing:
         names: Names,
         values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
-        """Write what is in no page, and the marker; set the content of ``.metadata``."""
+        """Write what is not paged, and the marker; make the content of ``.metadata``."""
         known = {some.commit.manifest.rank: some.pages for some in self._committed.commits}
         pages = [known.get(commit.manifest.rank) or commit.pages() for commit in commits]
         unpaged = _UnpagedFile(self._directory.folder, self._directory.child)
@@ -379,17 +379,17 @@ class _Publishing:
 
 
 class _UnpagedFile:
-    """The file of all that lies in no page, while it is written."""
+    """The file of everything that is not paged, while it is written."""
 
     def __init__(self, folder: Folder, child: str) -> None:
         self._folder = folder
         self._child = child
         self._nbytes = 0
         self._hash = xxhash.xxh3_128()
-        self.append(b"")  # There even if nothing is in it.
+        self.append(b"")  # Creates the file.
 
     def append(self, data: bytes) -> int:
-        """Add bytes at the end; return where they begin."""
+        """Append bytes; return their offset."""
         offset = self._nbytes
         self._folder.append(self._child, UNPAGED_NAME, memoryview(data))
         self._hash.update(data)
@@ -401,7 +401,7 @@ class _UnpagedFile:
         self._folder.flush(self._child, UNPAGED_NAME)
 
     def digest(self) -> dict[str, Any]:
-        """Return what the marker says of the file."""
+        """Return the entry of the file in the marker."""
         return {"nbytes": self._nbytes, "xxh3_128": self._hash.hexdigest()}
 
 

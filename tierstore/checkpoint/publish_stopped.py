@@ -1,4 +1,4 @@
-"""Publishing the committed step of a run that no job uses: one process has what all ranks have."""
+"""Publishing of the committed step of a stopped run, by one process for all ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tierstore.storage.base import Storage
 def publish_run(
     run: Path, out: Path, *, on_progress: Callable[[int, int], None] = lambda copied, total: None
 ) -> Publication:
-    """Publish the committed step of a run that nobody uses; see publish().
+    """Publish the committed step of a run that no process uses; see publish().
 
-    It holds what is paged: the rest of the model is not in a run.
+    The checkpoint holds what is paged; the rest of the model is not in a run.
 
     Raises:
-        CheckpointError: ``run`` holds no run, not all of its ranks, or this user may not read
-            it; or as in publish().
+        CheckpointError: ``run`` is not a run or lacks ranks, or this user may not read it; or
+            as in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish().
@@ -47,23 +47,23 @@ def publish_whole(
     for_reshard: bool = False,
     on_progress: Callable[[int, int], None] = lambda copied, total: None,
 ) -> Publication:
-    """Publish the committed step of a run whose locked directories are all here.
+    """Publish the committed step of a run, given the locked storages of all its ranks.
 
     Raises:
-        RunDirectoryError: they are not all of one run, or it has no committed step.
-        CorruptionError: the ranks have committed what does not belong together.
+        RunDirectoryError: they are not of one run, or it has no committed step.
+        CorruptionError: the commits of the ranks do not fit each other.
         CheckpointError, StorageError, CorruptionError: as in publish().
     """
     found = find_whole_run(storages)
     commits = [load_commit(storage, manifest) for storage, manifest in found]
-    for place, what in coverage_faults(commits):
-        raise CorruptionError(f"{storages[0].location} and beside it: {place} {what}")
+    for fault in coverage_faults(commits):
+        raise CorruptionError(f"{storages[0].location} and beside it: {fault.where} {fault.what}")
     rank_commits = [
         RankCommit(
             storage=storage,
             commit=commit,
             pages=commit.pages(),
-            # Whoever goes on with the run allocates them.
+            # The next job allocates them when it overwrites a page.
             provide_spares=lambda names: None,
         )
         for (storage, _), commit in zip(found, commits, strict=True)

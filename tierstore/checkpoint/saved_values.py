@@ -1,8 +1,8 @@
-"""What a checkpoint says besides masters and states: step, scalars, hyperparameters, extra.
+"""Values of a checkpoint besides masters and states: step, scalars, hyperparameters, extra.
 
-One that tierstore published says it in its manifests, as it was committed. Of any other one
-it is in the entries that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have
-the names here that they have in ``.metadata``.
+A checkpoint that tierstore published has them in its manifests, any other one in the entries
+that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have their names in
+``.metadata``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _GROUPS = ("optimizer", "param_groups")
 
 
 class CommittedValues:
-    """Those of a published checkpoint.
+    """Values of a checkpoint that tierstore published.
 
     Args:
         entries: of the checkpoint.
         commit: the commit of rank 0. The other ranks have the same values.
 
     Raises:
-        CorruptionError: ``.metadata`` and the manifests are not of one another.
+        CorruptionError: ``.metadata`` and the manifests are of different commits.
     """
 
     def __init__(self, entries: StoredEntries, commit: Commit) -> None:
@@ -46,28 +46,28 @@ class CommittedValues:
 
     @cached_property
     def model_prefixes(self) -> Sequence[str]:
-        """What stands before the names of parameters, as checkpoint(model_prefix=) said."""
+        """The prefix of the names of parameters, as given to checkpoint(model_prefix=)."""
         name = next(iter(self._groups), None)
         for key in self._entries.keys if name is not None else ():
-            *outer, last = self._entries.place(key)
+            *outer, last = self._entries.path_of(key)
             if last == name and len(outer) < 2:
                 return ["".join(f"{part}." for part in outer)]
         return ["model."]
 
     def step(self, counts: Sequence[float]) -> int:
-        """Return the step that was committed, whatever parameters count."""
+        """Return the step that was committed; ``counts`` is for other checkpoints."""
         return self._manifest.step
 
     @property
     def extra(self) -> Any:
-        """What was committed with it."""
+        """The ``extra`` of the commit."""
         return tagged_json.decode(self._manifest.extra)
 
     def scalar(self, name: str, scalar: str) -> float:
-        """Return a number that belongs to a parameter.
+        """Return a scalar of a parameter.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: the checkpoint does not have it.
         """
         try:
             return float(self._scalars[self._members[name]][scalar])
@@ -77,7 +77,7 @@ class CommittedValues:
             ) from error
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return those of the group that a parameter was in; empty if it was in none."""
+        """Return the hyperparameters of the group of a parameter; empty if it has none."""
         number = self._groups.get(name)
         if number is None:
             return {}
@@ -92,7 +92,7 @@ class CommittedValues:
 
 
 class StockValues:
-    """Those of a checkpoint that DCP wrote of a model and its optimizer, which has no extra."""
+    """Values of a checkpoint that DCP wrote of a model and its optimizer; it has no extra."""
 
     model_prefixes: Sequence[str] = ("model.", "")
     extra = None
@@ -101,10 +101,10 @@ class StockValues:
         self._entries = entries
 
     def step(self, counts: Sequence[float]) -> int:
-        """Return the largest step count of any parameter; 0 if none has one.
+        """Return the largest step count of any parameter; 0 if there is no step count.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: the number cannot be a step.
         """
         step = max(counts, default=0.0)
         if not 0 <= step < 2**63:
@@ -112,7 +112,7 @@ class StockValues:
         return int(step)
 
     def scalar(self, name: str, scalar: str) -> float:
-        """See CommittedValues.scalar."""
+        """Return a scalar of a parameter; see CommittedValues."""
         key = f"optimizer.state.{name}.{scalar}"
         stored = self._entries.tensor(key)
         if stored is None or stored.size.numel() != 1 or stored.properties.dtype.is_complex:
@@ -120,73 +120,73 @@ class StockValues:
         return float(self._entries.value(key))
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return those that are stored by the parameter's name, or else those of its group.
+        """Return the hyperparameters stored by the parameter's name, or else by its group.
 
         Raises:
             CheckpointError: they cannot be read.
         """
-        found = self._of_parameter(name) or self._of_group(name)
-        parts = [(place, self._entries.value(key)) for place, key in found.items()]
+        found = self._parameter_paths(name) or self._group_paths(name)
+        leaves = [(path, self._entries.value(key)) for path, key in found.items()]
         try:
-            return dict(_put_together(parts))
+            return dict(_nested(leaves))
         except (ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{self._entries.path}: what is stored of the hyperparameters of {name!r} makes "
-                "no dicts and lists"
+                f"{self._entries.path}: the paths of the hyperparameters of {name!r} do not make "
+                "nested dicts and lists"
             ) from error
 
     @cached_property
-    def _places(self) -> dict[EntryPath, str]:
-        """Place -> key, of all hyperparameters."""
+    def _paths(self) -> dict[EntryPath, str]:
+        """Path -> key, of all hyperparameters."""
         keys = (key for key in self._entries.keys if key.startswith(".".join((*_GROUPS, ""))))
-        return {self._entries.place(key): key for key in keys}
+        return {self._entries.path_of(key): key for key in keys}
 
     @cached_property
     def _params(self) -> dict[int, Any]:
         """Number of a group -> names of its parameters."""
         return {
-            place[2]: self._entries.value(key)
-            for place, key in self._places.items()
-            if place[:2] == _GROUPS and place[3:] == ("params",) and isinstance(place[2], int)
+            path[2]: self._entries.value(key)
+            for path, key in self._paths.items()
+            if path[:2] == _GROUPS and path[3:] == ("params",) and isinstance(path[2], int)
         }
 
-    def _of_parameter(self, name: str) -> dict[EntryPath, str]:
-        """Find ``optimizer.param_groups.<name>.<key>``, which is one key of the optimizer's."""
+    def _parameter_paths(self, name: str) -> dict[EntryPath, str]:
+        """Find the paths ``("optimizer", "param_groups.<name>.<key>", ...)``, from <key> on."""
         prefix = ".".join((*_GROUPS, name, ""))
-        heads = {place: ".".join(map(str, place[:2])) for place in self._places}
+        heads = {path: ".".join(map(str, path[:2])) for path in self._paths}
         return {
-            (head.removeprefix(prefix), *place[2:]): self._places[place]
-            for place, head in heads.items()
+            (head.removeprefix(prefix), *path[2:]): self._paths[path]
+            for path, head in heads.items()
             if head.startswith(prefix)
         }
 
-    def _of_group(self, name: str) -> dict[EntryPath, str]:
-        """Find ``optimizer.param_groups.<number>.<key>`` of the group that has the parameter."""
+    def _group_paths(self, name: str) -> dict[EntryPath, str]:
+        """Find ``("optimizer", "param_groups", <number>, <key>, ...)`` of the parameter's group."""
         for number, names in self._params.items():
             if isinstance(names, list) and name in names:
                 start = (*_GROUPS, number)
                 return {
-                    place[3:]: key
-                    for place, key in self._places.items()
-                    if place[:3] == start and len(place) > 3
+                    path[3:]: key
+                    for path, key in self._paths.items()
+                    if path[:3] == start and len(path) > 3
                 }
         return {}
 
 
-def _put_together(parts: list[tuple[EntryPath, Any]]) -> Any:
-    """Return the dicts and lists that have these values at these places.
+def _nested(leaves: list[tuple[EntryPath, Any]]) -> Any:
+    """Return the nested dicts and lists that have these values at these paths.
 
     Raises:
         ValueError: there are none, as where a list lacks an item.
     """
     inner: dict[str | int, list[tuple[EntryPath, Any]]] = {}
-    for place, value in parts:
-        if not place:
-            if len(parts) > 1:
-                raise ValueError("one value lies in another that is no dict or list")
+    for path, value in leaves:
+        if not path:
+            if len(leaves) > 1:
+                raise ValueError("a value is in another value that is not a dict or list")
             return value
-        inner.setdefault(place[0], []).append((place[1:], value))
-    values = {part: _put_together(rest) for part, rest in inner.items()}
+        inner.setdefault(path[0], []).append((path[1:], value))
+    values = {part: _nested(rest) for part, rest in inner.items()}
     if all(isinstance(part, str) for part in values):
         return values
     if values.keys() != set(range(len(values))):

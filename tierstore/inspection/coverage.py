@@ -1,19 +1,20 @@
-"""Whether chunks cover a tensor exactly once."""
+"""Coverage: do chunks hold every element of a tensor exactly once?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
+from tierstore.inspection.reader import Fault
 from tierstore.layout.chunks import Chunk
 from tierstore.run.commit import Commit
 
 
 def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str]:
-    """Yield what is wrong with chunks that should cover a tensor of this shape once.
+    """Yield the faults of chunks that should cover a tensor of this shape exactly once.
 
-    Takes about n * m steps for n chunks of which m lie side by side. Chunks without
-    elements cover nothing and are never wrong.
+    Chunks without elements are ignored. Takes O(n * m) steps for n chunks, of which m at most
+    lie beside each other along one dimension.
     """
     chunks = [chunk for chunk in chunks if chunk.numel > 0]
     outside = [chunk for chunk in chunks if not chunk.lies_within(shape)]
@@ -28,15 +29,15 @@ def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str
     if covered < numel:
         yield (
             f"{numel - covered} of {numel} elements of the tensor {list(shape)} are in no chunk: "
-            "a load would leave them as they are, without a word"
+            "a load would leave them unchanged and report nothing"
         )
 
 
 def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two chunks that share an element, if there are any.
+    """Return two chunks that have an element in common, or None.
 
-    Walks along the dimension in which most chunks begin at different places, and compares
-    each chunk with those that have not ended there.
+    Sweeps along the dimension in which chunks have most different offsets, and compares each
+    chunk with the chunks that have not ended there.
     """
     if len(chunks) < 2:
         return None
@@ -54,13 +55,13 @@ def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
             if other.offsets[along] + other.sizes[along] > chunk.offsets[along]
         ]
         for other in open_chunks:
-            if _share(chunk, other):
+            if _intersect(chunk, other):
                 return other, chunk
         open_chunks.append(chunk)
     return None
 
 
-def _share(one: Chunk, other: Chunk) -> bool:
+def _intersect(one: Chunk, other: Chunk) -> bool:
     return all(
         a < b + b_size and b < a + a_size
         for a, a_size, b, b_size in zip(
@@ -73,8 +74,8 @@ def _text(chunk: Chunk) -> str:
     return f"the chunk at {list(chunk.offsets)} of size {list(chunk.sizes)}"
 
 
-def coverage_faults(commits: Sequence[Commit]) -> Iterator[tuple[str, str]]:
-    """Yield a place and what is wrong there.
+def coverage_faults(commits: Sequence[Commit]) -> Iterator[Fault]:
+    """Yield the faults of the chunks that the ranks committed together.
 
     Args:
         commits: one commit of all ranks, each whole.
@@ -83,10 +84,10 @@ def coverage_faults(commits: Sequence[Commit]) -> Iterator[tuple[str, str]]:
     for other in commits[1:]:
         for name in ("page_bytes", "dropped", "hyperparameters", "scalars"):
             if getattr(other.manifest, name) != getattr(first.manifest, name):
-                yield _place(other), f"has other {name} than rank {first.manifest.rank}"
+                yield _fault(other, f"has other {name} than rank {first.manifest.rank}")
                 return
         if other.layout.groups != first.layout.groups:
-            yield _place(other), f"has other groups than rank {first.manifest.rank}"
+            yield _fault(other, f"has other groups than rank {first.manifest.rank}")
             return
     chunks: dict[str, list[Chunk]] = {
         spec.name: [] for group in first.layout.groups for spec in group
@@ -97,8 +98,8 @@ def coverage_faults(commits: Sequence[Commit]) -> Iterator[tuple[str, str]]:
                 chunks[shard.parameter.name] += shard.chunks
     for spec in (spec for group in first.groups for spec in group):
         for fault in tiling_faults(spec.shape, chunks[spec.name]):
-            yield f"parameter {spec.name!r}", f"on all ranks together: {fault}"
+            yield Fault(f"parameter {spec.name!r}", f"on all ranks together: {fault}")
 
 
-def _place(commit: Commit) -> str:
-    return f"the commit of rank {commit.manifest.rank}"
+def _fault(commit: Commit, what: str) -> Fault:
+    return Fault(f"the commit of rank {commit.manifest.rank}", what)

@@ -1,4 +1,4 @@
-"""Whether a page file holds what a commit says: its length, checksums and framing."""
+"""Check of one page file against its commit: length, checksums and framing."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NAMED_MAX = 3
 
 
 def check_page(reader: Reader, name: str, run_id: str, page: CommittedPage) -> None:
-    """Note what is wrong with one page of a commit.
+    """Record the faults of one page of a commit.
 
     Args:
         reader: of the directory.
-        name: the page's file in it.
+        name: path of the page file for the reader.
         run_id: the run.
         page: the page.
     """
     layout = page.layout
-    with reader.noting(name), reader.advancing(layout.nbytes), reader.open(name) as file:
+    with reader.record_faults(name), reader.advancing(layout.nbytes), reader.open(name) as file:
         file.drop_cached()
         if file.nbytes != layout.nbytes:
             raise CorruptionError(f"has {file.nbytes} bytes, expected {layout.nbytes}")
@@ -41,7 +41,7 @@ def check_page(reader: Reader, name: str, run_id: str, page: CommittedPage) -> N
 
 
 def _check_blocks(reader: Reader, file: File, run_id: str, page: CommittedPage) -> bool:
-    """Return whether every block can be read and is what was written."""
+    """Return whether every block can be read and has its checksum."""
     layout, entry = page.layout, page.entry
     changed: list[str] = []
     readable = True
@@ -69,14 +69,14 @@ def _check_blocks(reader: Reader, file: File, run_id: str, page: CommittedPage) 
     if len(changed) > _NAMED_MAX:
         reader.fault(
             file.name,
-            f"so it is with {len(changed)} of its {len(layout.blocks)} blocks: an older or "
-            "another page may be in its place",
+            f"{len(changed)} of its {len(layout.blocks)} blocks are not those written: the file "
+            "may be of an older step or of another page",
         )
     return readable and not changed
 
 
 def _affected(layout: PageLayout, block: Extent) -> str:
-    """Return whose bytes lie in a block, in words."""
+    """Return the names of the records in a block, in words."""
     end = block.offset + block.nbytes
     records = [
         f"{record.state} of {record.parameter.name}"
@@ -90,7 +90,7 @@ def _affected(layout: PageLayout, block: Extent) -> str:
 
 
 def _check_framing(file: File, layout: PageLayout) -> None:
-    """Check what makes the records of a page readable for torch.load."""
+    """Check the bytes around the records by which torch.load reads them."""
     for section in layout.sections:
         for record in section.records:
             if not is_record(file, record.offset, record.chunk.sizes, record.dtype):
@@ -101,7 +101,7 @@ def _check_framing(file: File, layout: PageLayout) -> None:
 
 
 def is_record(file: File, offset: int, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Return whether a record of a page begins at ``offset``; its data is not read."""
+    """Return whether a record begins at ``offset``, without reading its data."""
     trailer = record_trailer(sizes, dtype)
     trailer_offset = offset + record_length(sizes, dtype) - len(trailer)
     return file.read(offset, RECORD_PREFIX_BYTES) == record_prefix(sizes, dtype) and (

@@ -1,7 +1,7 @@
-"""Files of a directory that nobody vouches for: read as they are, and never changed.
+"""Reading of files that are not trusted: links are not followed, nothing is changed.
 
-No link is followed, and no name leads out of the directory but into those that were
-admitted. What is wrong with one file is noted, and the next one is looked at.
+A name cannot lead out of the directory, except into directories that were allowed. A fault of
+one file is recorded, and the next file is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierstore.units import format_bytes
 T = TypeVar("T")
 
 GET_BYTES_MAX = 2**30
-"""Most that is read at once. A file may say that it has any size, and have none of it."""
+"""Most bytes read at once: a file may claim any size."""
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
@@ -33,7 +33,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
 def wrong_name(name: str) -> str | None:
     """Return what is wrong with a file's name, which may have folders in it; or None."""
     if not name or "\0" in name:
-        return "is no name of a file"
+        return "is not a file name"
     if name.startswith("/"):
         return "is absolute: only files of the checkpoint itself are read"
     if any(part in ("", ".", "..") for part in name.split("/")):
@@ -42,7 +42,7 @@ def wrong_name(name: str) -> str | None:
 
 
 class File:
-    """One file that is open to be read."""
+    """An open file."""
 
     def __init__(self, reader: Reader, name: str, fd: int) -> None:
         self.reader = reader
@@ -51,7 +51,7 @@ class File:
         self.nbytes = os.fstat(fd).st_size
 
     def drop_cached(self) -> None:
-        """Have the next reads come from the disk, not from memory of the system."""
+        """Make the next reads come from the disk, not from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -59,7 +59,7 @@ class File:
         """Fill ``buffer`` with the bytes from ``offset`` on.
 
         Raises:
-            CorruptionError: the disk does not give them, or the file ends before.
+            CorruptionError: the disk fails, or the file ends before them.
         """
         done = 0
         while done < len(buffer):
@@ -95,13 +95,13 @@ class File:
 
 
 class Reader:
-    """Reads below one directory, and notes what is wrong there.
+    """Reads files below one directory, and records their faults.
 
     Args:
         root: the directory.
-        on_progress: told of the bytes that were read, and of all that shall be.
-        rank: which of several this is that read together, each a part.
-        world_size: how many they are.
+        on_progress: called with the number of bytes that were read, and that will be.
+        rank: number of this reader, of several that share the work.
+        world_size: number of readers.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class Reader:
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         self._names: set[str] = set()
-        self._admitted: set[str] = set()
+        self._allowed: set[str] = set()
         self.bytes_done = 0
-        """How many of the expected bytes are behind."""
+        """Bytes that were read, or given up, of those that expect() counted."""
         self._bytes_total = 0
         self._on_progress = on_progress
         self._buffer: memoryview | None = None
         self._rank = rank
         self._world_size = world_size
-        self._asked = 0
+        self._items = 0
 
-    def takes(self) -> bool:
-        """Return whether the next of all that is to be read is this one's; all ask in one order."""
-        self._asked += 1
-        return (self._asked - 1) % self._world_size == self._rank
+    def takes_next(self) -> bool:
+        """Return whether this reader takes the next item; items are dealt in turn."""
+        self._items += 1
+        return (self._items - 1) % self._world_size == self._rank
 
     @property
     def buffer(self) -> memoryview:
@@ -140,30 +140,30 @@ class Reader:
 
     @property
     def files(self) -> int:
-        """How many files were opened."""
+        """Number of files that were opened."""
         return len(self._names)
 
-    def fault(self, place: str, what: str) -> None:
-        """Note that something is wrong."""
-        self.faults.append(Fault(place, what))
+    def fault(self, where: str, what: str) -> None:
+        """Record a fault; see Fault."""
+        self.faults.append(Fault(where, what))
 
     def note(self, what: str) -> None:
-        """Note what is worth knowing."""
+        """Record what a user should know and is not a fault."""
         self.notes.append(what)
 
     def expect(self, nbytes: int) -> None:
-        """Count bytes among those that shall be read."""
+        """Add to the number of bytes that will be read."""
         self._bytes_total += nbytes
 
     def advance(self, nbytes: int) -> None:
-        """Tell that so many of the expected bytes are behind."""
+        """Add to the number of bytes that were read."""
         self.bytes_done += nbytes
         if self._on_progress is not None and nbytes:
             self._on_progress(self.bytes_done, self._bytes_total)
 
     @contextlib.contextmanager
     def advancing(self, nbytes: int) -> Iterator[None]:
-        """Have so many of the expected bytes behind after the block, whatever it read."""
+        """Count a number of bytes as read after the block, however many it read."""
         bytes_done = self.bytes_done + nbytes
         try:
             yield
@@ -171,8 +171,8 @@ class Reader:
             self.advance(bytes_done - self.bytes_done)
 
     @contextlib.contextmanager
-    def noting(self, place: str) -> Iterator[None]:
-        """Note as a fault of ``place`` whatever shows in the block that it is not whole.
+    def record_faults(self, where: str) -> Iterator[None]:
+        """Record a CorruptionError or OSError of the block as a fault.
 
         Raises:
             CheckpointError: this user may not read it.
@@ -180,48 +180,48 @@ class Reader:
         try:
             yield
         except CorruptionError as error:
-            self.fault(place, str(error))
+            self.fault(where, str(error))
         except OSError as error:
-            self.fault(place, f"cannot be read: {error.strerror} (errno {error.errno})")
+            self.fault(where, f"cannot be read: {error.strerror} (errno {error.errno})")
 
-    def admit(self, directory: str) -> None:
-        """Let names of files in another directory be read, too.
+    def allow(self, directory: str) -> None:
+        """Allow open() to read files of another directory.
 
         Raises:
-            CorruptionError: it is absent, a link, or no absolute path.
-            CheckpointError: this user may not look.
+            CorruptionError: it is absent, a link, or not an absolute path.
+            CheckpointError: this user may not read it.
         """
         if not directory.startswith("/") or "\0" in directory:
-            raise CorruptionError("is no absolute path")
-        with self.permitted(Path(directory)):
+            raise CorruptionError("is not an absolute path")
+        with self.permission_errors(Path(directory)):
             try:
                 status = os.lstat(directory)
             except (FileNotFoundError, NotADirectoryError):
                 raise CorruptionError("is missing") from None
         if not stat.S_ISDIR(status.st_mode):
-            raise CorruptionError("is a link, or no directory: no link is followed")
-        self._admitted.add(directory)
+            raise CorruptionError("is a link, or not a directory: no link is followed")
+        self._allowed.add(directory)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[File]:
-        """Open a file by its name below the directory, or in full in one that was admitted.
+        """Open a file by its path below the directory, or in full in a directory of allow().
 
         Raises:
-            CorruptionError: it is absent, a link or no file, or its name leads elsewhere.
+            CorruptionError: it is absent, a link or not a file, or its name leads elsewhere.
             CheckpointError: this user may not read it.
             OSError: the disk refuses.
         """
-        above, _, own_name = name.rpartition("/")
-        admitted = above in self._admitted
-        wrong = wrong_name(own_name if admitted else name)
+        directory, _, last = name.rpartition("/")
+        is_allowed = directory in self._allowed
+        wrong = wrong_name(last if is_allowed else name)
         if wrong is not None:
             raise CorruptionError(f"the path {name!r} {wrong}")
         folder = self.root
-        for part in name.split("/")[:-1] if not admitted else ():
+        for part in name.split("/")[:-1] if not is_allowed else ():
             folder = folder / part
             if folder.is_symlink():
                 raise CorruptionError(f"lies behind {folder}, which is a link: no link is followed")
-        with self.permitted(self.root / name):
+        with self.permission_errors(self.root / name):
             try:
                 fd = os.open(self.root / name, _READ_FLAGS)
             except FileNotFoundError:
@@ -248,24 +248,36 @@ class Reader:
                 )
             return file.read(0, file.nbytes)
 
-    def size(self, name: str) -> int:
-        """Return the length of a file; errors as in open()."""
-        with self.open(name) as file:
-            return file.nbytes
-
-    def list(self, folder: str = "") -> list[str]:
-        """Return the names of all that is in the directory or a folder of it, sorted.
+    def parse(self, name: str, parse: Callable[[bytes, str], T]) -> T:
+        """Return what ``parse`` makes of the content and the name of a sealed file.
 
         Raises:
-            CheckpointError: this user may not.
+            CorruptionError: it is damaged or of another version; or as in open().
+            CheckpointError, OSError: as in open().
+        """
+        data = self.get(name)
+        try:
+            return parse(data, name)
+        except CorruptionError as error:
+            raise CorruptionError(str(error).removeprefix(f"{name} ")) from error
+        except RunDirectoryError as error:
+            raise CorruptionError(
+                f"{str(error).removeprefix(f'{name} ')}; if there is none, the file is damaged"
+            ) from error
+
+    def list(self, folder: str = "") -> list[str]:
+        """Return the names in the directory, or in a folder of it, sorted.
+
+        Raises:
+            CheckpointError: this user may not read it.
             OSError: the disk refuses.
         """
-        with self.permitted(self.root / folder):
+        with self.permission_errors(self.root / folder):
             return sorted(os.listdir(self.root / folder))
 
     @contextlib.contextmanager
-    def permitted(self, path: Path) -> Iterator[None]:
-        """Turn the refusal of the system to let this user do something into CheckpointError."""
+    def permission_errors(self, path: Path) -> Iterator[None]:
+        """Turn a lack of permission in the block into CheckpointError."""
         try:
             yield
         except OSError as error:
@@ -277,30 +289,14 @@ class Reader:
             ) from error
 
 
-def unsealed(read: Callable[[bytes, str], T], data: bytes, name: str) -> T:
-    """Return what ``read`` makes of the content of a sealed file.
-
-    Raises:
-        CorruptionError: it is damaged or of another version.
-    """
-    try:
-        return read(data, name)
-    except CorruptionError as error:
-        raise CorruptionError(str(error).removeprefix(f"{name} ")) from error
-    except RunDirectoryError as error:
-        raise CorruptionError(
-            f"{str(error).removeprefix(f'{name} ')}; if there is none, the file is damaged"
-        ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is not as it was written."""
 
-    place: str
-    """The file, from the directory looked at, or the key of ``.metadata``."""
+    where: str
+    """The file, relative to the directory that was checked, or the key of ``.metadata``."""
     what: str
-    """What is wrong with it, and what that means where it is not plain."""
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,14 +307,14 @@ class Report:
     kind: str
     """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
     step: int | None
-    """The committed step; None where nothing says it, or nothing was committed."""
+    """The committed step; None if no file names it, or nothing was committed."""
     files: int
-    """How many files were looked into."""
+    """Number of files that were opened."""
     bytes_checked: int
-    """How many bytes of them were, each counted once."""
+    """Number of bytes that were checked, each counted once."""
     faults: Sequence[Fault]
     notes: Sequence[str]
-    """What is worth knowing and no fault."""
+    """What a user should know and is not a fault."""
 
     @property
     def good(self) -> bool:

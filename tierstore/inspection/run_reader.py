@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError
-from tierstore.inspection.reader import Reader, unsealed, wrong_name
+from tierstore.inspection.reader import Reader, wrong_name
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
     IDENTITY_NAME,
@@ -29,52 +29,59 @@ from tierstore.run.file_names import (
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, RunIdentity
 from tierstore.run.recovery import newest_in_common, read_manifest
-from tierstore.run.sealed import body_errors, is_count, unseal
+from tierstore.run.sealed import body_errors, is_count, require, unseal
 from tierstore.run.striping import Striping, stripe
 from tierstore.storage.checks import LOCK_NAME
 from tierstore.storage.paths import OPEN_FLAGS
 
 _STATE_BYTES_MAX = 2**50
-"""More than any state has: a number above it is not one that was meant."""
+"""Larger than any state; a larger number is not taken seriously."""
+
+_RANKS_MAX = 10**5
 
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank's folder of a run says about itself."""
+    """What the folder of one rank of a run holds."""
 
     rank: int
     folder: str
     identity: RunIdentity | None = None
     manifests: dict[Revision, Manifest] = field(default_factory=dict)
-    """Those that are whole."""
+    """The manifests that are whole."""
     names: Sequence[str] = ()
-    """Of everything in the folder."""
+    """Names of everything in the folder."""
     striping: Striping | None = None
     """The striping of its pages over several directories, if there is one."""
     page_folders: Sequence[str | None] = ()
     """The folder of each page of one round; None for a folder that cannot be read."""
 
-    def page_place(self, page: int, slot: str) -> str | None:
-        """Return the name of a page file for a Reader; None where it cannot be read."""
+    def page_path(self, page: int, slot: str) -> str | None:
+        """Return the path of a page file for a Reader; None if its folder cannot be read."""
         folder = self.page_folders[page % len(self.page_folders)]
         return None if folder is None else f"{folder}/{page_file(page, slot)}"
 
     @property
     def commits(self) -> dict[str, Revision]:
-        """Name -> what it is of, of each manifest, whole or not."""
+        """Name -> revision of each manifest, whole or not."""
         return commits_in(self.names)
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether the folder holds a run; a job that was refused may leave an empty one."""
+        return IDENTITY_NAME in self.names or bool(self.commits)
 
 
 def commits_in(names: Iterable[str]) -> dict[str, Revision]:
-    """Return those of the names that are manifests', with what each is of."""
+    """Return the names of manifests, with their revisions."""
     return {name: revision for name in names if (revision := manifest_revision(name))}
 
 
 def read_ranks(reader: Reader) -> list[Rank]:
-    """Return what there is of each rank of a run, noting every file that is not whole.
+    """Return what the folder of each rank of a run holds; record every file with a fault.
 
     Raises:
-        CheckpointError: the directory is a further one of a run; the message names the first.
+        CheckpointError: the directory is not the first one of a run; the message names that.
     """
     ranks = []
     for folder in reader.list():
@@ -82,7 +89,7 @@ def read_ranks(reader: Reader) -> list[Rank]:
         if number is None:
             continue
         rank = Rank(number, folder)
-        with reader.noting(folder):
+        with reader.record_faults(folder):
             if (reader.root / folder).is_symlink():
                 raise CorruptionError("is a link: no link is followed")
             rank.names = reader.list(folder)
@@ -91,25 +98,17 @@ def read_ranks(reader: Reader) -> list[Rank]:
                 _read_striping(reader, rank)
             _read_rank(reader, rank)
             ranks.append(rank)
-    # A job of more ranks that was refused leaves folders with nothing in them.
     world_sizes = [rank.identity.world_size for rank in ranks if rank.identity]
-    return [
-        rank
-        for rank in ranks
-        if rank.rank < max(world_sizes, default=len(ranks)) or _holds_run(rank)
-    ]
-
-
-def _holds_run(rank: Rank) -> bool:
-    return IDENTITY_NAME in rank.names or bool(rank.commits)
+    world_size = max(world_sizes, default=len(ranks))
+    return [rank for rank in ranks if rank.rank < world_size or rank.holds_run]
 
 
 def _read_striping(reader: Reader, rank: Rank) -> None:
-    """Admit the other directories of a rank's striping, if their striping files agree."""
-    place = f"{rank.folder}/{STRIPING_NAME}"
+    """Find the folders that the pages of a rank are striped over, and allow to read them."""
+    path = f"{rank.folder}/{STRIPING_NAME}"
     rank.page_folders = [None]
-    with reader.noting(place):
-        rank.striping = _striping_in(reader, rank.folder)
+    with reader.record_faults(path):
+        rank.striping = reader.parse(path, Striping.from_bytes)
     if rank.striping is None:
         return
     first, *others = rank.striping.directories
@@ -121,16 +120,17 @@ def _read_striping(reader: Reader, rank: Rank) -> None:
         )
     folders: list[str | None] = [rank.folder]
     for index, directory in enumerate(others, start=1):
-        folders.append(_admitted(reader, directory, rank.striping.striping_id, index))
+        folders.append(_allowed(reader, directory, rank.striping.striping_id, index))
     rank.page_folders = [folders[index] for index in stripe(rank.striping.weights)]
 
 
-def _admitted(reader: Reader, directory: str, striping_id: str, index: int) -> str | None:
-    """Admit a further directory if it says itself that it is that; else note why not."""
-    with reader.noting(directory):
-        reader.admit(directory)
-        with reader.noting(f"{directory}/{STRIPING_NAME}"):
-            found = _striping_in(reader, directory)
+def _allowed(reader: Reader, directory: str, striping_id: str, index: int) -> str | None:
+    """Return a further directory that is of the same striping; else record why it is not used."""
+    with reader.record_faults(directory):
+        reader.allow(directory)
+        path = f"{directory}/{STRIPING_NAME}"
+        with reader.record_faults(path):
+            found = reader.parse(path, Striping.from_bytes)
             if (found.striping_id, found.index) == (striping_id, index):
                 return directory
             raise CorruptionError("is of another run, or of another directory of this one")
@@ -138,36 +138,29 @@ def _admitted(reader: Reader, directory: str, striping_id: str, index: int) -> s
     return None
 
 
-def _striping_in(reader: Reader, folder: str) -> Striping:
-    place = f"{folder}/{STRIPING_NAME}"
-    return unsealed(Striping.from_bytes, reader.get(place), place)
-
-
 def _read_rank(reader: Reader, rank: Rank) -> None:
-    if _holds_run(rank):
-        place = f"{rank.folder}/{IDENTITY_NAME}"
-        with reader.noting(place):
-            rank.identity = _read_identity(reader, place, rank.rank)
+    if rank.holds_run:
+        path = f"{rank.folder}/{IDENTITY_NAME}"
+        with reader.record_faults(path):
+            identity = reader.parse(path, RunIdentity.from_bytes)
+            if identity.rank != rank.rank or identity.world_size <= rank.rank:
+                raise CorruptionError(
+                    f"is of rank {identity.rank} of {identity.world_size}: it does not belong here"
+                )
+            rank.identity = identity
     for name, revision in rank.commits.items():
-        place = f"{rank.folder}/{name}"
-        with reader.noting(place):
-            read = partial(read_manifest, revision=revision, rank=rank.rank, identity=rank.identity)
-            rank.manifests[revision] = unsealed(read, reader.get(place), place)
-
-
-def _read_identity(reader: Reader, place: str, rank: int) -> RunIdentity:
-    identity = unsealed(RunIdentity.from_bytes, reader.get(place), place)
-    if identity.rank != rank or identity.world_size <= rank:
-        raise CorruptionError(
-            f"is of rank {identity.rank} of {identity.world_size}: it does not belong here"
-        )
-    return identity
+        path = f"{rank.folder}/{name}"
+        with reader.record_faults(path):
+            rank.manifests[revision] = reader.parse(
+                path,
+                partial(read_manifest, revision=revision, rank=rank.rank, identity=rank.identity),
+            )
 
 
 def read_commits(
     reader: Reader, manifests: Sequence[Manifest], layouts: Sequence[str]
 ) -> list[Commit]:
-    """Return the commits of all ranks whose layouts are whole, noting every layout that is not.
+    """Return the commits of the ranks whose layout is whole; record every other layout.
 
     Args:
         reader: of the run or checkpoint.
@@ -175,10 +168,9 @@ def read_commits(
         layouts: the name of the layout file of each rank.
     """
     commits = []
-    for manifest, place in zip(manifests, layouts, strict=True):
-        with reader.noting(place):
-            read = partial(RankLayout.from_bytes, digest=manifest.layout)
-            layout = unsealed(read, reader.get(place), place)
+    for manifest, path in zip(manifests, layouts, strict=True):
+        with reader.record_faults(path):
+            layout = reader.parse(path, partial(RankLayout.from_bytes, digest=manifest.layout))
             _require_size(layout)
             commits.append(Commit(manifest=manifest, layout=layout))
     return commits
@@ -196,48 +188,45 @@ def _require_size(layout: RankLayout) -> None:
 
 
 def read_marker(reader: Reader) -> Mapping[str, Any]:
-    """Return what a published checkpoint says of itself and its files.
+    """Return the content of tierstore.json in a published checkpoint.
 
     Raises:
         CorruptionError: it is not whole.
     """
 
-    def read(data: bytes, where: str) -> Mapping[str, Any]:
+    def parse(data: bytes, where: str) -> Mapping[str, Any]:
         body = unseal("checkpoint", data, where)
         with body_errors(where):
             files = body["files"].values()
             numbers = [body["step"], body["world_size"], *(file["nbytes"] for file in files)]
             texts = [body["run_id"], body["name"], *(file["xxh3_128"] or "" for file in files)]
-            if not all(map(is_count, numbers)) or not all(type(text) is str for text in texts):
-                raise ValueError("a field is of another type")
-            if any(wrong_name(name) or "/" in name for name in body["files"]):
-                raise ValueError("a name leads elsewhere")
-            if body["world_size"] == 0:
-                raise ValueError("there are no ranks")
+            require(all(map(is_count, numbers)), all(type(text) is str for text in texts))
+            require(not any(wrong_name(name) or "/" in name for name in body["files"]))
+            require(body["world_size"] > 0)
         return body
 
-    return unsealed(read, reader.get(MARKER_NAME), MARKER_NAME)
+    return reader.parse(MARKER_NAME, parse)
 
 
 def read_published(
     reader: Reader, names: Sequence[str], marker: Mapping[str, Any] | None
 ) -> list[Commit]:
-    """Return what all ranks have committed, of ranks whose files are whole and of one commit.
+    """Return the commits of all ranks whose files are whole, and of one commit.
 
     Args:
-        reader: of the checkpoint; told of every other.
-        names: of all that is in it.
-        marker: from read_marker(), or None where that is not whole.
+        reader: of the checkpoint; records every other file as a fault.
+        names: of everything in the checkpoint.
+        marker: from read_marker(); None if that is not whole.
     """
     if marker is not None:
-        ranks = range(min(marker["world_size"], 10**5))
+        ranks = range(min(marker["world_size"], _RANKS_MAX))
     else:
         ranks = range(sum(re.fullmatch(r"rank-\d{5}\.commit", name) is not None for name in names))
     manifests: list[Manifest] = []
     for rank in ranks:
-        place = published_manifest(rank)
-        with reader.noting(place):
-            manifest = unsealed(Manifest.from_bytes, reader.get(place), place)
+        name = published_manifest(rank)
+        with reader.record_faults(name):
+            manifest = reader.parse(name, Manifest.from_bytes)
             commit = (manifest.run_id, manifest.world_size, *manifest.revision, manifest.attempt)
             first = manifests[0] if manifests else manifest
             run_id, world_size, step = first.run_id, first.world_size, first.step
@@ -263,23 +252,26 @@ def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
 
 
 def committed_in(reader: Reader, ranks: Sequence[Rank], revision: Revision) -> list[Commit]:
-    """Return a commit of all ranks of a run, of ranks whose layouts are whole."""
+    """Return a commit of all ranks of a run whose layouts are whole."""
     manifests = [rank.manifests[revision] for rank in ranks]
-    places = [
+    layouts = [
         f"{rank.folder}/{layout_name(manifest.layout)}"
         for rank, manifest in zip(ranks, manifests, strict=True)
     ]
-    return read_commits(reader, manifests, places)
+    return read_commits(reader, manifests, layouts)
 
 
 def holder_of(reader: Reader) -> str | None:
-    """Return which process uses a run, or None; take nothing from it."""
+    """Return the process that uses a run, or None, without disturbing it."""
     for folder in (name for name in reader.list() if folder_rank(name) is not None):
         path = reader.root / folder / LOCK_NAME
-        with reader.permitted(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with (
+            reader.permission_errors(path),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        ):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
             try:
-                # Shared and for a moment: a store that is opened just now waits for longer.
+                # A shared lock for a moment; a store that is opened meanwhile waits for longer.
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 1024, 0).decode(errors="replace")

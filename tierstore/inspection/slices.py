@@ -1,4 +1,4 @@
-"""Whether everything that ``.metadata`` names is there once, and is what it says."""
+"""Check of the slices of files that ``.metadata`` names, and of what each slice holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _READ_BYTES = 2**20
 
 
 class _Expected(NamedTuple):
-    """What a slice should hold: a tensor, or some object where there is no dtype."""
+    """What a slice should hold: a tensor, or any object if ``dtype`` is None."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype | None
@@ -45,7 +45,7 @@ class _Expected(NamedTuple):
 
 @dataclass(slots=True)
 class _Slice:
-    """A range of a file, and the first key that needs it for each thing expected there."""
+    """A range of a file, and what it should hold, with the first key that needs it."""
 
     offset: int
     nbytes: int
@@ -56,7 +56,7 @@ class Slices:
     """The slices of files that a checkpoint's metadata names.
 
     Args:
-        reader: of the checkpoint's directory; told of every fault.
+        reader: of the checkpoint's directory; records every fault.
         metadata: what ``.metadata`` holds.
     """
 
@@ -73,23 +73,24 @@ class Slices:
             else:
                 self._add(key, MetadataIndex(key), _Expected((), None))
         for name, slices in self._slices.items():
-            self._slices[name] = {place: slices[place] for place in slices if reader.takes()}
+            self._slices[name] = {
+                extent: piece for extent, piece in slices.items() if reader.takes_next()
+            }
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slices that are this reader's, each counted once."""
+        """Bytes of all slices that this reader takes, each counted once."""
         return sum(piece.nbytes for file in self._slices.values() for piece in file.values())
 
     def check(self, *, whole: bool) -> None:
-        """Look at those slices of files without a known fault.
+        """Check the slices of files without a known fault.
 
         Args:
-            whole: whether to read all of its data, too, for the checksums that torch.save
-                leaves there.
+            whole: whether to read all data and compare it with the checksums of torch.save.
         """
-        known = {fault.place for fault in self._reader.faults}
+        known = {fault.where for fault in self._reader.faults}
         for name in sorted(name for name in self._slices.keys() - known if self._slices[name]):
-            with self._reader.noting(name), self._reader.open(name) as file:
+            with self._reader.record_faults(name), self._reader.open(name) as file:
                 if whole:
                     file.drop_cached()
                 for _, piece in sorted(self._slices[name].items()):
@@ -98,12 +99,12 @@ class Slices:
         if self._unread:
             self._reader.note(
                 f"{self._unread} values are of classes that only a full unpickling could make: "
-                "their bytes are whole as far as checksums say, and were not unpickled"
+                "their checksums are right, and they were not unpickled"
             )
         if self._transformed:
             self._reader.note(
-                f"{self._transformed} slices are compressed or otherwise transformed: only that "
-                "they are there was checked"
+                f"{self._transformed} slices are compressed or otherwise transformed: only their "
+                "extent was checked"
             )
 
     def elements_start(
@@ -141,11 +142,12 @@ class Slices:
         storage_data: dict[MetadataIndex, _StorageInfo] = self._metadata.storage_data
         info = storage_data.get(index)
         if info is None:
-            of = "" if index.offset is None else f" of its chunk at {list(index.offset)}"
-            self._reader.fault(key, f".metadata does not say in which file the data{of} is")
+            chunk = "" if index.offset is None else f" of its chunk at {list(index.offset)}"
+            self._reader.fault(key, f".metadata does not say in which file the data{chunk} is")
             return
-        place = (info.offset, info.length)
-        piece = self._slices.setdefault(info.relative_path, {}).setdefault(place, _Slice(*place))
+        extent = (info.offset, info.length)
+        slices = self._slices.setdefault(info.relative_path, {})
+        piece = slices.setdefault(extent, _Slice(*extent))
         if info.transform_descriptors:
             self._transformed += 1
         else:
@@ -168,9 +170,9 @@ class Slices:
                     start = _elements_start(file, piece, expected, whole)
                     self._starts[file.name, piece.offset, piece.nbytes, expected] = start
             except CorruptionError as error:
-                place = f"{format_bytes(piece.nbytes)} at offset {piece.offset} of {file.name}"
-                self._reader.fault(key, f"the {place}: {error}")
-            whole = False  # Once is enough for the bytes.
+                extent = f"{format_bytes(piece.nbytes)} at offset {piece.offset} of {file.name}"
+                self._reader.fault(key, f"the {extent}: {error}")
+            whole = False  # The data was read.
 
     def _check_object(self, file: File, piece: _Slice, whole: bool) -> None:
         try:
@@ -180,7 +182,7 @@ class Slices:
 
 
 def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
-    """Return whether a slice is a record of a page; these have one form, byte for byte."""
+    """Return whether a slice is a record of a page, whose framing is known byte for byte."""
     sizes, dtype = expected
     return (
         dtype in RECORD_DTYPES
@@ -204,19 +206,19 @@ def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool)
     except _UnknownClassError as error:
         raise CorruptionError(f"cannot be read: {error}") from None
     if not isinstance(tensor, torch.Tensor):
-        raise CorruptionError("holds no tensor")
+        raise CorruptionError("does not hold a tensor")
     if (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptionError(
             f"holds a tensor of {tensor.dtype} {list(tensor.shape)}, .metadata says "
             f"{expected.dtype} {list(expected.sizes)}"
         )
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() != data_nbytes:
-        raise CorruptionError(f"has {data_nbytes} bytes of data, which is not what it needs")
+        raise CorruptionError(f"has {data_nbytes} bytes of data, which do not fit the tensor")
     return start if tensor.is_contiguous() and tensor.storage_offset() == 0 else None
 
 
 class _UnknownClassError(Exception):
-    """An object of a class that torch.load(weights_only=True) does not make."""
+    """The object is of a class that torch.load(weights_only=True) does not make."""
 
 
 class _Loaded(NamedTuple):
@@ -236,7 +238,7 @@ def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
 
     Raises:
         CorruptionError: it is not whole.
-        _UnknownClassError: it is no plain value, or code that would have to be run.
+        _UnknownClassError: it names a class that torch does not make from weights only.
     """
     stream = _BoundedReader(_SliceStream(file, piece), _READ_BYTES)
     try:
@@ -251,11 +253,11 @@ def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
         raise
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error) or "WeightsUnpickler error: Trying" in str(error):
-            raise _UnknownClassError("it names a class that is no part of a tensor") from error
+            raise _UnknownClassError("it names a class that is not part of a tensor") from error
         raise CorruptionError("cannot be read by torch.load(weights_only=True)") from error
     except zipfile.BadZipFile as error:
         raise CorruptionError(f"is not what torch.save wrote: {error}") from error
-    except Exception as error:  # Whatever a damaged pickle or archive leads torch into.
+    except Exception as error:  # A damaged pickle or archive can make torch raise anything.
         raise CorruptionError(
             f"cannot be read by torch.load(weights_only=True): {type(error).__name__}"
         ) from error
@@ -278,14 +280,14 @@ def _member_start(file: File, piece: _Slice, entry: zipfile.ZipInfo) -> int:
 
 
 def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
-    """Compare entries with the CRC-32 that stands beside each; return the bytes of data."""
+    """Compare entries with their CRC-32; return the number of bytes of tensor data."""
     entries = archive.infolist()
     data_nbytes = sum(entry.file_size for entry in entries if _is_data(entry))
     other_nbytes = sum(entry.file_size for entry in entries if not _is_data(entry))
     # After torch.serialization.set_crc32_options(False) all of them are 0.
     has_checksums = any(entry.CRC for entry in entries)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CorruptionError("is compressed, as torch.save never does it")
+        raise CorruptionError("is compressed, which torch.save never does")
     if other_nbytes > GET_BYTES_MAX:  # torch.load reads each of them at once.
         raise CorruptionError(f"has {format_bytes(other_nbytes)} besides the data of tensors")
     for entry in entries:
@@ -303,7 +305,7 @@ def _is_data(entry: zipfile.ZipInfo) -> bool:
 
 
 class _BoundedReader(io.BufferedReader):
-    """Reads no more at once than any list of entries has, whatever the end of the slice says."""
+    """Refuses a read that is longer than any list of entries, whatever the slice claims."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > GET_BYTES_MAX:
@@ -312,7 +314,7 @@ class _BoundedReader(io.BufferedReader):
 
 
 class _SliceStream(io.RawIOBase):
-    """A slice of a file as a stream of its own."""
+    """A slice of a file as a stream."""
 
     def __init__(self, file: File, piece: _Slice) -> None:
         self._file = file

@@ -1,6 +1,6 @@
-"""What is in a run or a checkpoint, from its manifests and ``.metadata`` alone.
+"""Summary of a run or a checkpoint, from its manifests and ``.metadata`` alone.
 
-Works while the run is in use: a manifest never changes once it is there.
+It can be made while the run is in use, because a manifest never changes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from tierstore.layout.parameters import ParameterSpec, dtype_name
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import MARKER_NAME, METADATA_NAME, published_manifest
 
-# A run in use removes manifests while they are read, but never the last two.
+# A run in use may remove the manifests that are being read, but never the last two.
 _TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSummary:
-    """One parameter, and the states that are kept for it."""
+    """One parameter and its states."""
 
     group: int
     name: str
     shape: tuple[int, ...]
     dtype: str
     states: Mapping[str, str]
-    """Name -> dtype, the master among them."""
+    """Name of each state, with the master -> dtype."""
     nbytes: int
     """Bytes of all states together."""
 
@@ -69,46 +69,46 @@ class Summary:
     kind: str
     """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
     step: int | None = None
-    """The committed step; None where nothing was committed, or nothing says it."""
+    """The committed step; None if nothing was committed, or no file names it."""
     run_id: str | None = None
     attempt: str | None = None
     world_size: int | None = None
     page_bytes: int | None = None
     pages: int = 0
-    """Of all ranks together."""
+    """Number of pages of all ranks."""
     hyperparameters: Sequence[Mapping[str, Any]] = ()
     """Of each group, as a commit has them: a tuple is {"$tuple": [...]}, and so on."""
     parameters: list[ParameterSummary] = field(default_factory=list)
     state_bytes: dict[str, int] = field(default_factory=dict)
     """State -> bytes of all parameters together."""
     tensors: Sequence[TensorSummary] = ()
-    """What ``.metadata`` names, in a checkpoint."""
+    """Tensors that ``.metadata`` names, in a checkpoint."""
     objects: int = 0
-    """How many other values it names."""
+    """Number of other values that ``.metadata`` names."""
     directories: dict[str, float] = field(default_factory=dict)
     """Directory of a striped run -> its share of the pages."""
     files: int = 0
     file_bytes: int = 0
     shared_files: int = 0
-    """Those that have a further name, here or elsewhere, and so cost no space of their own."""
+    """Files with a further name, here or elsewhere, so that they take no further space."""
     shared_bytes: int = 0
     in_use_by: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
-    """Say what is in a run directory or a checkpoint, published by tierstore or not.
+    """Return what a run directory or a checkpoint holds, published by tierstore or not.
 
     Raises:
         CheckpointError: ``path`` is neither, or this user may not read it.
-        CorruptionError: nothing in it says what it holds; verify() says what is wrong.
+        CorruptionError: no file says what it holds; verify() names the faults.
         StorageError: the disk cannot even list it.
     """
     root = Path(path)
     summary = _summarize_run(root) if kind_of(root) == "run" else _summarize_checkpoint(root)
-    for place in (root, *map(Path, summary.directories)):
-        if place == root or root not in place.parents:
-            _count_files(place, summary)
+    for directory in (root, *map(Path, summary.directories)):
+        if directory == root or root not in directory.parents:
+            _count_files(directory, summary)
     return summary
 
 
@@ -150,10 +150,10 @@ def _summarize_checkpoint(root: Path) -> Summary:
     if MARKER_NAME in names or published_manifest(0) in names:
         summary.kind = "checkpoint"
         marker = None
-        with reader.noting(MARKER_NAME):
+        with reader.record_faults(MARKER_NAME):
             marker = read_marker(reader)
         _add_commits(summary, read_published(reader, names, marker))
-    with reader.noting(METADATA_NAME):
+    with reader.record_faults(METADATA_NAME):
         _add_metadata(summary, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
     if not summary.parameters and not summary.tensors and not summary.objects:
         _require_good(reader)
@@ -164,11 +164,11 @@ def _summarize_checkpoint(root: Path) -> Summary:
 def _require_good(reader: Reader) -> None:
     if reader.faults:
         fault = reader.faults[0]
-        raise CorruptionError(f"{reader.root}: {fault.place} {fault.what}")
+        raise CorruptionError(f"{reader.root}: {fault.where} {fault.what}")
 
 
 def _note_faults(summary: Summary, reader: Reader) -> None:
-    summary.notes += [f"{fault.place} {fault.what}" for fault in reader.faults]
+    summary.notes += [f"{fault.where} {fault.what}" for fault in reader.faults]
 
 
 def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
@@ -217,7 +217,7 @@ def _add_metadata(summary: Summary, metadata: Metadata) -> None:
 
 
 def _count_files(root: Path, summary: Summary) -> None:
-    """Count the plain files below a directory, which may change meanwhile."""
+    """Count the regular files below a directory, which may change meanwhile."""
     for folder, _, names in os.walk(root):
         for name in names:
             try:

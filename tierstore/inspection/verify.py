@@ -1,7 +1,7 @@
-"""Whether a run or a checkpoint is what was written: every byte, every chunk, every path.
+"""Verification of a run or a checkpoint: every byte, every chunk and every path.
 
-Nothing is changed, nothing that is read is executed, and no fault ends the look at the
-rest. What is checked of each kind is in docs/guide/commands.md.
+Nothing is changed or executed, and a fault does not end the check. The checks of each kind are
+listed in docs/guide/commands.md.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def verify_contents(
             step = _verify_run(reader)
         else:
             kind, step, contents = _verify_checkpoint(reader)
-    except OSError as error:  # Of the directory itself; those of its files are noted.
+    except OSError as error:  # Of the directory itself: errors of files are recorded.
         reader.fault(str(root), f"cannot be read: {error.strerror} (errno {error.errno})")
     report = Report(
         path=str(root),
@@ -125,14 +125,14 @@ def kind_of(root: Path) -> str:
     Raises:
         CheckpointError: it is neither; the message says what it is instead.
     """
-    with storage_errors("list", root), Reader(root).permitted(root):
+    with storage_errors("list", root), Reader(root).permission_errors(root):
         try:
             names = set(os.listdir(root))
         except OSError as error:
             if error.errno not in _NO_DIRECTORY:
                 raise
             raise CheckpointError(
-                f"{root} is no directory: {error.strerror}. Name that of a run or a checkpoint"
+                f"{root} is not a directory: {error.strerror}. Name a run or a checkpoint"
             ) from error
     if _TEMPORARY.fullmatch(root.absolute().name):
         raise CheckpointError(
@@ -144,7 +144,9 @@ def kind_of(root: Path) -> str:
     if any(folder_rank(name) is not None for name in names):
         return "run"
     if folder_rank(root.absolute().name) is not None:
-        raise CheckpointError(f"{root} is what one rank has of a run: name the directory above it")
+        raise CheckpointError(
+            f"{root} is the folder of one rank of a run: name the directory above it"
+        )
     raise CheckpointError(
         f"{root} holds neither a run (rank-00000/) nor a checkpoint ({METADATA_NAME})"
         + (": it is empty" if not names else "")
@@ -155,8 +157,8 @@ def _refuse_in_use(reader: Reader) -> None:
     holder = holder_of(reader)
     if holder is not None:
         raise RunLockedError(
-            f"{reader.root} is in use by {holder}, and changes while it is: stop that process "
-            "first, or let it publish a checkpoint and name that"
+            f"{reader.root} is in use by {holder}: stop that process first, or let it publish a "
+            "checkpoint and name that"
         )
 
 
@@ -171,32 +173,32 @@ def _verify_run(reader: Reader) -> int | None:
     if newest is not None:
         commits = committed_in(reader, ranks, newest)
         if commits and len(commits) == commits[0].manifest.world_size:
-            _check_coverage(reader, commits)
+            reader.faults += coverage_faults(commits)
         folders = {rank.rank: rank for rank in ranks}
         pages = _Pages(reader)
         for commit in commits:
             rank = folders[commit.manifest.rank]
             entries = commit.manifest.entries.items()
-            pages.add(commit, {page: rank.page_place(page, entry.slot) for page, entry in entries})
+            pages.add(commit, {page: rank.page_path(page, entry.slot) for page, entry in entries})
         pages.check()
     _refuse_in_use(reader)
     for rank in ranks:
         if rank.commits != commits_in(reader.list(rank.folder)):
             raise RunLockedError(
-                f"{reader.root} was changed while it was looked at: stop what uses it first"
+                f"{reader.root} was changed during the check: stop what uses it first"
             )
     return newest[0] if newest else None
 
 
 def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None) -> None:
-    """Note ranks that are absent or of different runs, and what a restart would not use."""
+    """Record ranks that are absent or of different runs; note commits that a restart removes."""
     identities = [rank.identity for rank in ranks if rank.identity]
     world_size = max((identity.world_size for identity in identities), default=1)
     for absent in sorted(set(range(world_size)) - {rank.rank for rank in ranks}):
         reader.fault(
             rank_folder(absent),
             f"is missing, and the run has {world_size} ranks: if it is on the disk of another "
-            "machine, bring all of them together first",
+            "machine, copy the folders of all ranks into one directory first",
         )
     if len({(identity.run_id, identity.world_size) for identity in identities}) > 1:
         reader.fault(str(reader.root), "holds ranks of different runs")
@@ -210,24 +212,24 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
         reader.note("no commit is whole on all ranks")
     elif newer := [rank.folder for rank in ranks if max(rank.manifests) > newest]:
         reader.note(
-            f"{', '.join(newer)} went further than step {newest[0]}, which is the newest that all "
-            "ranks committed: a restart goes on from there"
+            f"{', '.join(newer)} committed more than step {newest[0]}, which is the newest that "
+            "all ranks committed: a restart resumes from there"
         )
 
 
 def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
-    """Note a run that keeps one copy of each page and was stopped while overwriting it."""
+    """Record a run that has one slot of each page and was stopped while overwriting it."""
     if DIRTY_NAME not in rank.names:
         return
-    place = f"{rank.folder}/{DIRTY_NAME}"
+    where = f"{rank.folder}/{DIRTY_NAME}"
     overwritten = None
-    with reader.noting(place):
-        overwritten = read_mark(reader.get(place))
-    # Else a crash came after the next commit.
+    with reader.record_faults(where):
+        overwritten = read_mark(reader.get(where))
+    # A mark of an older commit is stale: the crash came after the next commit.
     if newest is None or overwritten is None or overwritten >= newest:
         reader.fault(
-            place,
-            "says that the run was stopped while the one copy of each page that it keeps "
+            where,
+            "says that the run was stopped while the only slot of each page "
             "(commit_every=None) was being overwritten: its pages are of mixed steps",
         )
 
@@ -236,41 +238,35 @@ def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
 
 
 class _Pages:
-    """The pages of some commits, to be checked after all of them are known."""
+    """The pages of some commits, checked after all of them were added."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._work: list[tuple[str, str, CommittedPage]] = []  # File, run, page.
 
     def add(self, commit: Commit, names: Mapping[int, str | None]) -> None:
-        """Count the pages of a commit in.
+        """Add the pages of a commit.
 
         Args:
             commit: the commit.
-            names: page number -> name of its file; None for a file in a directory that was
-                found to be missing already.
+            names: page number -> name of its file; None in a directory that cannot be read.
         """
-        with self._reader.noting(f"the commit of rank {commit.manifest.rank}"):
+        with self._reader.record_faults(f"the commit of rank {commit.manifest.rank}"):
             for page in commit.pages():
                 name = names[page.number]
-                if name is not None and self._reader.takes():
+                if name is not None and self._reader.takes_next():
                     self._work.append((name, commit.manifest.run_id, page))
                     self._reader.expect(page.layout.nbytes)
 
     def check(self) -> None:
-        """Note what is wrong with any of them."""
+        """Record the faults of all pages."""
         for name, run_id, page in self._work:
             check_page(self._reader, name, run_id, page)
         if not all(page.entry.checksums for _, _, page in self._work):
             self._reader.note(
-                "the run was trained with checksums=False: of its pages only lengths and "
-                "framing can be checked"
+                "the run was trained with checksums=False: only the lengths and framing of its "
+                "pages can be checked"
             )
-
-
-def _check_coverage(reader: Reader, commits: Sequence[Commit]) -> None:
-    for place, what in coverage_faults(commits):
-        reader.fault(place, what)
 
 
 # -------------------------------------------------------------------------- a checkpoint
@@ -285,14 +281,12 @@ def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None
     contents: Contents | None = None
     if published:
         step, commits = _check_published(reader, names)
-    with reader.noting(METADATA_NAME):
+    with reader.record_faults(METADATA_NAME):
         metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
         slices = Slices(reader, metadata)
-        if published:  # All bytes were read already.
-            slices.check(whole=False)
-        else:
+        if not published:  # Else all bytes were read already.
             reader.expect(slices.nbytes)
-            slices.check(whole=True)
+        slices.check(whole=not published)
         contents = Contents(metadata=metadata, slices=slices, commits=commits)
     if published:
         return "checkpoint", step, contents
@@ -304,9 +298,9 @@ def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None
 
 
 def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, list[Commit]]:
-    """Check what tierstore adds to a checkpoint, and every file by it; return what it is of."""
+    """Check all files of a published checkpoint; return its step, and the commits."""
     marker: Mapping[str, Any] | None = None
-    with reader.noting(MARKER_NAME):
+    with reader.record_faults(MARKER_NAME):
         marker = read_marker(reader)
     commits = read_published(reader, names, marker)
     pages = _Pages(reader)
@@ -319,7 +313,7 @@ def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, 
     step = commits[0].manifest.step if commits else None
     if marker is not None:
         if len(commits) == marker["world_size"]:
-            _check_coverage(reader, commits)
+            reader.faults += coverage_faults(commits)
         _note_parts(reader, names, marker["world_size"])
         _check_files(reader, names, marker["files"], page_names)
         step = cast(int, marker["step"])
@@ -328,7 +322,7 @@ def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, 
 
 
 def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
-    """Note ranks that may have published on disks of their own."""
+    """Note ranks whose files are absent: they may be in another part of the checkpoint."""
     prefixes = {name.partition(".")[0] for name in names if "." in name}
     here = {rank for prefix in prefixes if (rank := folder_rank(prefix)) is not None}
     absent = sorted(set(range(min(world_size, 10**5))) - here)
@@ -343,22 +337,23 @@ def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
 def _check_files(
     reader: Reader, names: Sequence[str], files: Mapping[str, Mapping[str, Any]], pages: set[str]
 ) -> None:
-    """Compare every file but the pages with what tierstore.json says of it."""
+    """Compare every file but the pages with its digest in tierstore.json."""
     for name in (METADATA_NAME, *sorted(pages)):
         if name not in files:
             reader.fault(MARKER_NAME, f"does not list {name}")
-    strange = sorted(set(names) - {MARKER_NAME, *files})
-    if strange:
-        reader.note(f"not part of the checkpoint: {', '.join(strange)}")
-    # Pages come later; their checksums are in the manifests.
-    others = {n: file for n, file in files.items() if n not in pages and reader.takes()}
+    unknown = sorted(set(names) - {MARKER_NAME, *files})
+    if unknown:
+        reader.note(f"not part of the checkpoint: {', '.join(unknown)}")
+    # Pages are checked later, by the checksums in the manifests.
+    others = {n: file for n, file in files.items() if n not in pages and reader.takes_next()}
     reader.expect(sum(file["nbytes"] for file in others.values()))
     for name, file in others.items():
-        with reader.noting(name), reader.advancing(file["nbytes"]), reader.open(name) as opened:
-            if opened.nbytes != file["nbytes"]:
-                raise CorruptionError(f"has {opened.nbytes} bytes, expected {file['nbytes']}")
+        nbytes = file["nbytes"]
+        with reader.record_faults(name), reader.advancing(nbytes), reader.open(name) as opened:
+            if opened.nbytes != nbytes:
+                raise CorruptionError(f"has {opened.nbytes} bytes, expected {nbytes}")
             if file["xxh3_128"] is None:
-                raise CorruptionError("has no checksum and is no page of a manifest")
+                raise CorruptionError("has no checksum and is not a page of a manifest")
             digest = xxhash.xxh3_128()
             opened.drop_cached()
             for piece in opened.pieces(0, opened.nbytes):

@@ -1,4 +1,4 @@
-"""How fast directories are, found out by moving a few pages in all of them at once."""
+"""Bandwidth of directories, measured by moving a few pages in all of them at once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tierstore.units import SECTOR_BYTES, Extent, align_up
 _TRANSFERS_MAX = 8
 _TRANSFER_BYTES_MAX = 8 << 20
 _IN_FLIGHT = 4
-_SECONDS_MAX = 0.3  # In each direction, after which nothing more is started.
+_SECONDS_MAX = 0.3  # After this time in each direction, no more transfers are started.
 
 
 def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[float]:
-    """Return the bytes per second of each directory while all are busy, as they will be.
+    """Return the bytes per second of each directory while all of them are busy.
 
-    A page is read and written in each step, so it is the mean over both directions, weighted
-    by the time that each takes. At most 64 MiB are written to each directory, and removed.
+    A step reads and writes each page, so this is all bytes over the time of both directions. At
+    most 64 MiB are written to each directory, and removed.
 
     Raises:
-        RunDirectoryError: one of them is full.
-        StorageError: one of them refused; the message names it.
+        RunDirectoryError: a directory is full.
+        StorageError: a directory refused; the message names it.
     """
     nbytes = min(align_up(page_bytes, SECTOR_BYTES), _TRANSFER_BYTES_MAX)
     data = mmap.mmap(-1, nbytes)
@@ -41,7 +41,7 @@ def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[fl
 
 
 def _measured(storage: Storage, data: memoryview) -> float:
-    # A name that the next probe removes, should this process be killed.
+    # If this process is killed, the next probe of the directory removes a file of this name.
     name = f"probe-{secrets.token_hex(8)}.tmp"
     buffer = memoryview(mmap.mmap(-1, data.nbytes))
     extents = [Extent(i * data.nbytes, data.nbytes) for i in range(_TRANSFERS_MAX)]
@@ -66,7 +66,7 @@ def _measured(storage: Storage, data: memoryview) -> float:
 
 
 def _moved(start: Callable[[Extent], Transfer], extents: Sequence[Extent]) -> int:
-    """Move some extents, several at a time, for a while; return how many it were."""
+    """Move extents, several at a time, until the time is over; return how many were moved."""
     started = time.perf_counter()
     moving: deque[Transfer] = deque()
     count = 0

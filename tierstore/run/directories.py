@@ -1,4 +1,4 @@
-"""The directories of a run: which may be, and those of one rank as one storage."""
+"""Run directories: validation, and opening the directories of a rank as one storage."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ def open_directories(
     page_bytes: int,
     overwrite: bool = False,
 ) -> Storage:
-    """Open what one rank has in the directories of a run, as one storage.
+    """Open the files of one rank in the directories of a run, as one storage.
 
     Args:
-        directories: one or more, made where absent; those of a run that is there already,
-            in any order.
-        rank: whose files.
-        engine: of all of them; see open_storage().
-        page_bytes: about how large pages are, to measure the directories of a new run with.
-        overwrite: whether anything that is there is going to be removed.
+        directories: one or more, in any order; made if absent.
+        rank: the rank.
+        engine: of all directories; see open_storage().
+        page_bytes: about how large pages are, to measure the directories of a new run.
+        overwrite: whether everything in the directories is going to be removed.
 
     Raises:
-        RunDirectoryError: one of them cannot be used, is missing, or is given twice.
-        ValueError: there is none, or no such engine.
+        RunDirectoryError: a directory cannot be used, is missing, or is given twice.
+        ValueError: there is no directory, or no such engine.
     """
     if not directories:
         raise ValueError("name one directory or more, got an empty list")
@@ -71,13 +70,13 @@ def open_directories(
 
 
 def open_run_directory(directory: Path, rank: int) -> Storage:
-    """Open what one rank has in a run that is there, given its first directory alone.
+    """Open the files of one rank of an existing run, given the first of its directories.
 
     The other directories of a striped run are where they were when they were last used.
 
     Raises:
-        RunDirectoryError: one of them cannot be used, or is not of the run.
-        CorruptionError, StorageError: the file that names them cannot be read.
+        RunDirectoryError: a directory cannot be used, or is not of the run.
+        CorruptionError, StorageError: the file that names the directories cannot be read.
     """
     directories = [directory]
     striping = striping_in(rank_directory(directory, rank))
@@ -135,7 +134,7 @@ def whole_run(
 
 
 def _compare(paths: Sequence[Path]) -> None:
-    """Refuse a directory that is there twice, under whatever names; note what gains nothing."""
+    """Refuse a directory that is given twice under any names; log two on one device."""
     seen: dict[tuple[int, int], Path] = {}
     devices: dict[int, Path] = {}
     for path in paths:
@@ -153,11 +152,11 @@ def _compare(paths: Sequence[Path]) -> None:
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
-    """Return the directory of one rank's files, after checking that it may be one.
+    """Return the directory of one rank's files, after checking that it can be used.
 
     Raises:
         RunDirectoryError: ``directory`` is not a directory, may not be entered, belongs to
-            someone else, lies in memory, or holds something that is not a run.
+            another user, is in memory, or holds files that are not of a run.
     """
     path = directory / rank_folder(rank)
     with looking_into(directory):
@@ -165,9 +164,9 @@ def rank_directory(directory: Path, rank: int) -> Path:
             raise RunDirectoryError(
                 f"{path} is a symbolic link: remove it, or name another directory"
             )
-        for place in (directory, path):
-            if place.exists():
-                _check_place(place)
+        for existing in (directory, path):
+            if existing.exists():
+                _check_owner(existing)
         if directory.exists() and not path.exists():
             _check_empty(directory)
         _check_filesystem(directory)
@@ -187,36 +186,37 @@ def looking_into(directory: Path) -> Iterator[None]:
 
 
 def _check_empty(directory: Path) -> None:
-    names = sorted(entry.name for entry in directory.iterdir())  # Once: other ranks begin, too.
+    # Listed once, because other ranks may add their folders meanwhile.
+    names = sorted(entry.name for entry in directory.iterdir())
     if any(folder_rank(name) is not None for name in names):
-        return  # Of other ranks; beside these anything may be.
-    strange = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
-    if strange:
+        return  # It is a run directory already.
+    unknown = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
+    if unknown:
         raise RunDirectoryError(
-            f"{directory} holds no tierstore run but other files ({', '.join(strange[:3])}"
-            f"{', ...' if len(strange) > 3 else ''}): name an empty or a new directory"
+            f"{directory} holds no tierstore run but other files ({', '.join(unknown[:3])}"
+            f"{', ...' if len(unknown) > 3 else ''}): name an empty or a new directory"
         )
 
 
-def _check_place(place: Path) -> None:
-    if not place.is_dir():
-        raise RunDirectoryError(f"{place} is not a directory: name an empty or a new one")
-    owner = place.stat().st_uid
+def _check_owner(path: Path) -> None:
+    if not path.is_dir():
+        raise RunDirectoryError(f"{path} is not a directory: name an empty or a new one")
+    owner = path.stat().st_uid
     if owner != os.geteuid():
         raise RunDirectoryError(
-            f"{place} belongs to user {owner}, this process runs as user {os.geteuid()}: "
+            f"{path} belongs to user {owner}, this process runs as user {os.geteuid()}: "
             "run as its owner, or name another directory"
         )
 
 
 def _check_filesystem(directory: Path) -> None:
-    """Refuse filesystems that live in memory: nothing on them survives a restart."""
-    existing = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+    """Refuse filesystems in memory, which do not survive a restart."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     device = existing.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # Not Linux: no such list, and no tmpfs under a usual path.
+    except FileNotFoundError:  # Not Linux: there is no list of mounts.
         return
     for mount in mounts:
         fields, _, kind = mount.partition(" - ")

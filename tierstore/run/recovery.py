@@ -1,8 +1,6 @@
-"""A run directory: who may use it, what it holds, and what a restart finds in it.
+"""Recovery: the newest commit that all ranks of a run have, and the removal of everything newer.
 
-``<directory>/rank-00000/`` holds the files of one rank: ``run.json`` (identity), ``lock``,
-``layout-<digest>`` and ``commit-<step>`` (manifests), ``page-<number>.a`` and ``.b``, while a run
-with one slot per page is between commits ``dirty``, and after it was closed ``clean``.
+A step is committed if every rank has a whole manifest of it, of one same attempt.
 """
 
 from __future__ import annotations
@@ -318,25 +316,24 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     if DIRTY_NAME not in storage.list():
         return
     overwritten = read_mark(storage.get(DIRTY_NAME))
-    # Damaged, it could be about any commit.
     if newest and overwritten and overwritten < newest:
-        return  # It is late: the crash came just before clear_dirty().
+        return  # The mark is stale: the crash came just before clear_dirty().
     what = f"step {overwritten[0]}" if overwritten else "it"
     raise RunDirectoryError(
-        f"{storage.location} keeps one copy of each page (commit_every=None) and was stopped "
+        f"{storage.location} keeps one slot of each page (commit_every=None) and was stopped "
         f"while overwriting {what}: its pages are of mixed steps. Start over with "
         "overwrite=True, from a checkpoint of the run if there is one"
     )
 
 
 def erase_commits(storage: Storage) -> None:
-    """Remove the commits of a run, before all else, so that no half of it looks whole."""
+    """Remove the commits of a run, before its other files, so that no part of it looks whole."""
     names = storage.list()
     if CLEAN_NAME in names:
         storage.unlink(CLEAN_NAME)
     commits = sorted((revision, name) for name in names if (revision := manifest_revision(name)))
-    # The newest last: a power loss that brought back only an older one would have it gone on
-    # from, whose pages were overwritten since.
+    # The newest last, after a sync: if a power loss brought back an older one alone, a restart
+    # would resume from it, though its pages were overwritten.
     for doomed in (commits[:-1], commits[-1:]):
         for _, name in doomed:
             storage.unlink(name)
@@ -344,7 +341,7 @@ def erase_commits(storage: Storage) -> None:
 
 
 def erase(storage: Storage) -> None:
-    """Remove every file of a run whose commits are gone on all ranks."""
+    """Remove every file of a run whose commits were removed on all ranks."""
     for name in storage.list():
         if _OWN_NAMES.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name):
             storage.unlink(name)
