@@ -1,4 +1,4 @@
-"""restore(checkpoint=): a new run from what was published, or from what stock DCP saved."""
+"""restore(checkpoint=): a new run from a published checkpoint, or from one of stock DCP."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def begin(
 
 @pytest.mark.parametrize("page_bytes", [10000, 5000, "256MiB"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_goes_on_as_the_run_that_was_published(
+def test_continues_as_the_published_run(
     dtype: torch.dtype, page_bytes: int | str, tmp_path: Path
 ) -> None:
-    """Whatever the pages of the new run are; compared with one that was never stopped."""
+    """Whatever page size the new run has, it equals a run that was never stopped."""
     parameters = training.make_parameters(dtype)
     store = tierstore.TierStore(tmp_path / "run", page_bytes=10000)
     optimizer = muon.Muon(training.make_groups(parameters), store=store)
@@ -86,7 +86,7 @@ def test_goes_on_as_the_run_that_was_published(
 
 
 def test_buffers_and_frozen_parameters_come_with_dcp(tmp_path: Path) -> None:
-    """restore() is about what is paged; the rest of the model is one stock load away."""
+    """restore() loads what is paged; DCP loads the rest of the model."""
     ours = Ours(tmp_path / "run", "everything").train(1, 2)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
     ours.store.close()
@@ -105,7 +105,7 @@ def test_buffers_and_frozen_parameters_come_with_dcp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("named", [True, False])
-def test_goes_on_from_a_checkpoint_of_stock_pytorch(
+def test_continues_from_a_checkpoint_of_stock_pytorch(
     named: bool, flat: bool, prefix: bool, tmp_path: Path
 ) -> None:
     reference = Reference("everything", named=named).train(1, 2, 3)
@@ -128,8 +128,8 @@ def test_goes_on_from_a_checkpoint_of_stock_pytorch(
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_goes_on_from_what_fsdp2_saved(ranks: int, tmp_path: Path) -> None:
-    """Saved in chunks by several ranks; the saver trained first, its tensors came along."""
+def test_continues_from_a_checkpoint_of_fsdp2(ranks: int, tmp_path: Path) -> None:
+    """Several ranks saved it in chunks."""
     path = str(tmp_path / "stock")
     found = read_with_stock(
         [("saved", "save", {"path": path, "model": "layers", "steps": [1, 2, 3]})],
@@ -167,7 +167,7 @@ def load_into(reference: Reference, path: Path) -> None:
 
 
 def test_muon_alone_has_no_step_count(tmp_path: Path) -> None:
-    """Its stock state is the momentum: the new run begins at step 0, with that momentum."""
+    """Its stock state is only the momentum: the new run begins at step 0, with that momentum."""
     models = [nn.Linear(5, 4, bias=False) for _ in range(3)]
     reference = torch.optim.Muon(models[0].parameters())
 
@@ -195,7 +195,7 @@ def test_muon_alone_has_no_step_count(tmp_path: Path) -> None:
 
 
 def test_masters_of_a_bf16_model_come_from_an_fp32_one(tmp_path: Path) -> None:
-    """Mixed precision begins from a float32 checkpoint: nothing of the masters is rounded."""
+    """The masters of a float32 checkpoint are not rounded."""
     ours = Ours(tmp_path / "run").train(1, 2)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
     ours.store.close()
@@ -210,7 +210,7 @@ def test_masters_of_a_bf16_model_come_from_an_fp32_one(tmp_path: Path) -> None:
 
 
 def test_model_with_everything_in_module(tmp_path: Path) -> None:
-    """As if it were wrapped, which it is not."""
+    """Its names begin like those of a wrapped model."""
     models = [nn.Module() for _ in range(2)]
     for model in models:
         model.module = Layers()
@@ -232,7 +232,9 @@ def test_model_with_everything_in_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapper", [torch.compile, nn.DataParallel])
-def test_wrapped_or_not(wrapper: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+def test_a_wrapped_or_an_unwrapped_model(
+    wrapper: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
     ours = Ours(tmp_path / "run").train(1)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
     ours.store.close()
@@ -246,7 +248,7 @@ def test_wrapped_or_not(wrapper: Callable[[nn.Module], nn.Module], tmp_path: Pat
 # ------------------------------------------------------------------------ crash and restart
 
 
-def test_is_committed_by_the_next_commit(tmp_path: Path) -> None:
+def test_the_first_commit_holds_the_loaded_state(tmp_path: Path) -> None:
     checkpoint = published_toy(tmp_path)
     toy = Toy(tmp_path / "run")
     assert toy.store.restore(checkpoint=checkpoint) == 3
@@ -262,8 +264,8 @@ def test_is_committed_by_the_next_commit(tmp_path: Path) -> None:
     assert runs[0] != runs[1]
 
 
-def test_a_crash_right_after_it_begins_anew(tmp_path: Path) -> None:
-    """Nothing was committed, so the same program runs into the same call again."""
+def test_a_crash_before_the_first_commit_leaves_a_new_run(tmp_path: Path) -> None:
+    """Nothing was committed, so the same program loads the checkpoint again."""
     checkpoint = published_toy(tmp_path)
     Toy(tmp_path / "run").store.restore(checkpoint=checkpoint)
     shutil.copytree(tmp_path / "run", tmp_path / "crashed")
@@ -275,8 +277,8 @@ def test_a_crash_right_after_it_begins_anew(tmp_path: Path) -> None:
     resumed(tmp_path / "crashed", 4).store.close()
 
 
-def test_checkpoint_at_once(tmp_path: Path) -> None:
-    """What was begun from may be published again, under the new run."""
+def test_a_checkpoint_before_the_first_step(tmp_path: Path) -> None:
+    """The loaded state can be published again, by the new run."""
     checkpoint = published_toy(tmp_path)
     toy = Toy(tmp_path / "run")
     toy.store.restore(checkpoint=checkpoint)
@@ -287,7 +289,7 @@ def test_checkpoint_at_once(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_published_files_are_read_only_from(tmp_path: Path) -> None:
+def test_published_files_are_only_read(tmp_path: Path) -> None:
     checkpoint = published_toy(tmp_path)
     before = digests(checkpoint)
     toy = Toy(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""restore(checkpoint=) of what is no checkpoint of this model: refused, nothing changed."""
+"""restore(checkpoint=) of a checkpoint that does not fit the model: refused, nothing changed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_another_model(make: Callable[[Path], Toy], message: str, tmp_path: Path
 
 
 def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
-    """Of a model alone one can load the model, with DCP; states are not made up."""
+    """Missing states are not invented; DCP can load the model alone."""
     reference = Reference("layers")
     dcp.save(
         {"model": reference.model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True
@@ -216,14 +216,14 @@ PATHS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
 def test_hyperparameters_at_strange_paths(
     change: Callable[[Metadata], Any], message: str, tmp_path: Path
 ) -> None:
-    """Refused at once, without a list as long as an index is high."""
+    """Refused without building a list of 10**11 items."""
     save_with_dcp(Reference().train(1), tmp_path / "stock", flat=False, prefix=True)
     edit(tmp_path / "stock", change)
     assert_refused(tmp_path, message)
 
 
 def assert_refused(tmp_path: Path, message: str) -> None:
-    """Check that no run begins from ``stock``, and that the model can be trained nevertheless."""
+    """Check that ``stock`` is refused, and that the model can still be trained."""
     ours = Ours(tmp_path / "run")
     before = copy.deepcopy((ours.model.state_dict(), ours.optimizer.param_groups))
     with pytest.raises(tierstore.CheckpointError, match=message):
@@ -233,7 +233,7 @@ def assert_refused(tmp_path: Path, message: str) -> None:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_hyperparameters_of_classes_that_are_not_made(flat: bool, tmp_path: Path) -> None:
+def test_hyperparameters_of_classes_that_are_not_unpickled(flat: bool, tmp_path: Path) -> None:
     reference = Reference().train(1)
     reference.optimizers[0].param_groups[0]["lr"] = np.float64(0.5)
     save_with_dcp(reference, tmp_path / "stock", flat=flat, prefix=True)
@@ -243,7 +243,7 @@ def test_hyperparameters_of_classes_that_are_not_made(flat: bool, tmp_path: Path
 
 
 def test_hyperparameters_of_any_size(tmp_path: Path) -> None:
-    """A commit could not carry them."""
+    """Values that are too large for a commit are refused."""
     reference = Reference().train(1)
     reference.optimizers[0].param_groups[0]["table"] = torch.zeros(2**24 + 1)
     save_with_dcp(reference, tmp_path / "stock", flat=False, prefix=True)
@@ -251,7 +251,7 @@ def test_hyperparameters_of_any_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])
-def test_counts_that_are_none(count: float, tmp_path: Path) -> None:
+def test_step_counts_that_are_not_counts(count: float, tmp_path: Path) -> None:
     reference = Reference().train(1)
     for state in reference.optimizers[1].state.values():
         state["step"].fill_(count)
@@ -260,7 +260,7 @@ def test_counts_that_are_none(count: float, tmp_path: Path) -> None:
 
 
 def test_unnamed_parameters(tmp_path: Path) -> None:
-    """Their names in the checkpoint are those of the model, which nobody has here."""
+    """The checkpoint has the names of the model, which the optimizer lacks."""
     ours = Ours(tmp_path / "run", named=False).train(1)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
     ours.store.close()

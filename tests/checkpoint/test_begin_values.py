@@ -1,4 +1,4 @@
-"""restore(checkpoint=): hyperparameters, scalars and names, as a checkpoint says them."""
+"""restore(checkpoint=): hyperparameters, scalars and names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tierstore.run.manifest import Manifest
 
 @pytest.mark.parametrize("prefix", ["model.", "", "net."])
 def test_names_of_the_model(prefix: str, tmp_path: Path) -> None:
-    """Whatever they were published under, nobody has to say it again."""
+    """The prefix of the names is found in the checkpoint."""
     ours = Ours(tmp_path / "run").train(1, 2)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model, model_prefix=prefix)
     ours.store.close()
@@ -44,8 +44,8 @@ def test_names_of_the_model(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["model.", "", "net."])
-def test_a_part_of_the_model_called_model(prefix: str, tmp_path: Path) -> None:
-    """Its frozen parameter has the key that another one would have under "model."."""
+def test_a_module_called_model(prefix: str, tmp_path: Path) -> None:
+    """Its frozen parameter has the key of another parameter with the prefix "model."."""
 
     def make(directory: str, value: float) -> tuple[nn.Module, muon.Muon]:
         model = nn.Module()
@@ -85,7 +85,7 @@ ODD: dict[str, Any] = {
 
 
 def test_hyperparameters_of_every_kind(tmp_path: Path) -> None:
-    """They come back as they were, from a file that nobody has to trust."""
+    """Every kind of value is loaded as it was, without unpickling code."""
     toy = Toy(tmp_path / "origin")
     toy.step()
     toy.groups[0].hyperparameters.update({"lr": np.float64(0.25), **ODD})
@@ -103,7 +103,7 @@ def test_hyperparameters_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_numpy_computes(tmp_path: Path) -> None:
-    """Its learning rates are numpy's; stock readers get Python's."""
+    """Its learning rates are scalars of numpy; stock readers get those of Python."""
     ours = Ours(tmp_path / "run")
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         ours.optimizer, lambda step: 0.5 * (1 + np.cos(step / 10))
@@ -141,8 +141,8 @@ def test_two_hyperparameters_of_one_key(tmp_path: Path) -> None:
     assert verify(tmp_path / "checkpoint").good
 
 
-def test_scalars_come_as_they_were(tmp_path: Path) -> None:
-    """Not as the float32 numbers that stock readers get."""
+def test_scalars_are_those_of_the_commit(tmp_path: Path) -> None:
+    """They are not rounded to float32, as for stock readers."""
     count = float(2**24 + 1)
     toy = Toy(tmp_path / "origin")
     toy.store.scalars["second"] = {"step": count}
@@ -156,7 +156,7 @@ def test_scalars_come_as_they_were(tmp_path: Path) -> None:
     other.store.close()
 
 
-def test_parameters_called_like_numbers(tmp_path: Path) -> None:
+def test_parameters_whose_names_are_numbers(tmp_path: Path) -> None:
     """Their hyperparameters have the keys of groups, and are found by group."""
     rates = [0.25, 0.5]
 
@@ -185,7 +185,7 @@ def test_parameters_called_like_numbers(tmp_path: Path) -> None:
 
 
 class Numbered(nn.Module):
-    """Has a parameter with the name of a group, and others below the name of another group."""
+    """One parameter is called like a group; others are in a module called like another group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def step_of_ones(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("source", ["published", "stock", "flat"])
 def test_parameters_below_names_like_numbers(source: str, tmp_path: Path) -> None:
-    """The keys of "1.weight" begin as those of group 1 do, whose first parameter is "0"."""
+    """The keys of "1.weight" begin like those of group 1, whose first parameter is "0"."""
     model = Numbered()
     if source == "published":
         ours = Ours(tmp_path / "origin", model=model)
@@ -229,8 +229,8 @@ def test_parameters_below_names_like_numbers(source: str, tmp_path: Path) -> Non
     other.store.close()
 
 
-def test_hyperparameters_in_parts(tmp_path: Path) -> None:
-    """A list with a tensor, or a dict, has a key for each thing in it."""
+def test_hyperparameters_with_a_key_for_each_item(tmp_path: Path) -> None:
+    """A list with a tensor, or a dict, has a key for each item."""
     parts = {"schedule": {"warmup": [torch.tensor(1.0), {"then": 2}], "kind": "linear"}, "x": [1]}
     for flat in (True, False):
         reference = Reference("layers").train(1)
@@ -258,7 +258,7 @@ def test_tensors_that_were_stored_transposed(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_was_stored_with_a_longer_one(tmp_path: Path) -> None:
-    """A view that torch.save wrote as it is, with all elements of what it is a view of."""
+    """torch.save writes a view with all elements of its storage."""
     reference = Reference("layers").train(1)
     save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
     weight = reference.model.get_parameter("hidden.weight").detach()
@@ -332,7 +332,7 @@ def test_everything_is_parsed_once(
 
 
 def test_a_large_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tensors of a checkpoint need not fit into memory, however many pages have a part."""
+    """Memory need not hold a whole tensor, however many pages have a part of it."""
     reference = Reference("layers").train(1)
     save_with_dcp(reference, tmp_path / "stock", flat=True, prefix=True)
     ours = Ours(tmp_path / "run", seed=3)

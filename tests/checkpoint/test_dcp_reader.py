@@ -1,4 +1,4 @@
-"""Boxes of tensors in files, read through little memory, against torch's own narrow()."""
+"""Boxes of stored tensors, read in small pieces, compared with narrow() of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.checkpoint.dcp_reader import read_box
 
 
 class Bytes:
-    """A file of some bytes that knows what was read of it."""
+    """A file in memory that records reads."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     st.sampled_from([torch.float32, torch.bfloat16, torch.bool]),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_box_is_what_narrow_gives(
+def test_a_box_equals_narrow(
     case: tuple[list[int], list[int], list[int]],
     piece_bytes: int,
     dtype: torch.dtype,
@@ -64,7 +64,7 @@ def test_box_is_what_narrow_gives(
 
 
 @pytest.mark.parametrize(("rows", "expected"), [((10, 5), 5 * 12), ((0, 100), 1200)])
-def test_rows_alone_are_read(rows: tuple[int, int], expected: int) -> None:
+def test_only_the_rows_of_the_box_are_read(rows: tuple[int, int], expected: int) -> None:
     stored = torch.arange(300.0).view(100, 3)
     file = Bytes(stored.view(torch.uint8).numpy().tobytes())
     target = torch.empty(rows[1], 3)
@@ -73,7 +73,7 @@ def test_rows_alone_are_read(rows: tuple[int, int], expected: int) -> None:
     assert torch.equal(target, stored[rows[0] : rows[0] + rows[1]])
 
 
-def test_a_column_of_long_rows_is_read_without_them() -> None:
+def test_a_column_of_long_rows_is_read_alone() -> None:
     stored = torch.arange(4000.0).view(4, 1000)
     file = Bytes(stored.view(torch.uint8).numpy().tobytes())
     target: Any = torch.empty(4, 2)

@@ -1,4 +1,4 @@
-"""checkpoint(): links to page files that stay what they are, and what it refuses."""
+"""checkpoint(): links to page files that are never written again, and refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIB = 2**20
 
 
 def test_moves_no_tensor_bytes(tmp_path: Path) -> None:
-    """By the kernel's own counters, of a state of more than 100 MB."""
+    """Counted by the kernel, for a state of more than 100 MB."""
     parameters = [nn.Parameter(torch.ones(256, 4096)) for _ in range(9)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -60,8 +60,8 @@ def test_moves_no_tensor_bytes(tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in small) < MIB
 
 
-def test_replacements_are_allocated_by_the_time_it_returns(tmp_path: Path) -> None:
-    """So that a full disk shows in checkpoint() and not in a step."""
+def test_replacements_are_allocated_before_it_returns(tmp_path: Path) -> None:
+    """A full disk is reported by checkpoint() and not by a step."""
     ours = Ours(tmp_path / "run").train(1)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
     published = inodes(pages_of(tmp_path / "checkpoint"))
@@ -81,10 +81,10 @@ def test_replacements_are_allocated_by_the_time_it_returns(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("commit_every", [1, 2, None])
-def test_training_goes_on_and_what_was_published_stays(
+def test_training_continues_and_the_checkpoint_is_unchanged(
     commit_every: int | None, tmp_path: Path
 ) -> None:
-    """Published three times on the way, two of them with nothing in between."""
+    """The run publishes three times, twice without a step in between."""
     ours = Ours(tmp_path / "run", "everything", commit_every=commit_every)
     reference = Reference("everything")
     ours.train(1, 2, 3)
@@ -109,8 +109,10 @@ def test_training_goes_on_and_what_was_published_stays(
 
 
 @pytest.mark.parametrize("commit_every", [1, 2, None])
-def test_a_process_that_resumes_does_not_touch_it(commit_every: int | None, tmp_path: Path) -> None:
-    """Nor does one that is killed while it replaces a published file."""
+def test_a_resumed_process_leaves_the_checkpoint_unchanged(
+    commit_every: int | None, tmp_path: Path
+) -> None:
+    """The process is killed while it replaces a published file."""
     toy = Toy(tmp_path / "run", commit_every=commit_every)
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoints/1")
@@ -154,8 +156,8 @@ def test_killed_while_published_files_are_replaced(moment: tuple[str, str], tmp_
     resumed(tmp_path / "run", 5).store.close()
 
 
-def test_holds_the_extra_of_the_last_commit(tmp_path: Path) -> None:
-    """checkpoint() commits nothing where the step is committed already."""
+def test_the_checkpoint_has_the_extra_of_the_last_commit(tmp_path: Path) -> None:
+    """checkpoint() does not commit a step twice."""
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.commit(extra={"position": 17})
@@ -168,8 +170,8 @@ def test_holds_the_extra_of_the_last_commit(tmp_path: Path) -> None:
     other.store.close()
 
 
-def test_a_path_that_goes_up_from_a_link(tmp_path: Path) -> None:
-    """What is published is where whoever opens that path looks."""
+def test_a_path_with_dots_after_a_link(tmp_path: Path) -> None:
+    """The checkpoint is where the system finds the path."""
     (tmp_path / "real" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "below")
     ours = Ours(tmp_path / "run").train(1)
@@ -180,7 +182,7 @@ def test_a_path_that_goes_up_from_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_commits_what_is_not_committed(tmp_path: Path) -> None:
+def test_a_step_that_is_not_committed_is_committed_first(tmp_path: Path) -> None:
     """A step between two commits, and states that were written after one."""
     toy = Toy(tmp_path / "run", commit_every=10)
     for _ in range(3):
@@ -198,8 +200,8 @@ def test_commits_what_is_not_committed(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_a_removed_checkpoint_costs_nothing_any_more(tmp_path: Path) -> None:
-    """What was allocated for it is used up; then pages are written in place, as ever."""
+def test_a_removed_checkpoint_takes_no_space(tmp_path: Path) -> None:
+    """The allocated replacements are used up; then pages are written in place."""
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoint")
@@ -218,8 +220,8 @@ def test_a_removed_checkpoint_costs_nothing_any_more(tmp_path: Path) -> None:
     resumed(tmp_path / "run", 7).store.close()
 
 
-def test_who_reads_a_removed_checkpoint_reads_on(tmp_path: Path) -> None:
-    """A copy that is under way while keep_last removes what it copies, say."""
+def test_a_reader_of_a_removed_checkpoint_is_not_disturbed(tmp_path: Path) -> None:
+    """For example, a copy in progress while keep_last removes the checkpoint."""
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoints/1")
@@ -252,7 +254,7 @@ def test_published_twice_needs_one_replacement(tmp_path: Path) -> None:
 
 
 def test_memory_storage_publishes_into_memory() -> None:
-    """A storage that is not on a disk offers folders of its own kind."""
+    """A storage in memory has folders in memory."""
     storage = MemoryStorage()
     toy = Toy(storage)
     toy.step()
@@ -307,7 +309,7 @@ def test_a_path_that_is_taken(make: Any, tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_an_empty_directory_is_free(tmp_path: Path) -> None:
+def test_an_empty_directory_is_not_taken(tmp_path: Path) -> None:
     toy = trained_toy(tmp_path)
     (tmp_path / "folder/checkpoint").mkdir(parents=True)
     toy.store.checkpoint(tmp_path / "folder/checkpoint")
@@ -326,7 +328,9 @@ def test_published_again_under_the_same_name(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_directories_above_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parent_directories_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy = trained_toy(tmp_path)
     toy.store.checkpoint(tmp_path / "a/b/c/checkpoint")
     assert_holds_toy(tmp_path / "a/b/c/checkpoint", 1)
@@ -339,7 +343,7 @@ def test_directories_above_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("above", ["file", "/proc/self/fdinfo"])
-def test_a_place_that_cannot_be_written(above: str, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written(above: str, tmp_path: Path) -> None:
     toy = trained_toy(tmp_path)
     (tmp_path / "file").write_text("mine")
     with (
@@ -353,7 +357,7 @@ def test_a_place_that_cannot_be_written(above: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".hidden", "/", ""])
-def test_names_that_cannot_be_published_under(name: str, tmp_path: Path) -> None:
+def test_names_that_a_checkpoint_cannot_have(name: str, tmp_path: Path) -> None:
     toy = trained_toy(tmp_path)
     path = f"{tmp_path}/folder/{name}" if name.startswith(".") else name
     with unchanged(tmp_path), pytest.raises(tierstore.CheckpointError, match="name"):
@@ -409,7 +413,7 @@ def test_a_store_without_a_directory() -> None:
         store.checkpoint("anywhere")
 
 
-def test_a_store_that_failed_or_was_closed(tmp_path: Path) -> None:
+def test_a_failed_or_closed_store(tmp_path: Path) -> None:
     toy = trained_toy(tmp_path)
     with pytest.raises(tierstore.SweepError), toy.store.sweep() as pages:
         next(pages)

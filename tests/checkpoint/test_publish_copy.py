@@ -1,4 +1,4 @@
-"""checkpoint() to another filesystem: copied in the background, of the step published."""
+"""checkpoint() to another filesystem: copied in the background, from the published step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Elsewhere:
             self.gate.acquire()
 
 
-def test_training_goes_on_while_it_is_copied(tmp_path: Path) -> None:
+def test_training_continues_during_the_copy(tmp_path: Path) -> None:
     here = Elsewhere(tmp_path)
     publication = here.store.checkpoint(here.folder / "2")
     assert (publication.step, publication.bytes_copied) == (2, 0)
@@ -101,8 +101,8 @@ def test_training_goes_on_while_it_is_copied(tmp_path: Path) -> None:
     resumed(here.run, 8).store.close()
 
 
-def test_is_the_same_as_one_made_of_links(tmp_path: Path) -> None:
-    """But for its name, which is in the marker, and with inodes of its own."""
+def test_a_copy_equals_a_checkpoint_of_links(tmp_path: Path) -> None:
+    """Only the name in the marker and the inodes differ."""
     here = Elsewhere(tmp_path, open_gate=True)
     here.store.checkpoint(here.folder / "copied").wait()
     here.storage.disarm()
@@ -116,8 +116,8 @@ def test_is_the_same_as_one_made_of_links(tmp_path: Path) -> None:
     here.store.close()
 
 
-def test_to_shared_memory(tmp_path: Path) -> None:
-    """A filesystem that really is another one."""
+def test_a_copy_to_shared_memory(tmp_path: Path) -> None:
+    """Shared memory is another filesystem than the disk."""
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm is not a filesystem of its own")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="tierstore-test-") as other:
@@ -137,8 +137,8 @@ def test_to_shared_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_where_no_file_can_have_a_second_name(number: int, tmp_path: Path) -> None:
-    """Nothing could hold the pages while training goes on, so it is there on return."""
+def test_filesystems_without_links(number: int, tmp_path: Path) -> None:
+    """The pages cannot be linked meanwhile, so checkpoint() returns after the copy."""
     here = Elsewhere(tmp_path)
     here.storage.disarm()
     for operation in ("link", "folder_link"):
@@ -157,8 +157,8 @@ def test_where_no_file_can_have_a_second_name(number: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("operation", ["link", "folder_link"])
-def test_a_file_that_can_have_no_more_names(operation: str, tmp_path: Path) -> None:
-    """Found out at the second page: nothing stays of the first one's names."""
+def test_a_file_with_the_maximal_number_of_links(operation: str, tmp_path: Path) -> None:
+    """The second page fails; no link to the first page is left."""
     watched = Elsewhere(tmp_path, open_gate=True)
     if operation == "folder_link":
         watched.storage.disarm()
@@ -173,7 +173,7 @@ def test_a_file_that_can_have_no_more_names(operation: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ending", ["close", "with", "next"])
-def test_is_waited_for(ending: str, tmp_path: Path) -> None:
+def test_close_and_the_next_checkpoint_wait_for_the_copy(ending: str, tmp_path: Path) -> None:
     """By close(), at the end of a with block, and by the next checkpoint."""
     here = Elsewhere(tmp_path)
     publication = here.store.checkpoint(here.folder / "2")
@@ -197,8 +197,8 @@ def test_is_waited_for(ending: str, tmp_path: Path) -> None:
     resumed(here.run, 3).store.close()
 
 
-def test_restore_waits_for_it(tmp_path: Path) -> None:
-    """Recovery removes the names that hold what is being copied."""
+def test_restore_waits_for_the_copy(tmp_path: Path) -> None:
+    """Recovery would remove the temporary links of the pages to copy."""
     here = Elsewhere(tmp_path)
     publication = here.store.checkpoint(here.folder / "2")
     here.until_it_waits()
@@ -234,7 +234,9 @@ def await_it(here: Elsewhere, publication: tierstore.Publication, ending: str) -
 
 @pytest.mark.parametrize("ending", ["close", "next", "wait"])
 @pytest.mark.parametrize(("operation", "number"), FAILURES)
-def test_a_failure_is_told(operation: str, number: int, ending: str, tmp_path: Path) -> None:
+def test_a_failure_is_reported_once_to_each_caller(
+    operation: str, number: int, ending: str, tmp_path: Path
+) -> None:
     here = Elsewhere(tmp_path)
     publication = here.store.checkpoint(here.folder / "2")
     here.until_it_waits()
@@ -260,7 +262,7 @@ def test_a_failure_is_told(operation: str, number: int, ending: str, tmp_path: P
         resumed(here.run, 2).store.close()
 
 
-def test_a_failure_does_not_hide_what_ended_the_program(
+def test_a_failure_does_not_hide_the_exception_of_the_program(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = Elsewhere(tmp_path)
@@ -280,7 +282,7 @@ def test_a_failure_does_not_hide_what_ended_the_program(
 
 
 def started(monkeypatch: pytest.MonkeyPatch, start: Callable[[Callable[[], None]], None]) -> None:
-    """Have the thread that copies started by ``start``, which gets what would start it."""
+    """Replace Thread.start() of the copying thread by ``start``, which gets the original."""
     real = threading.Thread.start
 
     def replaced(thread: threading.Thread) -> None:
@@ -293,7 +295,7 @@ def started(monkeypatch: pytest.MonkeyPatch, start: Callable[[Callable[[], None]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")])
-def test_a_copy_that_cannot_begin(
+def test_a_copy_whose_thread_does_not_start(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Elsewhere(tmp_path, open_gate=True)
@@ -313,10 +315,10 @@ def test_a_copy_that_cannot_begin(
 
 
 @pytest.mark.parametrize("given_up", [True, False])
-def test_interrupted_as_the_copying_begins(
+def test_an_interrupt_as_the_copy_begins(
     given_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either it never begins, or it goes on, and close() waits for it."""
+    """Either the copy never begins, or it continues and close() waits for it."""
     here = Elsewhere(tmp_path)
     threads: list[Callable[[], None]] = []
 
@@ -343,8 +345,8 @@ def test_interrupted_as_the_copying_begins(
     resumed(here.run, 3).store.close()
 
 
-def test_interrupted_before_any_operation(tmp_path: Path) -> None:
-    """Nothing is left of it, in its folder or in the run, until the copying begins."""
+def test_an_interrupt_before_any_operation(tmp_path: Path) -> None:
+    """Before the copy begins, nothing is left of the checkpoint, in its folder or in the run."""
     done: list[str] = []
     here = Elsewhere(tmp_path / "all", open_gate=True)
     here.store.synchronize()
@@ -370,8 +372,8 @@ def test_interrupted_before_any_operation(tmp_path: Path) -> None:
         here.store.close()
 
 
-def test_a_failure_leaves_training_alone(tmp_path: Path) -> None:
-    """And no names in the run's directory."""
+def test_a_failure_does_not_disturb_training(tmp_path: Path) -> None:
+    """No temporary link is left in the run."""
     here = Elsewhere(tmp_path)
     here.storage.arm(Fault("error", "folder_flush", call=2, errno=errno.ENOSPC))
     here.let(1000)
@@ -389,7 +391,7 @@ def test_a_failure_leaves_training_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["link", "create", "folder_append", "folder_put"])
-def test_a_failure_before_the_copying_begins(operation: str, tmp_path: Path) -> None:
+def test_a_failure_before_the_copy_begins(operation: str, tmp_path: Path) -> None:
     here = Elsewhere(tmp_path, open_gate=True)
     fault = Fault("error", operation, call=2, errno=errno.ENOSPC)  # type: ignore[arg-type]
     here.store.synchronize()
@@ -405,8 +407,8 @@ def test_a_failure_before_the_copying_begins(operation: str, tmp_path: Path) -> 
     assert_holds_toy(here.folder / "3", 3)
 
 
-def test_a_flipped_bit_is_noticed_while_it_is_copied(tmp_path: Path) -> None:
-    """On its way from the disk, by the checksums of the commit."""
+def test_a_flipped_bit_is_found_during_the_copy(tmp_path: Path) -> None:
+    """The checksums of the commit show it."""
     here = Elsewhere(tmp_path, open_gate=True)
     here.storage.arm(Fault("flipped_bit", "read", call=2))
     publication = here.store.checkpoint(here.folder / "2")
@@ -435,8 +437,8 @@ def test_a_page_damaged_on_the_disk_is_not_copied(tmp_path: Path) -> None:
         here.store.close()
 
 
-def test_pages_are_held_by_names_of_their_own(tmp_path: Path) -> None:
-    """Which keep what is being copied from being written again, and are gone afterwards."""
+def test_pages_to_copy_are_linked_within_the_run(tmp_path: Path) -> None:
+    """The links keep the pages from being overwritten, and are removed afterwards."""
     here = Elsewhere(tmp_path)
     here.store.synchronize()
     before = inodes(run_pages(here.run))
@@ -456,7 +458,7 @@ def test_pages_are_held_by_names_of_their_own(tmp_path: Path) -> None:
 
 
 def publish_and_die(directory: Path, blocks: int) -> None:
-    """Be killed in the middle of copying, or after it."""
+    """Kill this process during the copy, or after it."""
     copied = [0]
 
     def count(operation: str, name: str, when: str) -> None:
@@ -475,7 +477,7 @@ def publish_and_die(directory: Path, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 100])
-def test_killed_while_it_is_copied(blocks: int, tmp_path: Path) -> None:
+def test_killed_during_the_copy(blocks: int, tmp_path: Path) -> None:
     child = killed_processes._processes.Process(target=publish_and_die, args=(tmp_path, blocks))
     child.start()
     child.join()

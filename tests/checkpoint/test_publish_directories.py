@@ -1,4 +1,4 @@
-"""Commands and checkpoints of a run in several directories, wherever its pages lie."""
+"""Commands and checkpoints of a run in several directories."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_checkpoint_on_the_same_filesystem_is_linked(two: list[Path], tmp_path
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_of_two_filesystems_one_is_linked_and_one_copied(on_disk: bool, tmp_path: Path) -> None:
-    """Shared memory is refused as a run's place by its path, but not as a storage."""
+def test_pages_on_two_filesystems_are_linked_or_copied(on_disk: bool, tmp_path: Path) -> None:
+    """A path in shared memory is refused for a run, but not a storage."""
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm is not a filesystem of its own")
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix="tierstore-test-") as memory:
@@ -169,7 +169,7 @@ def test_commands_name_what_is_missing(two: list[Path], tmp_path: Path) -> None:
     assert not two[1].exists()
 
 
-def test_verify_reads_every_page_where_it_lies(two: list[Path]) -> None:
+def test_verify_reads_every_page_in_its_directory(two: list[Path]) -> None:
     made(two)
     newest = json.loads((two[0] / RANK / "commit-0000000003").read_bytes().partition(b"\n")[2])
     for number, (slot, *_) in enumerate(newest["pages"]):
@@ -197,7 +197,7 @@ CHANGES: list[tuple[int, Callable[[dict[str, Any]], None], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "change", "expected"), CHANGES)
-def test_what_a_stranger_sealed_leads_nowhere(
+def test_hostile_files_do_not_lead_to_other_directories(
     changed: int, change: Callable[[dict[str, Any]], None], expected: str, two: list[Path]
 ) -> None:
     made(two)

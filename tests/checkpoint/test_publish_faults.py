@@ -1,4 +1,4 @@
-"""checkpoint() on a disk that refuses: a typed error, nothing left, training goes on."""
+"""checkpoint() on a failing disk: a typed error, nothing left, training continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Operation = tuple[str, int]
 
 
 class Watched:
-    """A toy run after some steps, published once, on a storage that fails on command."""
+    """A toy run after two steps, published once, on a storage with injected faults."""
 
     def __init__(
         self, directory: Path, watch: Callable[[str, str], None] = lambda operation, name: None
@@ -52,7 +52,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
-    """What the second checkpoint of a run does, which removes the first."""
+    """The operations of the second checkpoint of a run, which removes the first."""
     watched = Watched(tmp_path_factory.mktemp("operations"))
     found = watched.operations(
         lambda: watched.toy.store.checkpoint(watched.folder / "2", keep_last=1)
@@ -61,8 +61,8 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
     return found
 
 
-def test_operations_are_those_that_are_made_to_fail(operations: list[Operation]) -> None:
-    """So that the tests below do not pass by failing nothing."""
+def test_the_recorded_operations_are_complete(operations: list[Operation]) -> None:
+    """Else the tests below could pass without failing an operation."""
     names = [operation for operation, _ in operations]
     pages = 2
     assert names.count("folder_link") == names.count("create") == pages
@@ -81,7 +81,7 @@ def test_operations_are_those_that_are_made_to_fail(operations: list[Operation])
     ],
 )
 def test_any_operation_may_fail(number: int, operations: list[Operation], tmp_path: Path) -> None:
-    """What fails after the checkpoint is there is the removal of the one before it."""
+    """After the checkpoint is published, only the removal of the one before can fail."""
     published = operations.index(("folder_rename", 1)) + 1
     assert operations[published] == ("folder_sync_children", 1)
     for index, (operation, call) in enumerate(operations):
@@ -110,7 +110,7 @@ def test_any_operation_may_fail(number: int, operations: list[Operation], tmp_pa
 
 
 @pytest.mark.parametrize("operation", ["folder_unlink", "folder_remove"])
-def test_what_a_failing_removal_leaves_is_removed_later(operation: str, tmp_path: Path) -> None:
+def test_leftovers_of_a_failed_removal_are_removed_later(operation: str, tmp_path: Path) -> None:
     """The error is that of the operation that failed first."""
     watched = Watched(tmp_path)
     store = watched.toy.store
@@ -143,7 +143,7 @@ def test_other_refusals_of_the_filesystem(number: int, tmp_path: Path) -> None:
 
 
 def raise_before(watched: Watched, number: int, error: BaseException) -> None:
-    """Have the n-th operation from now on raise something that no storage does."""
+    """Make the n-th operation from now on raise an exception that no storage raises."""
     left = [number]
 
     def count(operation: str, name: str) -> None:
@@ -155,7 +155,7 @@ def raise_before(watched: Watched, number: int, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("step")])
-def test_whatever_fails_in_the_removal_is_logged(
+def test_any_exception_of_a_removal_is_logged(
     error: Exception,
     operations: list[Operation],
     tmp_path: Path,
@@ -169,8 +169,8 @@ def test_whatever_fails_in_the_removal_is_logged(
     watched.toy.store.close()
 
 
-def test_interrupted_at_any_operation(operations: list[Operation], tmp_path: Path) -> None:
-    """Ctrl-C leaves one checkpoint or the other: the new one, once that has its name for good."""
+def test_an_interrupt_at_any_operation(operations: list[Operation], tmp_path: Path) -> None:
+    """Ctrl-C leaves the new checkpoint once its name is durable, else the old one."""
     published = operations.index(("folder_sync_children", 1))
     for index in range(len(operations)):
         watched = Watched(tmp_path / str(index))
@@ -208,7 +208,7 @@ def test_a_commit_that_fails_is_not_published(operation: str, tmp_path: Path) ->
 
 
 def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
-    """The space that the run will need beside the checkpoint is taken first."""
+    """The space for the replaced pages is allocated first."""
     watched = Watched(tmp_path)
     watched.storage.arm(Fault("error", "create", call=2, errno=errno.ENOSPC))
     done: list[str] = []
@@ -224,7 +224,7 @@ def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
 
 
 def publish_and_die(directory: Path, step: int, number: int) -> None:
-    """Go on to a step, publish it as its number, and be killed before the n-th operation."""
+    """Do a step, publish it, and kill this process before the n-th operation."""
     left = [number]
     armed = []
 
@@ -245,7 +245,7 @@ def publish_and_die(directory: Path, step: int, number: int) -> None:
 
 
 def crash_cuts(count: int) -> list[object]:
-    """All cuts, of which every sixth is in the short run."""
+    """Return all cuts; five of six are marked long."""
     return [
         pytest.param(cut, marks=[] if cut % 6 == 1 else pytest.mark.long)
         for cut in range(1, count + 1)
@@ -254,7 +254,7 @@ def crash_cuts(count: int) -> list[object]:
 
 @pytest.mark.parametrize("cut", crash_cuts(48))
 def test_killed_at_any_operation(cut: int, tmp_path: Path) -> None:
-    """Either checkpoint is there and whole, perhaps both; what is left over goes away."""
+    """One or both checkpoints are whole, and the next one removes the leftovers."""
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoints/1")
@@ -275,7 +275,7 @@ def test_killed_at_any_operation(cut: int, tmp_path: Path) -> None:
     assert_holds_toy(tmp_path / "checkpoints/3", 3)
 
 
-def test_nothing_is_done_to_the_run_while_it_is_refused(tmp_path: Path) -> None:
+def test_a_refusal_leaves_the_run_unchanged(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     with unchanged(tmp_path), pytest.raises(tierstore.CheckpointError):
         watched.toy.store.checkpoint(watched.folder / "1")

@@ -1,4 +1,4 @@
-"""checkpoint(model=...): names without those of wrappers, and what no checkpoint can hold."""
+"""checkpoint(model=...): names without wrappers, and values that a checkpoint cannot hold."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Trained:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_name_that_only_ends_like_that_of_a_wrapper(given: bool, tmp_path: Path) -> None:
-    """Nor is the last part of a name that of a module."""
+def test_a_name_that_ends_like_a_wrapper(given: bool, tmp_path: Path) -> None:
+    """The last part of a name is not that of a module."""
     modules = {"my_orig_mod": nn.Linear(3, 2), "_orig_model": nn.Linear(2, 2)}
     inner = nn.Module()
     inner.register_parameter("_orig_mod", nn.Parameter(torch.ones(4)))
@@ -78,7 +78,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_two_names_that_are_one_without_wrappers(given: bool, tmp_path: Path) -> None:
+def test_two_names_that_are_equal_without_wrappers(given: bool, tmp_path: Path) -> None:
     outer = nn.Linear(2, 2)
     outer.add_module("_orig_mod", nn.Linear(2, 2))
     trained = Trained(tmp_path, Model({"layer": outer}))
@@ -110,8 +110,10 @@ class Stubborn:
         ({"extra_state": Stubborn()}, r"'_extra_state' of the model .*not now"),
     ],
 )
-def test_what_no_checkpoint_can_hold(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """An error that names it, before anything is made."""
+def test_values_that_a_checkpoint_cannot_hold(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """The error names the value, and nothing is written."""
     trained = Trained(tmp_path, Model({"layer": nn.Linear(2, 2)}, **options))
     trained.store.synchronize()
     with pytest.raises(tierstore.CheckpointError, match=message):

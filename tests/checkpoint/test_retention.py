@@ -1,4 +1,4 @@
-"""keep_last and what a crash left: only what this run published is ever removed."""
+"""keep_last and leftovers of a crash: only checkpoints that the run published are removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_newest_are_kept(keep_last: int | None, tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_fewer_are_kept_from_now_on(tmp_path: Path) -> None:
+def test_a_smaller_keep_last(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     publish_steps(toy, tmp_path / "folder", "1", "2", "3", "4")
     publish_steps(toy, tmp_path / "folder", "5", keep_last=2)
@@ -46,7 +46,7 @@ def test_fewer_are_kept_from_now_on(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_retention_after_a_restart(tmp_path: Path) -> None:
     """The run is the same, and so are its checkpoints."""
     toy = Toy(tmp_path / "run")
     publish_steps(toy, tmp_path / "folder", "1", "2", keep_last=2)
@@ -63,8 +63,8 @@ def test_goes_on_after_a_restart(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_the_one_just_published_is_kept_though_others_are_of_later_steps(tmp_path: Path) -> None:
-    """After restore() went back behind a step that was published elsewhere since."""
+def test_the_new_checkpoint_is_kept_beside_later_steps(tmp_path: Path) -> None:
+    """restore() went back to a step before one that is published."""
     toy = Toy(tmp_path / "run")
     toy.step()
     toy.store.close()
@@ -143,8 +143,8 @@ def behind_a_link(first: Path) -> Path:
         *(plain_dcp, of_another_run, behind_a_link),
     ],
 )
-def test_what_this_run_did_not_publish_stays(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Nor what was changed since: somebody has plans with it."""
+def test_checkpoints_of_others_are_kept(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """A checkpoint that was changed since is kept as well."""
     folder = tmp_path / "folder"
     toy = Toy(tmp_path / "run")
     publish_steps(toy, folder, "1")
@@ -216,10 +216,10 @@ def sealed_files_in_a_list(marker: Path, run_id: str) -> None:
         *(sealed_without_files, sealed_other_types, sealed_files_in_a_list),
     ],
 )
-def test_a_neighbour_of_any_kind_does_no_harm(
+def test_other_entries_of_the_directory_do_not_disturb(
     make: Callable[[Path, str], None], tmp_path: Path
 ) -> None:
-    """Nothing is waited for, nothing fails, and the neighbour stays."""
+    """checkpoint() neither waits nor fails, and the other entry is kept."""
     folder = tmp_path / "folder"
     toy = Toy(tmp_path / "run")
     publish_steps(toy, folder, "1")
@@ -233,7 +233,7 @@ def test_a_neighbour_of_any_kind_does_no_harm(
 
 
 def test_step_zero(tmp_path: Path) -> None:
-    """A run that began with states of somebody else has something to publish at once."""
+    """A run that begins from a checkpoint can publish step 0."""
     toy = Toy(tmp_path / "run")
     toy.store.write_states({})
     toy.store.checkpoint(tmp_path / "folder/0")
@@ -243,7 +243,9 @@ def test_step_zero(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_says_what_is_kept_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_is_kept_and_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     toy = Toy(tmp_path / "run")
     publish_steps(toy, tmp_path / "folder", "1")
     with_a_file_of_a_stranger(tmp_path / "folder/1")
@@ -254,8 +256,8 @@ def test_says_what_is_kept_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixt
     toy.store.close()
 
 
-def test_leftovers_of_others_stay(tmp_path: Path) -> None:
-    """Another run publishes into the same folder, perhaps at this very moment."""
+def test_leftovers_of_other_runs_are_kept(tmp_path: Path) -> None:
+    """Another run may be publishing into the same folder."""
     for name in ("one", "two"):
         toy = Toy(tmp_path / name)
         toy.step()
@@ -279,7 +281,7 @@ def test_leftovers_of_others_stay(tmp_path: Path) -> None:
 
 
 def run_id_of(run: Path) -> str:
-    """Read as JSON, past the code."""
+    """Read the marker as JSON, without tierstore."""
     text = (run / RANK / "run.json").read_text()
     run_id: str = json.loads(text.partition("\n")[2])["run_id"]
     return run_id

@@ -1,4 +1,4 @@
-"""A page file that something else uses as well: a checkpoint, a mapping, a forked child."""
+"""Page files with a second user: a checkpoint, a mapping, a forked child."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_a_run_begins_with_can_be_committed(tmp_path: Path) -> None:
 
 
 def test_one_rank_links_and_another_copies() -> None:
-    """Each does with its own pages what it can; nothing is appended to a linked file."""
+    """Each rank links or copies its own pages; nothing is appended to a linked file."""
     folders: dict[str, dict[str, dict[str, bytearray]]] = {}
     files = [MemoryFiles(folders) for _ in range(2)]
 
@@ -135,7 +135,7 @@ def test_one_rank_links_and_another_copies() -> None:
             assert published[name] is not own
 
 
-def test_resumed_after_all_that(tmp_path: Path) -> None:
+def test_the_run_resumes_after_these_failures(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
     states = toy.store.read_states()

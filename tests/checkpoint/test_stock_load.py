@@ -32,7 +32,7 @@ CASES = [(flat, named) for flat in (True, False) for named in (True, False)]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Checkpoints of several runs, what stock PyTorch made of each, and the runs gone on."""
+    """Checkpoints of several runs, what stock PyTorch read of each, and the continued runs."""
     root = tmp_path_factory.mktemp("published")
     jobs: list[Job] = []
     gone_on: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def test_converted_to_one_file(named: bool, published: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_of_torchtitan(dtype: str, published: dict[str, Any]) -> None:
-    """Masters come back whole in a float32 model, and rounded in one of the same dtype."""
+    """Masters are loaded unchanged into a float32 model, and rounded into one of the dtype."""
     ours = published["ours"][f"titan {dtype}"]
     found = published["stock"][f"titan {dtype} to {dtype}"]
     assert_equal(found["model"], ours["model"])
@@ -135,7 +135,7 @@ def test_fsdp2_nested(ranks: int, tmp_path: Path) -> None:
 
 
 def with_stock_optimizers(ranks: int, tmp_path: Path, flat: tuple[bool, ...]) -> None:
-    """They go on, bit for bit, as from what a stock program saved of the same training."""
+    """Training continues, bit for bit, as from a stock checkpoint of the same training."""
     ours = Ours(tmp_path / "run").train(*TRAINED)
     ours.store.checkpoint(tmp_path / "checkpoint", model=ours.model)
     ours.store.close()
@@ -200,7 +200,7 @@ def test_extra_state(kind: str, extra: Any, other: Any, tmp_path: Path) -> None:
 
 
 def entries(checkpoint: Path) -> dict[str, Any]:
-    """Key -> place in the state dict."""
+    """Key -> path in the state dict."""
     metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     assert metadata.planner_data.keys() == metadata.state_dict_metadata.keys()
     return dict(metadata.planner_data)

@@ -1,4 +1,4 @@
-"""Whether chunks cover a tensor exactly once, against counting in an array."""
+"""tiling_faults(), compared with counting in an array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def faults_of(shape: list[int], chunks: list[Chunk]) -> list[str]:
 
 
 def counts(shape: list[int], chunks: list[Chunk]) -> np.ndarray[tuple[int, ...], np.dtype[np.int_]]:
-    """How often each element is covered, with room around for what lies outside."""
+    """Count how often each element is covered, with a margin for elements outside."""
     array = np.zeros([extent + 8 for extent in shape], dtype=np.int_)
     for chunk in chunks:
         array[
@@ -36,7 +36,7 @@ def counts(shape: list[int], chunks: list[Chunk]) -> np.ndarray[tuple[int, ...],
 
 @st.composite
 def tensors_with_chunks(draw: st.DrawFn) -> tuple[list[int], list[Chunk]]:
-    """Often an exact tiling, often one with a chunk moved, added or left out."""
+    """Draw an exact tiling, or one with a chunk moved, added or left out."""
     shape = draw(SHAPES)
     numel = int(np.prod(shape, dtype=int))
     cuts = [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=4))), numel]
@@ -72,7 +72,7 @@ def test_against_counting(tensor: tuple[list[int], list[Chunk]]) -> None:
         ([], [Chunk((), ()), Chunk((), ())], "overlap"),
     ],
 )
-def test_what_is_said(shape: list[int], chunks: list[Chunk], expected: str) -> None:
+def test_messages_of_faults(shape: list[int], chunks: list[Chunk], expected: str) -> None:
     (found,) = faults_of(shape, chunks)
     assert expected in found
 
@@ -92,7 +92,7 @@ def test_without_elements(shape: list[int], chunks: list[Chunk]) -> None:
 
 @pytest.mark.parametrize("grid", [(20_000, 1), (1, 20_000), (128, 128)])
 def test_many_chunks(grid: tuple[int, int]) -> None:
-    """Sharded along either dimension or both, as by many ranks: in much less than n * n steps."""
+    """Sharded along either dimension or both, as by many ranks, in much less than n * n steps."""
     chunks = [Chunk((row * 3, column * 5), (3, 5)) for row, column in product(*map(range, grid))]
     random.Random(0).shuffle(chunks)
     shape = [3 * grid[0], 5 * grid[1]]

@@ -1,4 +1,4 @@
-"""verify() sees every kind of damage to bytes, names its place, and changes nothing."""
+"""verify() finds every kind of damage to bytes, names the file, and changes nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tierstore.inspection.verify import verify
 # ----------------------------------------------------------------------------- all is well
 
 
-def test_a_whole_run(run: Path) -> None:
+def test_a_run_without_faults(run: Path) -> None:
     report = check(run)
     assert (report.kind, report.step, report.faults, report.notes) == ("run", STEPS, (), ())
     pages = committed_pages(run)
@@ -47,7 +47,7 @@ def test_a_whole_run(run: Path) -> None:
     assert report.files == len(pages) + 4  # Two manifests, their layout and run.json.
 
 
-def test_a_whole_checkpoint(published: Path) -> None:
+def test_a_checkpoint_without_faults(published: Path) -> None:
     report = check(published)
     assert (report.kind, report.step, report.faults) == ("checkpoint", STEPS, ())
     assert report.notes == ()
@@ -56,7 +56,7 @@ def test_a_whole_checkpoint(published: Path) -> None:
     assert report.bytes_checked == sum(sizes.values()) - sizes["tierstore.json"]
 
 
-def test_a_whole_plain_checkpoint(plain: Path) -> None:
+def test_a_plain_checkpoint_without_faults(plain: Path) -> None:
     report = check(plain)
     assert (report.kind, report.step, report.faults) == ("plain checkpoint", None, ())
     assert report.bytes_checked == (plain / "__0_0.distcp").stat().st_size
@@ -73,14 +73,14 @@ def test_progress(name: str, originals: Path) -> None:
     assert calls[-1] == (report.bytes_checked, report.bytes_checked)
 
 
-def test_what_a_link_leads_to(published: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_a_link(published: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(published)
     assert check(tmp_path / "latest").good
 
 
 @pytest.fixture
 def no_crc32() -> Iterator[None]:
-    """As a program may have it that finds them slow: torch.save leaves 0 in their place."""
+    """torch.save writes 0 for all checksums."""
     torch.serialization.set_crc32_options(False)
     yield
     torch.serialization.set_crc32_options(True)
@@ -99,7 +99,7 @@ def test_saved_without_checksums(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_crc32")
 def test_damage_without_checksums(tmp_path: Path) -> None:
-    """What shows without them: that torch cannot read it, or not as the tensor it should be."""
+    """Without checksums, only what torch cannot read as the right tensor is found."""
     save_plain(tmp_path)
     path = tmp_path / "__0_0.distcp"
     whole = path.read_bytes()
@@ -152,7 +152,7 @@ def test_flips_in_a_checkpoint(name: str, published: Path) -> None:
     assert check(published).good
 
 
-def test_a_flip_names_what_is_lost(published: Path) -> None:
+def test_a_flip_names_the_lost_state(published: Path) -> None:
     flip(published / f"{RANK}.page-000000", 512)
     (fault,) = check(published).faults
     assert fault.where == f"{RANK}.page-000000"
@@ -220,7 +220,7 @@ def test_each_file_of_a_checkpoint_removed(published: Path) -> None:
     ],
 )
 def test_files_of_any_size(kind: str, name: str, originals: Path, tmp_path: Path) -> None:
-    """Files with holes, which take no space. Memory is not asked for as much as they say."""
+    """Sparse files: no memory is allocated for the sizes that they claim."""
     directory = Path(shutil.copytree(originals / kind, tmp_path / kind))
     with (directory / name).open("ab") as file:
         file.truncate(2**40)
@@ -237,7 +237,7 @@ def test_files_of_any_size(kind: str, name: str, originals: Path, tmp_path: Path
 
 
 def said_of(directory: Path) -> str:
-    """What a summary says besides, or in place of what is there."""
+    """Return the part of a summary that names faults."""
     try:
         return "\n".join(summarize(directory).notes)
     except tierstore.CorruptionError as error:
@@ -254,7 +254,7 @@ def said_of(directory: Path) -> str:
 def test_pickles_of_any_size(
     entry_bytes: int, list_bytes: int | None, expected: str, plain: Path
 ) -> None:
-    """A zip of one file in a hole, or one that gives a hole as its list of files."""
+    """A zip of one file in a hole, or with a hole as its list of files."""
     name = b"archive/data.pkl"
     sizes = (0, entry_bytes, entry_bytes)
     entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *[20] * 2, *[0] * 4, *sizes, 16, *[0] * 6) + name
@@ -305,7 +305,7 @@ def test_a_shortened_page_of_a_run(run: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["run", "published"])
 def test_two_pages_swapped(kind: str, tmp_path: Path) -> None:
-    """Pages of one layout, each of them whole, each in the place of the other."""
+    """Two whole pages of one layout, each under the name of the other."""
     toy = Toy(tmp_path / "run", [[FIRST], [TWIN]])
     toy.groups[1].hyperparameters["lr"] = 0.5
     toy.step()
@@ -325,7 +325,7 @@ def test_two_pages_swapped(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_page_of_the_step_before(run: Path, published: Path) -> None:
-    """Bytes that were right one step ago, under the name of this step."""
+    """The bytes of the step before, under the name of this step."""
     page = committed_pages(run)[0]
     stale = page[:-1] + ("a" if page.endswith("b") else "b")
     shutil.copyfile(run / stale, run / page)
@@ -403,7 +403,7 @@ def test_a_run_that_is_started_meanwhile(run: Path) -> None:
     stores[0].store.close()
 
 
-def test_a_run_that_came_and_went_meanwhile(run: Path) -> None:
+def test_a_run_that_committed_meanwhile(run: Path) -> None:
     calls: list[int] = []
 
     def step(done: int, total: int) -> None:
@@ -441,13 +441,15 @@ def directory_of(tmp_path: Path, kind: str) -> Iterator[Path]:
         ("other files", r"holds neither a run \(rank-00000/\) nor a checkpoint \(\.metadata\)$"),
     ],
 )
-def test_what_is_neither(kind: str, expected: str, tmp_path: Path) -> None:
+def test_paths_that_are_neither_run_nor_checkpoint(
+    kind: str, expected: str, tmp_path: Path
+) -> None:
     (path,) = directory_of(tmp_path, kind)
     with pytest.raises(tierstore.CheckpointError, match=expected):
         verify(path)
 
 
-def test_a_part_in_place_of_the_whole(run: Path, published: Path) -> None:
+def test_the_folder_of_a_rank_and_an_unfinished_checkpoint(run: Path, published: Path) -> None:
     with pytest.raises(tierstore.CheckpointError, match="name the directory above it"):
         verify(run / RANK)
     unfinished = published.parent / ".step-3.tmp-01234567-89abcdef"
@@ -466,7 +468,7 @@ def test_a_directory_that_a_disk_does_not_list(run: Path, monkeypatch: pytest.Mo
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pieces of a few bytes, whatever is longer takes several."""
+    """Every larger file is read in several pieces."""
     save_plain(tmp_path)
     monkeypatch.setattr("tierstore.inspection.slices._READ_BYTES", 7)
     monkeypatch.setattr(reader, "BLOCK_BYTES", 4096)

@@ -1,4 +1,4 @@
-"""Whether what `.metadata` promises is there, in checkpoints that stock PyTorch wrote."""
+"""verify() of what `.metadata` names, in checkpoints that stock PyTorch wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tierstore.inspection.verify import verify
 
 
 def cut(metadata: Metadata, *rows: tuple[int, int]) -> None:
-    """Say that the tensor "weight", 4 by 3, is in chunks of these rows, all in one slice."""
+    """Make "weight", of 4 by 3, a tensor of chunks of these rows, all in one slice."""
     tensor: Any = metadata.state_dict_metadata["weight"]
     info = entry_of(metadata, "weight")
     del metadata.storage_data[MetadataIndex("weight", torch.Size([0, 0]))]
@@ -91,7 +91,7 @@ CHANGES: dict[str, tuple[Callable[[Metadata], None], str]] = {
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
-def test_promises_that_are_not_kept(
+def test_metadata_that_does_not_fit_the_files(
     change: Callable[[Metadata], None], expected: str, plain: Path
 ) -> None:
     edit(plain, change)
@@ -102,7 +102,7 @@ def test_promises_that_are_not_kept(
 
 
 def test_chunks_of_one_tensor_in_several_files(plain: Path) -> None:
-    """As ranks write them; the stock reader agrees."""
+    """Ranks write such files, and the stock reader reads them."""
     halves = [torch.arange(6.0).view(2, 3) + 6 * number for number in range(2)]
     for number, half in enumerate(halves):
         torch.save(half, plain / f"__{number}_1.distcp")
@@ -139,7 +139,7 @@ def test_paths_that_lead_outside(name: str, plain: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "dangling", "loop", "pipe", "directory"])
-def test_what_is_no_plain_file(kind: str, plain: Path) -> None:
+def test_files_that_are_not_regular(kind: str, plain: Path) -> None:
     name = "__0_0.distcp"
     outside = plain.parent / "outside"
     outside.mkdir()
@@ -181,7 +181,7 @@ def test_files_in_folders(plain: Path) -> None:
 
 
 class Unknown:
-    """Of a class that no safe reader makes."""
+    """A class that no safe reader unpickles."""
 
     def __setstate__(self, state: Any) -> None:
         raise AssertionError("this must not run")
@@ -231,8 +231,8 @@ def save_sharded(directory: Path, rank: int) -> None:
 
 
 @pytest.mark.long
-def test_what_fsdp_saved_on_two_ranks(tmp_path: Path) -> None:
-    """Rows 0 to 2 of five are rank 0's, the others rank 1's; moments likewise."""
+def test_a_checkpoint_of_fsdp_on_two_ranks(tmp_path: Path) -> None:
+    """Rank 0 has rows 0 to 2 of five, and of the moments; rank 1 has the others."""
     children = [
         killed_processes._processes.Process(target=save_sharded, args=(tmp_path, rank))
         for rank in (0, 1)

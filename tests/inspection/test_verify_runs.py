@@ -1,4 +1,4 @@
-"""What manifests say: of a checkpoint, of a run, of several ranks; and what nobody meant."""
+"""verify() of manifests: of a checkpoint, of a run, of several ranks, and hostile ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TENSOR = {"$tensor": {"dtype": "uint8", "shape": [], "data": "AA=="}}
 
 
 def relist(published: Path, name: str) -> None:
-    """Have tierstore.json say what a file is now."""
+    """Write the digest of a changed file into tierstore.json."""
     data = (published / name).read_bytes()
     entry = {"nbytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
     reseal(
@@ -89,10 +89,10 @@ def test_a_manifest_of_another_step(published: Path) -> None:
         lambda body: body.update(extra={"$dict": [[TENSOR, 1]]}),
     ],
 )
-def test_manifests_sealed_by_somebody_else(
+def test_hostile_manifests(
     change: Callable[[dict[str, Any]], None], published: Path, run: Path, tmp_path: Path
 ) -> None:
-    """Whatever they say, everybody reports it soon and raises nothing else."""
+    """Every reader reports them soon, and raises nothing else."""
     name = f"{RANK}.commit"
     reseal(published / name, "commit", change)
     relist(published, name)
@@ -158,10 +158,10 @@ def assert_reported(published: Path, run: Path, tmp_path: Path) -> None:
         lambda body: body.pop("first"),
     ],
 )
-def test_a_restart_does_without_such_a_manifest(
+def test_a_restart_ignores_a_hostile_manifest(
     change: Callable[[dict[str, Any]], None], run: Path
 ) -> None:
-    """As without a damaged one: the commit before it is there."""
+    """The restart uses the commit before it, as for a damaged manifest."""
     reseal(run / RANK / f"commit-{STEPS:010d}", "commit", change)
     resumed(run, STEPS - 1, groups=[*MODEL, [TWIN]]).store.close()
 
@@ -186,15 +186,13 @@ def test_a_restart_does_without_such_a_manifest(
         lambda body: body["files"].pop(f"{RANK}.page-000000"),
     ],
 )
-def test_markers_sealed_by_somebody_else(
-    change: Callable[[dict[str, Any]], None], published: Path
-) -> None:
+def test_hostile_markers(change: Callable[[dict[str, Any]], None], published: Path) -> None:
     reseal(published / "tierstore.json", "checkpoint", change)
     assert not check(published).good
 
 
 def test_a_marker_that_lists_a_file_in_a_folder(published: Path) -> None:
-    """As large and with the checksum that it says, but no name of a flat directory."""
+    """Its size and checksum are right, but the name is not of a flat directory."""
     (published / "x").mkdir()
     (published / "x" / "y").write_bytes(b"")
     relist(published, "x/y")
@@ -295,7 +293,7 @@ def test_an_absent_rank(two_ranks: Path) -> None:
     assert "is missing, and the run has 2 ranks: if it is on the disk of another" in fault.what
 
 
-def test_a_rank_that_went_further(two_ranks: Path) -> None:
+def test_a_rank_with_a_newer_commit(two_ranks: Path) -> None:
     newest = f"rank-00001/commit-{STEPS:010d}"
     (two_ranks / newest).unlink()
     report = check(two_ranks)

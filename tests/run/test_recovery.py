@@ -1,4 +1,4 @@
-"""What a directory may hold, who may use it, and how a run begins and goes on in it."""
+"""Run directories: which are refused, and how a run begins and resumes in one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_new_or_empty_directory(within: str, made: bool, tmp_path: Path) -> None
     assert set(contents(directory)) == {RANK, f"{RANK}/run.json"}
 
 
-def test_top_of_a_filesystem_is_as_good_as_empty(tmp_path: Path) -> None:
+def test_the_top_of_a_filesystem_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     make_run(tmp_path)
     assert (tmp_path / "lost+found").is_dir()
@@ -103,7 +103,7 @@ def test_links_as_files_are_not_followed(name: str, tmp_path: Path) -> None:
 
 
 def memory_mount() -> Path:
-    """A directory on a tmpfs that is mounted here; every Linux has one in /dev or /run."""
+    """Return a mounted tmpfs; every Linux has one in /dev or /run."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, kind = line.partition(" - ")
         device, mount = fields.split()[2], Path(fields.split()[4])
@@ -114,7 +114,7 @@ def memory_mount() -> Path:
     raise AssertionError("no tmpfs is mounted: mount one, for example on /dev/shm")
 
 
-def test_memory_is_no_place_for_a_run(tmp_path: Path) -> None:
+def test_a_run_in_memory_is_refused(tmp_path: Path) -> None:
     directory = memory_mount() / f"run-{tmp_path.name}-{os.getpid()}" / "deeper"
     with pytest.raises(tierstore.RunDirectoryError, match="tmpfs, which is memory"):
         tierstore.TierStore(directory)
@@ -122,7 +122,7 @@ def test_memory_is_no_place_for_a_run(tmp_path: Path) -> None:
 
 
 def foreign_places(tmp_path: Path) -> list[tuple[Path, Path]]:
-    """Run directories, each with the part of it that belongs to another user."""
+    """Run directories of which a part belongs to another user."""
     if os.geteuid() != 0:
         return [(Path("/usr"), Path("/usr"))]
     for directory in (tmp_path / "whole", tmp_path / "part" / RANK):
@@ -162,7 +162,7 @@ def test_other_users_see_nothing(umask: int, tmp_path: Path) -> None:
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
 
 
-def test_the_mode_of_a_directory_that_was_there_is_left_alone(tmp_path: Path) -> None:
+def test_the_mode_of_an_existing_directory_is_kept(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     directory.chmod(0o755)
@@ -173,7 +173,7 @@ def test_the_mode_of_a_directory_that_was_there_is_left_alone(tmp_path: Path) ->
 # --------------------------------------------------------------- going on and starting over
 
 
-def test_starting_over_is_never_by_accident(tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     with (
         unchanged(tmp_path),
@@ -207,7 +207,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_resume_of_nothing_is_a_new_run(tmp_path: Path) -> None:
+def test_resume_of_an_empty_directory_is_a_new_run(tmp_path: Path) -> None:
     with unchanged_parameters(Toy(tmp_path / "run", resume=True)) as toy:
         assert toy.store.restore() == 0
         assert toy.store.extra is None
@@ -233,7 +233,7 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
     ],
     ids=["step", "read_states", "write_states", "commit", "synchronize"],
 )
-def test_nothing_comes_before_restore(call: Any, tmp_path: Path) -> None:
+def test_calls_before_restore_are_refused(call: Any, tmp_path: Path) -> None:
     make_run(tmp_path)
     toy = Toy(tmp_path, resume=True)
     with (
@@ -247,7 +247,7 @@ def test_nothing_comes_before_restore(call: Any, tmp_path: Path) -> None:
     toy.store.close()
 
 
-def test_closing_before_restore_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+def test_close_before_restore_leaves_the_run_unchanged(tmp_path: Path) -> None:
     make_run(tmp_path)
     with unchanged(tmp_path):
         Toy(tmp_path, resume=True).store.close()
