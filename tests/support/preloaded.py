@@ -17,6 +17,7 @@ import tests.support.training
 import tierstore.cli
 import tierstore.inspection.verify
 import tierstore.storage.uring
+import tierstore.store
 
 # A garbage collection in a forked process would touch, and so copy, all of these objects.
 gc.freeze()
