@@ -49,7 +49,7 @@ def published(record_of_master: Any = None) -> dict[str, bytes]:
     return {**files, "tierstore.json": b"\n" + json.dumps({"files": listed}).encode()}
 
 
-VERSION = Version(step=1, extra=None, rates=(), counts={}, states=STATES)
+VERSION = Version(step=1, extra=None, rates=(), counts={}, states=STATES, world_size=1)
 
 
 def test_a_whole_one_is_right() -> None:
