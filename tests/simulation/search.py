@@ -22,7 +22,7 @@ from tests.simulation.simulator import Violation
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/internals/simulation.md"
 
-SEEDS_MAX = 200
+SEEDS_MAX = 300
 
 
 def killer(mutant: Mutant, seeds: range = range(SEEDS_MAX)) -> Violation | None:
@@ -63,6 +63,9 @@ HARMLESS = {
     ),
     "fsync in run.committer.write_durably, called by run.opening.open_run.<lambda>: too late": (
         "harmless: nothing needs the identity before a commit"
+    ),
+    "sync_directory in run.committer.write_durably, called by run.opening.open_run": (
+        "harmless: the layout file is synced into the same directory before the first commit"
     ),
     "in run.recovery.erase, called": (
         "harmless: the new identity is synced next, and with it all this"
