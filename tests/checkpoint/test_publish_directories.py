@@ -127,8 +127,8 @@ def test_commands_find_all_directories_from_the_first(two: list[Path], tmp_path:
     made(two)
     with unchanged(tmp_path):
         code, out, _ = call("verify", two[0])
-        assert code == 0  # Two manifests, run.json, and a striping.json in each.
-        assert out.startswith(f"{two[0]}: run, step 3: good ({PAGES + 5} files")
+        assert code == 0  # Two manifests, a layout, run.json, and two striping.json.
+        assert out.startswith(f"{two[0]}: run, step 3: good ({PAGES + 6} files")
         code, out, _ = call("inspect", two[0])
         assert code == 0
         assert f"{two[0] / RANK}: 67% of the pages\n" in out

@@ -251,6 +251,22 @@ def open_faulty(directory: Path) -> tuple[FaultyStorage, tierstore.TierStore, mu
     return storage, store, muon.Muon(training.make_groups(parameters), store=store), parameters
 
 
+@pytest.mark.parametrize("kind", ["lost", "misdirected"])
+def test_a_lost_write_of_a_page_in_memory_is_not_handed_out(kind: Any, tmp_path: Path) -> None:
+    """The page is right in memory; its file, which the tensors would map, is not."""
+    storage = FaultyStorage(open_storage(tmp_path / "run" / RANK))
+    toy = Toy(storage, buffers=None, host_memory=MIB)
+    storage.arm(Fault(kind, "write", call=1))
+    toy.step()
+    toy.store.synchronize()
+    with pytest.raises(tierstore.CorruptionError, match=r"page-\d+\.[ab]: "):
+        toy.store.read_states()
+    toy.step()
+    toy.store.synchronize()
+    toy.assert_at(2)
+    toy.store.close()
+
+
 @pytest.mark.parametrize("operation", ["scratch", "map", "read"])
 def test_a_state_dict_that_fails_can_be_retried(operation: str, tmp_path: Path) -> None:
     """Reading changes nothing, so training continues."""

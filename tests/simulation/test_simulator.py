@@ -136,7 +136,7 @@ def test_mutant_is_killed(name: str, schedule: str, by_name: dict[str, Mutant]) 
 def test_a_log_names_who_asked_for_durability() -> None:
     simulation = Simulation(0, widths=(1,))
     list(simulation.schedules())
-    assert any("commit.write_durably" in site for site in simulation.sites)
+    assert any("committer.write_durably" in site for site in simulation.sites)
     everything = Protocol(weakening=Weakening(dropped=frozenset(simulation.sites)))
     violation = killer(Mutant(name="no sync at all", protocol=everything), range(1))
     assert violation is not None

@@ -100,18 +100,18 @@ CHANGES: dict[str, tuple[list[list[Spec]], str, str]] = {
 def test_a_changed_model_is_refused_by_its_first_difference(change: str, tmp_path: Path) -> None:
     make_run(tmp_path)
     groups, has_run, has_model = CHANGES[change]
-    toy = Toy(tmp_path, groups, resume=True)
-    with (
-        unchanged(tmp_path),
-        unchanged_parameters(toy),
-        pytest.raises(tierstore.RunMismatchError) as caught,
-    ):
-        toy.store.restore()
-    difference = f"First difference: the run has {has_run}; this model has {has_model}. "
-    assert difference in str(caught.value)
-    with unchanged(tmp_path), pytest.raises(tierstore.RunDirectoryError, match="restore"):
-        toy.step()
-    with unchanged(tmp_path):
+    with unchanged(tmp_path):  # The mark of a clean end is removed, and put back by close().
+        toy = Toy(tmp_path, groups, resume=True)
+        with (
+            unchanged(tmp_path),
+            unchanged_parameters(toy),
+            pytest.raises(tierstore.RunMismatchError) as caught,
+        ):
+            toy.store.restore()
+        difference = f"First difference: the run has {has_run}; this model has {has_model}. "
+        assert difference in str(caught.value)
+        with unchanged(tmp_path), pytest.raises(tierstore.RunDirectoryError, match="restore"):
+            toy.step()
         toy.store.close()
 
     right = Toy(tmp_path, resume=True)

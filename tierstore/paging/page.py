@@ -165,7 +165,7 @@ class PageFiles:
         if page.content is Content.FRESH:
             PageView(page.layout, page.parameters, page.buffer.tensor, page.direct).initialize()
         else:
-            self._check(page)
+            self._check(page, page.buffer.memory, page.sections)
             absent = [section for section in absent if section not in page.sections]
         # Sections that were not read still hold the records of another page.
         page.layout.stamp(page.buffer.tensor, absent)
@@ -182,10 +182,16 @@ class PageFiles:
         """Return the page's file as private memory; None if the page is newer than its file.
 
         The memory costs no RAM and keeps its content when the page is written again.
+
+        Raises:
+            CorruptionError: the file is not what was written.
         """
         if page.entry is None or page.content is Content.CHANGED:
             return None
-        return self._storage.map(page_file(page.index, page.entry.slot))
+        memory = self._storage.map(page_file(page.index, page.entry.slot))
+        if page.content is Content.LOADED:  # The page may never have been read from its file.
+            self._check(page, memory, page.layout.sections)
+        return memory
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros that costs disk space instead of memory."""
@@ -215,24 +221,25 @@ class PageFiles:
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
-        with record_function("tierstore::checksums"):
-            checksums = self._checksums_of(page, step, page.layout.blocks)
-        entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
+        with record_function("tierstore::checksums"):
+            checksums = self._checksums_of(memory, page.index, step, page.layout.blocks)
+        entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
         transfer = self._storage.write(page_file(page.index, slot), extent, memory)
         self._writes.show(f"page {page.index}", [transfer])
         return entry, transfer
 
-    def _check(self, page: Page) -> None:
-        """Compare the blocks that were read with the checksums of their commit."""
+    def _check(self, page: Page, memory: memoryview, sections: Sequence[Section]) -> None:
+        """Compare the blocks of some sections in memory with the checksums of their commit."""
         entry = page.entry
         assert entry is not None
         if not self._checksums or not entry.checksums:
             return
-        blocks = page.layout.blocks_of(page.sections)
+        blocks = page.layout.blocks_of(sections)
         with record_function("tierstore::check"):
-            found = self._checksums_of(page, entry.step, [block for _, block in blocks])
+            extents = [block for _, block in blocks]
+            found = self._checksums_of(memory, page.index, entry.step, extents)
         for (number, block), checksum in zip(blocks, found, strict=True):
             if checksum != entry.checksums[number]:
                 name = page_file(page.index, entry.slot)
@@ -244,13 +251,12 @@ class PageFiles:
                     "program changed them: go back to a checkpoint of the run, if there is one"
                 )
 
-    def _checksums_of(self, page: Page, step: int, blocks: Iterable[Extent]) -> list[int]:
+    def _checksums_of(
+        self, memory: memoryview, page: int, step: int, blocks: Iterable[Extent]
+    ) -> list[int]:
         if not self._checksums:
             return []
-        assert page.buffer is not None
-        return block_checksums(
-            page.buffer.memory, blocks, run_id=self._run_id, page=page.index, step=step
-        )
+        return block_checksums(memory, blocks, run_id=self._run_id, page=page, step=step)
 
 
 class NoFiles:
