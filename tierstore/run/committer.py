@@ -421,7 +421,7 @@ class Committer(Progress):
             self.storage.flush(files)
             if renamed:  # Else the manifest could name a page file whose spare has its name.
                 self.storage.sync_directory()
-            if manifest.layout != self._durable_layout:
+            if manifest.layout != self._durable_layout:  # Syncs the names of new page files, too.
                 write_durably(self.storage, layout_name(manifest.layout), self._layout_data)
                 self._durable_layout = manifest.layout
             write_durably(self.storage, manifest_name(manifest.revision), manifest.to_bytes())

@@ -21,6 +21,8 @@ from tierstore.units import format_bytes
 def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str) -> list[str]:
     """Allocate the files of pages that have none yet, for all pages or for none.
 
+    The names of new files become durable with the layout file of the next commit.
+
     Args:
         storage: the storage of the rank.
         layouts: page number -> layout of the page.
@@ -54,8 +56,6 @@ def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str
             with contextlib.suppress(StorageError):  # The first error is the one to mend.
                 storage.unlink(name)
         raise
-    if created:
-        storage.sync_directory()
     return found
 
 
