@@ -98,7 +98,7 @@ def _the_striping_is_put_in_its_place(self: StripedStorage, part: Any, *rest: An
         ("sync_directory", _only_the_first_is_synced, 0),
         ("flush", _only_the_first_is_flushed, 0),
         ("_write", _the_striping_is_not_synced, 1),
-        ("_write", _the_striping_is_put_in_its_place, 1),
+        ("_write", _the_striping_is_put_in_its_place, 3),
     ],
 )
 def test_the_simulation_sees_what_would_be_wrong(
