@@ -85,6 +85,16 @@ REPLACING = Settings(
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""
 
+FEW_FILES = Settings(
+    world_size=1,
+    commit_every=1,
+    keep_last=None,
+    actions=4,
+    kinds=("synchronize",),
+    page_bytes=2**20,
+)
+"""A run whose manifests are many of its files."""
+
 SPECIAL = {"recovery.erase_commits": BEGINNING, "retention.remove_leftovers": PUBLISHING}
 
 MOVING = Settings(
@@ -239,7 +249,7 @@ def _replicas_before_parameters(self: Sweep, subgroup: Any, view: Any, source: A
 
 
 _together, _layout, _finish = committer.together, committer.Committer.layout, Sweep._finish
-_forget_older = committer.Committer._forget_older
+_forget_older, _write_durably = committer.Committer._forget_older, committer.write_durably
 
 
 @contextlib.contextmanager
@@ -260,6 +270,9 @@ def _layout_after_manifest() -> Iterator[None]:
 
 
 def _without_tmp(storage: Any, name: str, data: bytes) -> None:
+    if manifest_revision(name) is None:
+        _write_durably(storage, name, data)
+        return
     storage.put(name, data)
     storage.sync_directory()
 
@@ -373,6 +386,7 @@ WRITTEN = [
     Mutant(
         name="the attempt id is the same in all attempts",
         patched=_patch(committer, "secrets", SimpleNamespace(token_hex=lambda n: "0" * 2 * n)),
+        settings=SHARING,
     ),
     Mutant(
         name="a manifest is put under its final name",
@@ -525,40 +539,35 @@ def _unsealed(kind: str, data: bytes, where: str) -> Any:
 
 
 UNDER_FAULTS = [
-    Mutant(name=name, patched=patched, under_faults=True)
-    for name, patched in (
+    Mutant(name=name, patched=patched, under_faults=True, settings=settings)
+    for name, patched, settings in (
         (
             "pages are not checked when they are read",
-            _patch(PageFiles, "_check", lambda self, page: 0),
+            _patch(PageFiles, "_check", lambda self, page, memory, sections: None),
+            None,
         ),
-        ("the checksum of a manifest is not looked at", _patch(manifest, "unseal", _unsealed)),
-        ("errors of flush are ignored", _ignored("flush")),
-        ("errors of rename are ignored", _ignored("rename")),
+        (
+            "the checksum of a manifest is not looked at",
+            _patch(manifest, "unseal", _unsealed),
+            FEW_FILES,
+        ),
+        ("errors of flush are ignored", _ignored("flush"), None),
+        ("errors of rename are ignored", _ignored("rename"), None),
         (
             "errors of reading and writing are ignored while a step goes on",
             _patch(Pager, "_wait", _only_reads),
+            None,
         ),
         (
             "restore() keeps what rests in memory",
             _patch(Pager, "reset", resting_faults.memory_kept),
+            None,
         ),
+        (
+            "a failed checkpoint is removed while its final name may come back",
+            _patch(CheckpointDirectory, "remove", _undone_at_once),
+            PUBLISHING,
+        ),
+        ("errors of sync_directory are ignored", _ignored("sync_directory"), SYNCHRONIZING),
     )
 ]
-
-UNDER_FAULTS.append(
-    Mutant(
-        name="a failed checkpoint is removed while its final name may come back",
-        patched=_patch(CheckpointDirectory, "remove", _undone_at_once),
-        under_faults=True,
-        settings=PUBLISHING,
-    )
-)
-
-UNDER_FAULTS.append(
-    Mutant(
-        name="errors of sync_directory are ignored",
-        patched=_ignored("sync_directory"),
-        under_faults=True,
-        settings=SYNCHRONIZING,
-    )
-)
