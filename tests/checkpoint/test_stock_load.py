@@ -281,7 +281,7 @@ def test_wrappers(wrapper: str, given: str, tmp_path: Path) -> None:
 
 
 def test_without_a_model(tmp_path: Path) -> None:
-    """What is paged, under the names that the optimizer has; nothing else."""
+    """The paged tensors under the names of the optimizer, and nothing else."""
     ours = Ours(tmp_path / "run", "everything").train(1)
     ours.store.checkpoint(tmp_path / "checkpoint")
     found = {path[1] for path in entries(tmp_path / "checkpoint").values() if path[0] == "model"}

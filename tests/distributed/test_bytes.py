@@ -1,4 +1,4 @@
-"""What ranks send to each other, counted: the formulas of docs/internals/exchange.md."""
+"""Bytes that ranks send to each other, against the formulas of docs/internals/exchange.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spread(of_ranks: list[Trained]) -> float:
 
 
 def gathered_everywhere(world_size: int) -> int:
-    """What an all-gather of every matrix sends."""
+    """Bytes that an all-gather of every matrix sends."""
     return (world_size - 1) * ELEMENTS * WIRE
 
 

@@ -1,4 +1,4 @@
-"""What several ranks publish: stock PyTorch finds in it what one process would have published."""
+"""Checkpoints of several ranks: stock PyTorch loads the same values as from one process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def job_of(case: Case, directory: Path, steps: tuple[int, ...], **options: Any) 
 
 @pytest.fixture(scope="module")
 def alone(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process publishes: <dtype>-<number of steps>/checkpoint."""
+    """Checkpoints of one process: <dtype>-<number of steps>/checkpoint."""
     root = tmp_path_factory.mktemp("alone")
     for dtype in (torch.float32, torch.bfloat16):
         for steps in (TRAINED, TRAINED + GOES_ON):
@@ -180,7 +180,7 @@ def test_command_publishes_a_run_of_several_ranks(
 
 @pytest.fixture(scope="module")
 def by_stock(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What stock PyTorch makes of what 3 ranks and one rank published: <ranks> to <ranks>."""
+    """Checkpoints of 3 ranks and of one rank, loaded by stock PyTorch: <ranks> to <ranks>."""
     root = tmp_path_factory.mktemp("stock")
     for ranks, layout in ((3, "rows"), (1, "copies")):
         case = (ranks, layout, "auto", torch.float32)

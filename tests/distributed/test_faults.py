@@ -69,7 +69,7 @@ class Training:
                 self.receive(rank)
 
     def end(self, rank: int) -> Failure:
-        """How the training of a rank ended."""
+        """Return the error that ended the training of a rank."""
         while isinstance(message := self.receive(rank), int | Durable):
             pass
         assert isinstance(message, Failure), message

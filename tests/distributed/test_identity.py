@@ -1,4 +1,4 @@
-"""What several ranks compute is bit for bit what one process computes, however it is laid out."""
+"""Several ranks compute the same bits as one process, in every layout."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DISKS = [(0, 1, 0), (0, 1, 1), (0, 1, 2)]
 
 @pytest.fixture(scope="module")
 def expected(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What one process publishes after three steps."""
+    """The checkpoint of one process after three steps."""
     directory = tmp_path_factory.mktemp("alone")
     pool.run(1, WORK, job_of(directory, 1, 2, 3))
     return tensors_in(directory / "checkpoint")

@@ -180,7 +180,7 @@ def test_commits_that_do_not_belong_together(root: Path, pool: RankPool, tmp_pat
 
 
 def needed(run: Path) -> dict[str, bytes | None]:
-    """What is in a run, but for space that it keeps ready."""
+    """The files of a run, without spare files."""
     return {path: data for path, data in contents(run).items() if not path.endswith(".next")}
 
 

@@ -23,7 +23,7 @@ TIMEOUT_S = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run printed."""
+    """The output of a run."""
 
     resumed_after: int
     losses: dict[int, float]

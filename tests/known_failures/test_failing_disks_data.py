@@ -137,7 +137,7 @@ def test_a_restart_after_a_kill_makes_page_files_anew(tmp_path: Path) -> None:
 
 
 def lose_power(held: dict[str, int]) -> None:
-    """What a disk gives for data that it refused once and was never sent again: zeros."""
+    """The content of a range that a disk refused once and never received again: zeros."""
     for fd in held.values():
         os.pwrite(fd, bytes(os.fstat(fd).st_size), 0)
 

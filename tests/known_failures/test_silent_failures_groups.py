@@ -169,7 +169,7 @@ def test_names_are_adopted_from_a_named_state_dict() -> None:
 
 
 class Network(nn.Module):
-    """What models have beside hidden matrices, two-dimensional all of it."""
+    """Two-dimensional parameters of models that are not hidden matrices."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -158,7 +158,7 @@ def test_a_process_that_ends_without_close_commits_its_last_step(tmp_path: Path)
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="the last step is lost silently")
 def test_a_process_that_commits_and_ends_without_close_is_warned(tmp_path: Path) -> None:
-    """Which step is to be found next is then the business of the program."""
+    """The program then decides which step it continues with."""
     said = ends_without_close(tmp_path, "aiofiles", "commits")
     assert "close()" in said
 

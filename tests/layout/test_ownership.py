@@ -118,7 +118,7 @@ def test_each_element_has_one_owner(case: tuple[int, list[SharedParameter]]) -> 
 @given(groups())
 @settings(deadline=None)
 def test_chunks_lie_where_the_rank_holds_them(case: tuple[int, list[SharedParameter]]) -> None:
-    """What the local tensor has at a local chunk are the elements of the whole chunk."""
+    """A local chunk of the local tensor has the elements of the chunk of the whole tensor."""
     world_size, parameters = case
     by_name = {parameter.spec.name: parameter for parameter in parameters}
     for rank in range(world_size):
@@ -132,7 +132,7 @@ def test_chunks_lie_where_the_rank_holds_them(case: tuple[int, list[SharedParame
 
 
 def local_tensor(whole: torch.Tensor, holding: Holding, rank: int) -> torch.Tensor:
-    """What a rank holds, cut by torch.chunk along one dimension of the mesh after the other."""
+    """The part of a rank, cut by torch.chunk along one mesh dimension after the other."""
     position = holding.ranks.index(rank)
     for dimension, placement in enumerate(holding.sharding.placements):
         later = math.prod(holding.sharding.mesh_shape[dimension + 1 :])

@@ -100,7 +100,7 @@ def locals_of(
 def assert_sound(
     shape: tuple[int, ...], sharding: Sharding, locals_: dict[tuple[int, ...], torch.Tensor]
 ) -> None:
-    """What all ranks hold and own is what the local tensors of all say."""
+    """The parts that ranks hold and own are those of their local tensors."""
     for coordinate, local in locals_.items():
         assert_held(shape, sharding, coordinate, local)
     held = Counter(position for local in locals_.values() for position in local.flatten().tolist())
@@ -320,7 +320,7 @@ def test_what_does_not_fit_mesh_or_tensor_is_refused(function: Callable[..., Any
 
 @pytest.fixture(scope="module")
 def placed(pool: RankPool) -> list[Placed]:
-    """What real ranks held of every tensor of every program."""
+    """The part of every tensor of every program that a real rank held."""
     return [
         placed
         for world_size in sharding.WORLDS

@@ -81,7 +81,7 @@ def test_the_smallest_budget_is_named() -> None:
 
 
 def test_pages_that_rest_are_spread_over_the_sweep() -> None:
-    """So that reading the other pages overlaps with stepping these."""
+    """Reads of the other pages then overlap with steps of these."""
     page = 2**28
     budget = Budget(host_memory=24 * page, device_memory=0, buffers=None)
     tiers = place([page] * 40, budget).tiers

@@ -126,7 +126,7 @@ def test_bad_arguments_are_refused() -> None:
 def failure_of_all(
     job: Job, world_size: int, culprit: int, *, within_s: float, timeout_s: float = 0.0
 ) -> str:
-    """Why all other ranks raised, soon after one went wrong, and exited."""
+    """Return the errors of the other ranks after one rank failed."""
     job.meet()
     began = job.receive(culprit)
     others = [rank for rank in range(world_size) if rank != culprit]

@@ -1,4 +1,4 @@
-"""What is not one model of all ranks is refused on all of them, before a step."""
+"""Models that differ between ranks are refused on every rank, before a step."""
 
 from __future__ import annotations
 

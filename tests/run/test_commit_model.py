@@ -88,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.toy.store.commit(extra=extra)
 
     def catch_up(self) -> None:
-        """What synchronize() commits: a step that is in no commit yet, or its extra."""
+        """Commit as synchronize() does: only a step, or an extra, that is in no commit yet."""
         last = self.committed.step if self.committed else 0
         if self.present.step > last or (self.present.step and self.given[0] == self.present.step):
             self.commit_now()

@@ -18,7 +18,7 @@ STEPS = 8
 def check(
     directory: Path, scratch: Path, seeds: list[int], acknowledged: int, directories: int = 1
 ) -> int:
-    """What a restart finds is a step of this history, not older than promised."""
+    """Check that a restart finds a step of this history that is not older than promised."""
     step, state, extra = killed_processes.look(directory, scratch, directories)
     # The last commit() that returned, or the one before it, or one whose news was lost.
     assert acknowledged - 1 <= step <= acknowledged + 1

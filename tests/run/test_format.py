@@ -103,7 +103,7 @@ def test_reader_agrees_with_the_store(trained: Any, kind: str) -> None:
 
 
 def test_trained_run_is_awkward(trained: Any) -> None:
-    """What the tests above are worth: parameters cut over pages, 0-d and empty ones."""
+    """The golden runs have parameters in several pages, 0-d and empty parameters."""
     directory, *_ = trained
     commit = independent_reader.unseal("commit", directory / "published" / f"{RANK}.commit")
     layout = independent_reader.read_layout(directory / "published" / f"{RANK}.layout", commit)

@@ -1,4 +1,4 @@
-"""How pages are striped: in proportion, evenly from the first page on, and the same ever after."""
+"""Pages are striped in proportion to weights, evenly, and always in the same way."""
 
 from __future__ import annotations
 

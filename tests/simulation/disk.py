@@ -117,7 +117,7 @@ class Crash:
                     _sync(self._directories.setdefault(effect.directory, {}), names, effect)
         pending = [*data.values(), *names.values()]
         self.units = sorted((unit for units in pending for unit in units), key=_order)
-        """What was not durable, in the order in which it was done."""
+        """The operations that were not durable, in order."""
 
     def image(self, kept: Sequence[Unit]) -> Disk:
         """Return the disks after a crash that kept these units, applied in this order."""

@@ -40,13 +40,13 @@ Calls = tuple[int, int, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """What goes wrong in one run."""
+    """One fault of one run."""
 
     kind: str
     """A FaultKind, or "flipped_write", or "rot": a bit or sector that changes at rest."""
     rank: int
     directory: int = 0
-    """Which of the rank's directories it strikes."""
+    """Index of the rank's directory that fails."""
     operation: str = "write"
     call: int = 1
     errno: int = errno.EIO

@@ -1,4 +1,4 @@
-"""What was asked of simulated disks, in order: one log per rank, to be cut anywhere."""
+"""Operations on simulated disks, in order: one log per rank, to be cut anywhere."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Operation:
     site: str = ""
     """For what makes something durable: the functions that asked for it, innermost first."""
     value: Any = None
-    """Of a mark: what it says, beside its kind."""
+    """The value of a mark, beside its kind."""
 
     def __str__(self) -> str:
         line = f"{self.kind:<16} {self.text}".rstrip()
@@ -81,7 +81,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weakening:
-    """What a mutant of a protocol does to the durability that the code asks for."""
+    """Flushes and syncs that a mutant of the protocol leaves out or delays."""
 
     dropped: frozenset[str] = frozenset()
     """Sites of flushes and syncs that do nothing."""
@@ -107,10 +107,10 @@ class Log:
     def __post_init__(self) -> None:
         self.operations: list[list[Operation]] = [[] for _ in range(self.world_size)]
         self.starts = [0] * self.world_size
-        """Where what came before this run ends, of a log that goes on from another."""
+        """Rank -> number of its operations that a log continued from another one begins with."""
         self.mutex = threading.RLock()
         self.sites: set[str] = set()
-        """Who asked for something to be made durable."""
+        """The functions that called a flush or a sync."""
         self._nodes: dict[int, Node] = {}
         self._known: list[object] = []  # So that no id is used twice.
         self._counts = [0] * self.world_size

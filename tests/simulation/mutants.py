@@ -42,7 +42,7 @@ class Mutant:
     patched: Callable[[], AbstractContextManager[Any]] = nullcontext
     under_faults: bool = False
     settings: Settings | None = None
-    """Of the simulations, where those that a seed draws would show the fault too rarely."""
+    """Settings of its simulations; None for those that a seed draws."""
 
     def simulation(self, seed: int) -> Simulation:
         if self.under_faults:

@@ -1,4 +1,4 @@
-"""What is promised about a restart, checked: which version is there, what is published."""
+"""Checks of a restart: which version it finds, and which checkpoints are published."""
 
 from __future__ import annotations
 

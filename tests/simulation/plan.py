@@ -54,7 +54,7 @@ KINDS: tuple[str, ...] = (
     "reopen",
     "overwrite",
 )
-"""What a run does besides steps and commits."""
+"""Actions of a run besides steps and commits."""
 
 SINGLE_COPY_KINDS: tuple[str, ...] = (*KINDS, "replace", *["synchronize"] * 5)
 """The same for a run that commits on synchronize() only."""
@@ -63,7 +63,7 @@ PUBLISHING_KINDS: tuple[str, ...] = ("checkpoint",)
 """The same for a run that is about little else."""
 
 MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
-"""What a run does in addition whose pages rest in memory."""
+"""Further actions of a run whose pages rest in memory."""
 
 States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Parameter name -> master and momentum, both float32."""

@@ -32,7 +32,7 @@ from tierstore.store import TierStore
 T = TypeVar("T")
 
 FOLDER = "/checkpoints"
-"""Where checkpoints are published."""
+"""Folder of published checkpoints."""
 
 # Of the files of a small page, which pages of PAGE_BYTES // 2 take as well: seven of them then.
 _FILE_BYTES = 8192
@@ -40,7 +40,7 @@ _FILE_BYTES = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a store may use; see TierStore."""
+    """Memory limits of a store; see TierStore."""
 
     host_memory: int
     device_memory: int = 0
@@ -57,12 +57,12 @@ RESTING = (
     Memory(host_memory=7 * _FILE_BYTES, device_memory=7 * _FILE_BYTES),  # All on the device.
     STREAMED[0],
 )
-"""What some runs have the choice of, whose model is cut into seven pages."""
+"""Limits to draw from for a run whose model has seven pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """What lies between the store and the simulation; of a mutant, one part is wrong."""
+    """The layer between store and simulation; a mutant has one wrong part."""
 
     weakening: Weakening = field(default_factory=Weakening)
     storage: Callable[[RecordedStorage], Storage] = lambda storage: storage
@@ -70,7 +70,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What one simulation is of."""
+    """The ranks, memory and actions of one simulation."""
 
     world_size: int
     commit_every: int | None
@@ -78,13 +78,13 @@ class Settings:
     actions: int
     """About how many in the first run."""
     kinds: tuple[str, ...] = KINDS
-    """Of actions besides steps and commits; each is as frequent as it is named."""
+    """Kinds of actions besides steps and commits, drawn as often as they occur here."""
     directories: int = 1
-    """How many the pages of each rank are striped over, each on a disk of its own."""
+    """Number of directories of each rank, each on its own disk."""
     page_bytes: int = PAGE_BYTES
-    """Of each page, about."""
+    """Approximate bytes of each page."""
     memories: tuple[Memory, ...] = STREAMED
-    """Those of the ranks, in turn; each restart begins with the next."""
+    """Memory limits of the ranks, in turn; each restart begins with the next."""
 
     @classmethod
     def drawn(cls, generator: random.Random) -> Settings:
@@ -147,13 +147,13 @@ class Session:
         self.durable = disk if durable is None else durable
         self.log = log
         self.published = disk.published()
-        """What was published, before and in this session: name -> file -> content."""
+        """Checkpoints of this session and earlier ones: name -> file -> content."""
         self.publishing = set(self.published)
         """Names of what was begun to be published before this session."""
         self.acknowledged = set(self.published)
         """Names of what was known to be published for good before this session."""
         self.expected: dict[str, Version] = {}
-        """What each checkpoint that was begun here is of."""
+        """Name of each checkpoint that this session began -> its version."""
         self._settings = settings
         self._protocol = protocol
         self._files = disk.open(self.log, settings.directories)

@@ -76,9 +76,9 @@ class Simulation:
         self.seed = seed
         self.settings = settings or Settings.drawn(random.Random(f"{seed} settings"))
         self.counts: Counter[str] = Counter()
-        """How many schedules there were of each kind."""
+        """Number of schedules of each kind."""
         self.sites: set[str] = set()
-        """Where the code asked for something to be made durable; see Weakening."""
+        """Places in the code that flush or sync; see Weakening."""
         self._protocol = protocol or Protocol()
         self._widths = widths
 

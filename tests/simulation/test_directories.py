@@ -19,7 +19,7 @@ from tierstore.run.striped_storage import StripedStorage
 
 
 def settings(seed: int) -> Settings:
-    """Those that the seed draws, over two directories or three."""
+    """Return the settings that a seed draws, with two or three directories."""
     drawn = Settings.drawn(random.Random(f"{seed} settings"))
     return dataclasses.replace(drawn, directories=2 + seed % 2)
 

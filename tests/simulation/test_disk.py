@@ -1,4 +1,4 @@
-"""What a simulated disk holds after a crash, case by case, against what one knows of disks."""
+"""Content of a simulated disk after a crash, case by case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulation finds wrong with a published checkpoint is a promise that was broken."""
+"""The simulation reports every fault of a published checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATES = {"weight": (torch.ones(3), torch.zeros(3))}
 
 
 class Index(NamedTuple):
-    """Where DCP's metadata has a chunk."""
+    """The position of a chunk in the metadata of DCP."""
 
     fqn: str
     offset: tuple[int, ...]

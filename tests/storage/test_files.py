@@ -1,4 +1,4 @@
-"""What happens at the limits of a real system, for all engines on a filesystem."""
+"""Limits of a real system, for all engines on a filesystem."""
 
 from __future__ import annotations
 
