@@ -21,7 +21,7 @@ from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
-from tierstore.paging.page import NoFiles, PageFiles
+from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep, may_retry
@@ -41,6 +41,7 @@ from tierstore.run.directories import open_directories
 from tierstore.run.opening import open_committer
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
+from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES, parse_bytes
 
 
@@ -148,8 +149,8 @@ class TierStore:
 
             storage = together(ranks, "open the run directory", open_storage)
             self._committer: Progress = Progress()
-            files: PageFiles | NoFiles = NoFiles()
             awaits_restore = self._resharded is not None
+            run_id = ""
             if storage is not None:
                 opened.callback(storage.close)
                 self._committer = committer = open_committer(
@@ -160,13 +161,14 @@ class TierStore:
                     page_bytes=page_size,
                     commit_every=commit_every,
                 )
-                files = PageFiles(storage, run_id=committer.identity.run_id, checksums=checksums)
-                page_size = committer.identity.page_bytes
+                run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.callback(self._committer.close)
             self._usability = Usability(
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
             )
+            self._engine = "none" if storage is None else storage.engine
+            files = PageFiles(storage or MemoryStorage(), run_id=run_id, checksums=checksums)
             self._pager = Pager(files, self._committer)
             self._table = PageTable(
                 ranks,
@@ -240,15 +242,7 @@ class TierStore:
         self._changes.warn(wait=True)
         if self._committer.is_due:
             self._begin_commit()
-        sweep = Sweep(
-            table,
-            self._committer,
-            self._usability,
-            self._ranks,
-            free_gradients=self._free_gradients,
-            present=present,
-            window=window,
-        )
+        sweep = Sweep(table, free_gradients=self._free_gradients, present=present, window=window)
         with sweep.run() as pages:
             yield pages
         self._changes.note(sweep.changed, table.step_device)
@@ -347,12 +341,7 @@ class TierStore:
         agree_to_write(self._ranks, self._table.groups, values)
         self._table.ensure_placed()
         with self._usability.failing(interrupts=True):
-            write_pages(
-                self._table,
-                self._committer,
-                lambda view: fill_states(view, values),
-                scalars or {},
-            )
+            write_pages(self._table, lambda view: fill_states(view, values), scalars or {})
 
     def move(self, tier: str) -> None:
         """Move all pages to one tier, between two steps: turn offload on or off.
@@ -543,7 +532,7 @@ class TierStore:
         """Return counters of this opening of the store."""
         pager, pages = self._pager, self._table.pages
         return Stats(
-            engine=pager.files.engine,
+            engine=self._engine,
             pages=len(pages),
             state_bytes=sum(page.layout.nbytes for page in pages),
             bytes_read=pager.files.bytes_read,
@@ -618,7 +607,7 @@ class TierStore:
         try:
             yield
         except BaseException as error:
-            if may_retry(error, self._pager, self._ranks):
+            if may_retry(error, self._table):
                 self._pager.drop_early()
             else:
                 self._usability.fail(error)

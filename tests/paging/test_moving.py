@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tierstore
 from tests.support.toy import Spec, Toy
 from tierstore.paging import buffers
-from tierstore.paging.device import DeviceBuffer, PlainDevice
+from tierstore.paging.device import Device, DeviceBuffer
 from tierstore.paging.tier_plan import Budget, Tier, place
 from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES
@@ -77,7 +77,7 @@ class Ledger:
 def counting(*, apart: bool = False) -> Iterator[Ledger]:
     """Count all memory that stores allocate; ``apart``: pages are stepped on a separate device."""
     ledger = Ledger()
-    map_arena, populate, allocate = buffers._map, buffers._populate, PlainDevice.allocate
+    map_arena, populate, allocate = buffers._map, buffers._populate, Device.allocate
 
     def counted_map(nbytes: int) -> mmap.mmap:
         arena = map_arena(nbytes)
@@ -88,7 +88,7 @@ def counting(*, apart: bool = False) -> Iterator[Ledger]:
         ledger.allocating()
         populate(arena, offset, nbytes)
 
-    def counted_allocate(device: PlainDevice, nbytes: int) -> DeviceBuffer:
+    def counted_allocate(device: Device, nbytes: int) -> DeviceBuffer:
         ledger.allocating()
         buffer = allocate(device, nbytes)
         ledger.took_device(buffer)
@@ -97,9 +97,9 @@ def counting(*, apart: bool = False) -> Iterator[Ledger]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "_map", counted_map)
         patch.setattr(buffers, "_populate", counted_populate)
-        patch.setattr(PlainDevice, "allocate", counted_allocate)
+        patch.setattr(Device, "allocate", counted_allocate)
         if apart:
-            patch.setattr(PlainDevice, "is_host", False)
+            patch.setattr(Device, "is_host", False)
             patch.setattr(buffers, "_lock_pages", lambda *args: None)
         yield ledger
 

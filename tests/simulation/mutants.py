@@ -236,14 +236,14 @@ def _without_the_last_page(self: committer.Committer, groups: Any, pages: Any) -
     return _layout(self, groups, pages[:-1] if self.identity.rank == 1 else pages)
 
 
-def _replicas_before_parameters(self: Sweep, subgroup: Any, view: Any, source: Any) -> None:
+def _replicas_before_parameters(self: Sweep, page: Any, view: Any, source: Any) -> None:
     """Send to replicas before the owner has written its parameters."""
     replication = self._table.replication
-    if self._has_gradient(subgroup):
-        replication.begin(subgroup, source, self._present)
+    if self._has_gradient(page):
+        replication.begin(page, source, self._present)
     replication.begin = lambda *args: None  # type: ignore[method-assign,assignment]
     try:
-        _finish(self, subgroup, view, source)
+        _finish(self, page, view, source)
     finally:
         del replication.begin
 

@@ -118,7 +118,7 @@ class Restore:
         )
         with self._usability.failing(interrupts=True):
             committer.step = source.step
-            write_pages(self._table, committer, source.fill, source.scalars)
+            write_pages(self._table, source.fill, source.scalars)
             committer.extra = source.extra
             for group, values in zip(groups, source.hyperparameters, strict=True):
                 group.hyperparameters.update(values)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -17,14 +16,20 @@ from typing_extensions import override
 MOVING_PAGES = 2
 
 
-class Copy(Protocol):
-    """A copy in flight."""
+class Copy:
+    """A copy in flight, which ends with an event. Without an event it has ended."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
 
     def wait(self) -> None:
         """Block until the copy has ended."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def done(self) -> bool:
         """Return whether the copy has ended. Never blocks."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,91 +42,40 @@ class DeviceBuffer:
     """The end of the last read or write of the memory on the device."""
 
 
-class Device(Protocol):
-    """A device that steps are computed on, and the copies to it and back."""
+class Device:
+    """The device that steps are computed on: the CPU, whose copies end at once."""
 
-    is_host: bool
+    is_host = True
     """Whether pages are stepped in their host buffers."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Return ``nbytes`` of device memory."""
+        return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8))
 
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
         """Copy to the beginning of ``memory``; computation issued afterwards sees the content."""
+        return self.copy_up([host], [memory.tensor[: host.numel()]])
 
     def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
         """Copy the beginning of ``memory`` to the host, after computation issued before."""
+        return self.copy_down([memory.tensor[: host.numel()]], [host])
 
     def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
         """Copy tensors to host tensors of the same shapes, after computation issued before."""
+        for source, host in zip(sources, hosts, strict=True):
+            host.copy_(source)
+        return Copy()
 
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
         """Copy tensors from the host; computation issued afterwards sees the content."""
+        return self.copy_down(hosts, targets)
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
         """Start to copy a small tensor to the host; return the host tensor and the copy."""
+        return tensor, Copy()
 
     def note_use(self, memory: DeviceBuffer) -> None:
         """Keep the memory unchanged until everything that was issued so far has ended."""
-
-
-class _Ended(Copy):
-    @override
-    def wait(self) -> None:
-        pass
-
-    @override
-    def done(self) -> bool:
-        return True
-
-
-class PlainDevice(Device):
-    """The CPU: memory that is not page-locked, and copies that end at once."""
-
-    is_host = True
-
-    @override
-    def allocate(self, nbytes: int) -> DeviceBuffer:
-        return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8))
-
-    @override
-    def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
-        return self.copy_up([host], [memory.tensor[: host.numel()]])
-
-    @override
-    def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
-        return self.copy_down([memory.tensor[: host.numel()]], [host])
-
-    @override
-    def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
-        for source, host in zip(sources, hosts, strict=True):
-            host.copy_(source)
-        return _Ended()
-
-    @override
-    def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
-        return self.copy_down(hosts, targets)
-
-    @override
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        return tensor, _Ended()
-
-    @override
-    def note_use(self, memory: DeviceBuffer) -> None:
-        pass
-
-
-class _EventCopy(Copy):
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    @override
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    @override
-    def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class CudaDevice(Device):
@@ -149,11 +103,11 @@ class CudaDevice(Device):
             memory.tensor[: host.numel()].copy_(host, non_blocking=True)
         memory.last_use = self._recorded(self._in)
         torch.cuda.current_stream(self.device).wait_event(memory.last_use)
-        return _EventCopy(memory.last_use)
+        return Copy(memory.last_use)
 
     @override
     def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
-        copy = self.copy_down([memory.tensor[: host.numel()]], [host])
+        copy = super().copy_out(memory, host)
         memory.last_use = self._recorded(self._out)
         return copy
 
@@ -165,7 +119,7 @@ class CudaDevice(Device):
                 host.copy_(source, non_blocking=True)
                 # Else torch could reuse the bytes as soon as the caller drops the tensor.
                 source.record_stream(self._out)
-        return _EventCopy(self._recorded(self._out))
+        return Copy(self._recorded(self._out))
 
     @override
     def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
@@ -177,12 +131,12 @@ class CudaDevice(Device):
                 target.record_stream(self._in)
         ended = self._recorded(self._in)
         current.wait_event(ended)
-        return _EventCopy(ended)
+        return Copy(ended)
 
     @override
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
         host = tensor.to("cpu", non_blocking=True)  # To page-locked memory of torch.
-        return host, _EventCopy(self._recorded(torch.cuda.current_stream(self.device)))
+        return host, Copy(self._recorded(torch.cuda.current_stream(self.device)))
 
     @override
     def note_use(self, memory: DeviceBuffer) -> None:
@@ -197,4 +151,4 @@ class CudaDevice(Device):
 
 def open_device(device: torch.device) -> Device:
     """Return the Device of a CPU or CUDA device."""
-    return CudaDevice(device) if device.type == "cuda" else PlainDevice()
+    return CudaDevice(device) if device.type == "cuda" else Device()

@@ -22,27 +22,31 @@ from tierstore.units import SECTOR_BYTES, align_up
 
 _ALIGNMENT = 64
 
-Key = tuple[str, Chunk]
-
 
 class Mirror(Source):
     """Host copies of the gradients and parameters of one page."""
 
     def __init__(self, memory: torch.Tensor, device: Device, page: Page) -> None:
+        super().__init__(page.source.local_chunks)
         self.memory = memory
-        self.page = page
+        self._page = page
         self._device = device
-        self._values: dict[Key, torch.Tensor] = {}
-        self._gradients: dict[Key, torch.Tensor] = {}
+        self._values: dict[tuple[str, Chunk], torch.Tensor] = {}
+        self._gradients: dict[tuple[str, Chunk], torch.Tensor] = {}
         position = 0
         sources, targets = [], []
-        for key, tensor, is_gradient in _tensors_of(page):
-            host = memory[position : position + tensor.nbytes].view(tensor.dtype)
-            host = host.view(tensor.shape)
-            (self._gradients if is_gradient else self._values)[key] = host
-            position += align_up(tensor.nbytes, _ALIGNMENT)
-            sources.append(tensor)
-            targets.append(host)
+        for name, chunk in page.layout.records:
+            parameter = page.parameters[name]
+            for copies, tensor in (
+                (self._values, page.source.values(parameter, chunk)),
+                (self._gradients, page.source.gradient(parameter, chunk)),
+            ):
+                if tensor is not None:
+                    host = memory[position : position + tensor.nbytes].view(tensor.dtype)
+                    copies[name, chunk] = host.view(tensor.shape)
+                    position += align_up(tensor.nbytes, _ALIGNMENT)
+                    sources.append(tensor)
+                    targets.append(copies[name, chunk])
         self._down = device.copy_down(sources, targets)
         self._up: Copy | None = None
 
@@ -59,15 +63,11 @@ class Mirror(Source):
         return self._values[parameter.name, chunk]
 
     @override
-    def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
-        return self.page.direct.local_chunk(name, chunk)
-
-    @override
     def send_back(self) -> None:
-        page = self.page
+        page = self._page
         self._up = self._device.copy_up(
             list(self._values.values()),
-            [page.direct.values(page.parameters[name], chunk) for name, chunk in self._values],
+            [page.source.values(page.parameters[name], chunk) for name, chunk in self._values],
         )
 
     def is_free(self) -> bool:
@@ -81,32 +81,21 @@ class Mirror(Source):
             self._up.wait()
 
 
-class NoMirrors:
-    """The mirrors of a store that steps pages where the parameters are: none."""
-
-    nbytes = 0
-
-    def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
-        """Yield the parameters and gradients of each page themselves."""
-        yield from (page.direct for page in pages)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class Mirrors:
     """Memory for a few mirrors, used in turn for pages in the order of a sweep.
 
     Args:
         device: the device of parameters and gradients.
-        nbytes: bytes of all mirrors; see mirrors_bytes().
+        nbytes: bytes of all mirrors, as mirrors_bytes(). 0: pages are stepped where the parameters
+            are, and no page has a mirror.
         window: most pages that are stepped at once.
     """
 
     def __init__(self, device: Device, nbytes: int, window: int) -> None:
         self._device = device
-        count = window + MOVING_PAGES
-        self._pool = BufferPool(count, nbytes // count, page_locked=not device.is_host)
+        count = window + MOVING_PAGES if nbytes else 0
+        buffer_bytes = nbytes // max(count, 1)
+        self._pool = BufferPool(count, buffer_bytes, page_locked=count > 0 and not device.is_host)
         self._free = deque(self._pool.acquire().tensor for _ in range(count))
         self._behind: deque[Mirror] = deque()  # Their parameters may be in flight to the device.
 
@@ -117,6 +106,9 @@ class Mirrors:
 
     def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
         """Yield a mirror of each page when it has arrived, while the next mirrors are filled."""
+        if not self.nbytes:
+            yield from (page.source for page in pages)
+            return
         waiting, ahead = deque(pages), deque[Mirror]()
         try:
             while waiting or ahead:
@@ -161,13 +153,3 @@ def _mirror_bytes(page: Page) -> int:
         # A gradient may be of higher precision than its parameter.
         nbytes += align_up(chunk.numel * torch.float64.itemsize, _ALIGNMENT)
     return align_up(nbytes, SECTOR_BYTES)
-
-
-def _tensors_of(page: Page) -> Iterable[tuple[Key, torch.Tensor, bool]]:
-    """Yield each chunk of the parameters, and of the gradients if there are; and which it is."""
-    for name, chunk in page.layout.records:
-        parameter = page.parameters[name]
-        yield (name, chunk), page.direct.values(parameter, chunk), False
-        gradient = page.direct.gradient(parameter, chunk)
-        if gradient is not None:
-            yield (name, chunk), gradient, True

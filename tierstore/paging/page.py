@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import record_function
-from typing_extensions import override
 
 from tierstore.errors import CorruptionError
+from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import PageLayout, Section
 from tierstore.layout.parameters import MASTER, PagedParameter
 from tierstore.paging.buffers import Buffer
 from tierstore.paging.device import Copy, DeviceBuffer
 from tierstore.paging.profiler_lanes import Lane
 from tierstore.paging.tier_plan import Tier
-from tierstore.paging.views import Direct, PageView
+from tierstore.paging.views import PageView, Source
 from tierstore.run.checksums import block_checksums
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
@@ -65,13 +65,19 @@ class Needed(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One page of the store. Only the Pager changes it."""
+    """This rank's page of one subgroup. Only the Pager changes it.
+
+    A rank that owns nothing of the subgroup has an empty page, without memory and file.
+    """
 
     index: int
+    """Number of the page among the pages of this rank that are not empty."""
     layout: PageLayout
+    shared: SharedSubgroup
+    """The subgroup, with the part that each rank owns."""
     parameters: Mapping[str, PagedParameter]
-    """The parameters that have a shard in the page, by name."""
-    direct: Direct
+    """The parameters of the subgroup, by name."""
+    source: Source
     """Finds the parameters and their gradients."""
     tier: Tier = Tier.NVME
     content: Content = Content.FRESH
@@ -90,6 +96,11 @@ class Page:
     """The reads in flight."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether this rank owns nothing of the subgroup."""
+        return not self.layout.nbytes
+
+    @property
     def in_memory(self) -> bool:
         """Whether memory that the page keeps holds its content."""
         return self.content in (Content.LOADED, Content.CHANGED)
@@ -98,12 +109,20 @@ class Page:
     def memory(self) -> torch.Tensor:
         """The uint8 memory in which the page is stepped."""
         memory = self.device_buffer or self.buffer
-        assert memory is not None
+        if memory is None:
+            assert self.is_empty
+            return torch.empty(0, dtype=torch.uint8)
         return memory.tensor
 
-    def view(self) -> PageView:
-        """Return the tensors over ``memory``, to read or make them outside of a step."""
-        return PageView(self.layout, self.parameters, self.memory, self.direct)
+    def view(self, source: Source | None = None, present: Collection[str] = ()) -> PageView:
+        """Return the tensors over ``memory``.
+
+        Args:
+            source: finds parameters and gradients; None: the tensors themselves.
+            present: names of the parameters of which any rank has a gradient; none outside of a
+                step.
+        """
+        return PageView(self.layout, self.parameters, self.memory, source or self.source, present)
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""
@@ -121,6 +140,9 @@ class PageFiles:
         storage: the files.
         run_id: bound into checksums.
         checksums: whether pages are checked when they are read.
+
+    A store without a directory has an empty MemoryStorage here: its pages stay in memory, and none
+    is ever written.
     """
 
     def __init__(self, storage: Storage, *, run_id: str, checksums: bool) -> None:
@@ -131,8 +153,6 @@ class PageFiles:
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
         self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
-        self.engine = storage.engine
-        """The storage engine, as in Stats."""
         self.bytes_read = 0
         self.bytes_written = 0
 
@@ -142,10 +162,10 @@ class PageFiles:
 
     def read(self, page: Page) -> list[Transfer]:
         """Start to read ``page.sections`` into the page's buffer."""
-        transfers: list[Transfer] = []
         if page.entry is None:
-            return transfers
+            return []
         assert page.buffer is not None
+        transfers = []
         name = page_file(page.index, page.entry.slot)
         for extent in _merged(page.sections):
             memory = page.buffer.memory[extent.offset : extent.offset + extent.nbytes]
@@ -160,10 +180,12 @@ class PageFiles:
         Raises:
             CorruptionError: a block has another checksum than its commit says.
         """
-        assert page.buffer is not None
+        if page.buffer is None:  # Without a directory a page of the device has no other memory.
+            page.view().initialize()
+            return
         absent: Sequence[Section] = page.layout.sections
         if page.content is Content.FRESH:
-            PageView(page.layout, page.parameters, page.buffer.tensor, page.direct).initialize()
+            PageView(page.layout, page.parameters, page.buffer.tensor, page.source).initialize()
         else:
             self._check(page, page.buffer.memory, page.sections)
             absent = [section for section in absent if section not in page.sections]
@@ -174,9 +196,11 @@ class PageFiles:
         """Start to write a page's buffer, after the copy from the device if one is in flight."""
         self.bytes_written += page.layout.nbytes
         if page.copy is None or page.copy.done():
-            return PageWrite(self._start_write(page, step, slot))
-        self._last_late = self._late.submit(self._start_write, page, step, slot)
-        return _LateWrite(self._last_late)
+            start: Future[tuple[PageEntry, Transfer]] = Future()
+            start.set_result(self._start_write(page, step, slot))
+        else:
+            start = self._last_late = self._late.submit(self._start_write, page, step, slot)
+        return PageWrite(start)
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -259,60 +283,19 @@ class PageFiles:
         return block_checksums(memory, blocks, run_id=self._run_id, page=page, step=step)
 
 
-class NoFiles:
-    """The page files of a store without a directory: every page stays in memory."""
-
-    engine = "none"
-    bytes_read = 0
-    bytes_written = 0
-
-    def register(self, memory: memoryview) -> None:
-        """Do nothing."""
-
-    def read(self, page: Page) -> list[Transfer]:
-        """Read nothing."""
-        return []
-
-    def complete(self, page: Page) -> None:
-        """Make the content of a fresh page."""
-        if page.content is Content.FRESH:
-            page.view().initialize()
-
-    def write(self, page: Page, step: int, slot: str) -> PageWrite:
-        """Refuse: no page is written."""
-        raise AssertionError(f"page {page.index} has no file")
-
-    def map(self, page: Page) -> memoryview | None:
-        """Return None: there is no file."""
-        return None
-
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros."""
-        return torch.zeros(shape, dtype=dtype)
-
-    def drain(self) -> None:
-        """Do nothing."""
-
-    def drain_late(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class PageWrite:
     """A page write in flight.
 
     Args:
-        started: what is written, and the transfer.
+        start: yields the entry that is written and the transfer, once the transfer has started.
     """
 
-    def __init__(self, started: tuple[PageEntry, Transfer]) -> None:
-        self._started = started
+    def __init__(self, start: Future[tuple[PageEntry, Transfer]]) -> None:
+        self._start = start
 
     def started(self) -> tuple[PageEntry, Transfer]:
         """Return what is written and the transfer, once it has started. Raises what prevents it."""
-        return self._started
+        return self._start.result()
 
     def wait(self) -> None:
         """Block until the write has ended. Raises StorageError if it failed."""
@@ -320,22 +303,9 @@ class PageWrite:
 
     def done(self) -> bool:
         """Return whether wait() would not block."""
-        return self.started()[1].done()
-
-
-class _LateWrite(PageWrite):
-    """A page write that starts after a copy from the device has ended."""
-
-    def __init__(self, future: Future[tuple[PageEntry, Transfer]]) -> None:
-        self._future = future
-
-    @override
-    def started(self) -> tuple[PageEntry, Transfer]:
-        return self._future.result()
-
-    @override
-    def done(self) -> bool:
-        return self._future.done() and (self._future.exception() is not None or super().done())
+        return self._start.done() and (
+            self._start.exception() is not None or self.started()[1].done()
+        )
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+
 from tierstore.layout.ownership import SharedSubgroup
+from tierstore.layout.page_layout import lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.paging import rank_checks
-from tierstore.paging.device import Device, PlainDevice, open_device
-from tierstore.paging.host_mirrors import Mirrors, NoMirrors, mirrors_bytes
-from tierstore.paging.local_subgroups import (
-    LocalSubgroup,
-    check_groups,
-    device_of,
-    local_subgroups,
-    pages_of,
-)
-from tierstore.paging.page import Page
+from tierstore.paging.device import Device, open_device
+from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
+from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
-from tierstore.paging.replication import Spread
+from tierstore.paging.replication import Replication
 from tierstore.paging.tier_plan import Budget, Placement, Tier, place, place_all
+from tierstore.paging.views import Source
 from tierstore.ranks.peers import Ranks, together
-from tierstore.run.committer import Progress
+from tierstore.run.committer import Progress, encode_hyperparameters
 from tierstore.run.usability import Usability
 
 # With several ranks, the matrices of one subgroup are gathered, the updates of the next are
@@ -37,8 +34,8 @@ class PageTable:
     Args:
         ranks: all ranks of the job, which attach the same groups.
         pager: moves the pages.
-        committer: allocates the page files.
-        usability: of the store.
+        committer: counts the steps, and allocates the page files.
+        usability: the condition of the store.
         budget: the memory that pages may use.
         page_bytes: about how large a page is.
         on_host: whether pages are stepped on the host wherever the parameters are.
@@ -58,32 +55,33 @@ class PageTable:
         self.groups: list[PagedGroup] = []
         self.specs: dict[str, ParameterSpec] = {}
         """Parameter name -> spec when the parameter was attached."""
-        self.subgroups: list[LocalSubgroup] = []
+        self.all_pages: list[Page] = []
+        """This rank's page of every subgroup, in order; some may be empty."""
+        self.ranks = ranks
         self.pager = pager
-        self.replication = Spread(ranks)
-        self.mirrors: Mirrors | NoMirrors = NoMirrors()
-        self._ranks = ranks
+        self.committer = committer
+        self.usability = usability
+        self.replication = Replication(ranks)
+        self.mirrors = Mirrors(Device(), 0, 0)
         self._budget = budget
         self._page_bytes = page_bytes
         self._on_host = on_host
-        self._committer = committer
-        self._usability = usability
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
         self._window = self.window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
-        self._device: Device = PlainDevice()  # The parameters are there.
+        self._device = Device()  # The parameters are there.
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
         self._values_may_differ = False  # Whether replicas may hold other values than the owner.
 
     @property
     def pages(self) -> list[Page]:
-        """All pages of this rank, in order."""
-        return pages_of(self.subgroups)
+        """All pages of this rank that are not empty, in order."""
+        return [page for page in self.all_pages if not page.is_empty]
 
     @property
     def partition(self) -> list[SharedSubgroup]:
         """The subgroups with the part that each rank owns, in order."""
-        return [subgroup.shared for subgroup in self.subgroups]
+        return [page.shared for page in self.all_pages]
 
     @property
     def parameters(self) -> list[PagedParameter]:
@@ -93,7 +91,7 @@ class PageTable:
     @property
     def step_device(self) -> Device:
         """The device that pages are stepped on."""
-        return PlainDevice() if self._on_host else self._device
+        return Device() if self._on_host else self._device
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for groups, after the pages of earlier groups. All ranks call this.
@@ -104,41 +102,39 @@ class PageTable:
         """
         first_group = len(self.groups)
         specs = together(
-            self._ranks,
+            self.ranks,
             "check the param groups",
-            lambda: check_groups(groups, self.specs, first_group=first_group),
+            lambda: _check_groups(groups, self.specs, first_group=first_group),
         )
         partition = rank_checks.partition_groups(
-            self._ranks,
+            self.ranks,
             groups,
             earlier=self.partition,
             first_group=first_group,
             page_bytes=self._page_bytes,
         )
-        self._values_may_differ = self._ranks.world_size > 1 and not self._usability.awaits_restore
-        subgroups = together(
-            self._ranks, "lay out pages", lambda: self._laid_out(groups, partition)
-        )
-        self.replication.prepare(partition)
+        self._values_may_differ = self.ranks.world_size > 1 and not self.usability.awaits_restore
+        pages = together(self.ranks, "lay out pages", lambda: self._lay_out(groups, partition))
+        self.replication.prepare(pages)
         self.groups += groups
-        self.subgroups += subgroups
+        self.all_pages += pages
         self.specs |= specs
         self._agree_on_window()
 
     def allocate_files(self, pages: Sequence[Page]) -> None:
         """Allocate the files that steps write, so that a full disk is found before a step."""
-        self._committer.allocate({page.index: page.layout for page in pages})
+        self.committer.allocate({page.index: page.layout for page in pages})
 
     def require_same_values(self) -> None:
         """Refuse replicas of other values than the owner's, once after attach()."""
         if self._values_may_differ:
-            rank_checks.require_same_values(self._ranks, self.groups, self.partition)
+            rank_checks.require_same_values(self.ranks, self.groups, self.partition)
             self._values_may_differ = False
 
     def replicate(self) -> None:
         """Send all parameters from their owners to their replicas. All ranks call this."""
-        for subgroup in self.subgroups:
-            self.replication.begin(subgroup, subgroup.direct, subgroup.parameters)
+        for page in self.all_pages:
+            self.replication.begin(page, page.source, page.parameters)
         self.replication.finish()
         self._values_may_differ = False
 
@@ -150,9 +146,9 @@ class PageTable:
             StorageError, CorruptionError: a page could not be read or written.
         """
         placement = together(
-            self._ranks, "plan a move", lambda: self._plan(self.pages, self._device, tier)
+            self.ranks, "plan a move", lambda: self._plan(self.pages, self._device, tier)
         )
-        together(self._ranks, "move pages", lambda: self._move(placement))
+        together(self.ranks, "move pages", lambda: self._move(placement))
         self._tier = tier
         self._agree_on_window()
 
@@ -168,31 +164,37 @@ class PageTable:
         finally:
             self.pager.close(self.pages)
 
-    def _laid_out(
+    def _lay_out(
         self, groups: Sequence[PagedGroup], partition: Sequence[SharedSubgroup]
-    ) -> list[LocalSubgroup]:
-        """Return the subgroups of some groups, with memory and files for their pages."""
-        subgroups = local_subgroups(
-            groups,
-            partition,
-            rank=self._ranks.rank,
-            first_subgroup=len(self.subgroups),
-            first_page=len(self.pages),
-        )
-        new_pages = pages_of(subgroups)
-        pages = [*self.pages, *new_pages]
+    ) -> list[Page]:
+        """Return this rank's pages of some groups, with memory and files."""
+        members = {parameter.name: parameter for group in groups for parameter in group.parameters}
+        pages = self.pages
+        first, number = len(pages), len(pages)
+        new_pages = []
+        for shared in partition:
+            layout = lay_out(shared.of(self.ranks.rank))
+            source = Source(shared.places(self.ranks.rank))
+            parameters = {name: members[name] for name in layout.parameter_names}
+            page = Page(number, layout, shared, parameters, source)
+            new_pages.append(page)
+            if page.is_empty:
+                page.content = Content.LOADED  # Nothing is to be made or read.
+            else:
+                number += 1
+                pages.append(page)
         torch_device = device_of([*self.groups, *groups])
         device = self._device if self.groups else open_device(torch_device)
         placement = self._plan(pages, device, self._tier)
         self._device = device
         self._place(pages, placement)
-        if not self._usability.awaits_restore:
-            self.allocate_files(new_pages)
-        return subgroups
+        if not self.usability.awaits_restore:
+            self.allocate_files(pages[first:])
+        return new_pages
 
     def _agree_on_window(self) -> None:
         """Let all ranks step as many pages at once as the rank with the fewest buffers can."""
-        limits = self._ranks.gather(self.pager.held_max)
+        limits = self.ranks.gather(self.pager.held_max)
         self.window_max = min([self._window, *(limit for limit in limits if limit is not None)])
 
     def _plan(self, pages: Sequence[Page], device: Device, tier: Tier | None) -> Placement:
@@ -207,7 +209,7 @@ class PageTable:
             BudgetError: the budget is too small.
         """
         sizes = [page.layout.nbytes for page in pages]
-        if not self._usability.has_directory:  # Without files there is no budget to keep to.
+        if not self.usability.has_directory:  # Without files there is no budget to keep to.
             default = Tier.HOST if self._on_host or device.is_host else Tier.DEVICE
             tiers = (tier or default,) * len(pages)
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
@@ -218,7 +220,7 @@ class PageTable:
 
     def _move(self, placement: Placement) -> None:
         self._place(self.pages, placement)
-        with self._usability.failing(interrupts=True):
+        with self.usability.failing(interrupts=True):
             self.pager.load(self.pages)
 
     def _place(self, pages: Sequence[Page], placement: Placement) -> None:
@@ -238,7 +240,6 @@ class PageTable:
         try:
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors.close()
-                self.mirrors = NoMirrors()
             self.pager.make_way(pages, placement, self.step_device)
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors = Mirrors(self._device, mirror_bytes, self._window)
@@ -256,7 +257,45 @@ class PageTable:
             if not self.pages:
                 self.pager.free_pool()
                 self._is_placed = True
-            elif self._usability.has_directory:
-                self._usability.fail(error)
+            elif self.usability.has_directory:
+                self.usability.fail(error)
             raise
         self._is_placed = True
+
+
+def _check_groups(
+    groups: Sequence[PagedGroup], known: Collection[str], *, first_group: int
+) -> dict[str, ParameterSpec]:
+    """Return the specs of groups by parameter name, after checking that a store can keep them.
+
+    Args:
+        groups: the groups to attach.
+        known: names of the parameters that are attached already.
+        first_group: number of the first of these groups.
+
+    Raises:
+        ValueError, TypeError: two parameters have one name, or no commit can hold a
+            hyperparameter.
+    """
+    specs: dict[str, ParameterSpec] = {}
+    for spec in (parameter.spec for group in groups for parameter in group.parameters):
+        if spec.name in specs or spec.name in known:
+            raise ValueError(f"two parameters are named {spec.name!r}: names must be unique")
+        specs[spec.name] = spec
+    for index, group in enumerate(groups, start=first_group):
+        encode_hyperparameters(index, group)  # Raises now instead of in a later commit.
+    return specs
+
+
+def device_of(groups: Sequence[PagedGroup]) -> torch.device:
+    """Return the device that all parameters are on.
+
+    Raises:
+        ValueError: they are on several devices.
+    """
+    members = [parameter for group in groups for parameter in group.parameters]
+    devices = {parameter.tensor.device: parameter.name for parameter in members}
+    if len(devices) > 1:
+        places = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"one store pages the parameters of one device, got {places}")
+    return next(iter(devices), torch.device("cpu"))

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 from tierstore.errors import StorageError
 from tierstore.paging.buffers import BufferPool
-from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer, PlainDevice
-from tierstore.paging.page import Content, Motion, Needed, NoFiles, Page, PageFiles, PageWrite
+from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer
+from tierstore.paging.page import Content, Motion, Needed, Page, PageFiles, PageWrite
 from tierstore.paging.tier_plan import Placement, Tier
 from tierstore.run.committer import Progress
 from tierstore.run.manifest import PageEntry
@@ -30,16 +30,16 @@ class Pager:
     Used by one thread.
 
     Args:
-        files: the page files; NoFiles where every page stays in memory.
+        files: the page files.
         committer: says which slot of a page may be written, and in which step.
     """
 
-    def __init__(self, files: PageFiles | NoFiles, committer: Progress) -> None:
+    def __init__(self, files: PageFiles, committer: Progress) -> None:
         self.files = files
         self._committer = committer
         self._pool = BufferPool(0, 0)
         self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
-        self._device: Device = PlainDevice()  # Pages are stepped there.
+        self._device: Device = Device()  # Pages are stepped there.
         self._staging: deque[DeviceBuffer] = deque()  # For pages that do not rest on the device.
         self._early: list[Page] = []  # Read ahead of a sweep that has not begun.
         self._writing: dict[Page, PageWrite] = {}  # Oldest first.
@@ -252,7 +252,9 @@ class Pager:
 
         A page that stays in memory is written for commits only: now, if the next commit is due.
         """
-        if page.tier is Tier.NVME or self._committer.is_due:
+        if page.is_empty:
+            self._rest(page)
+        elif page.tier is Tier.NVME or self._committer.is_due:
             self._write(page)
         else:
             self._keep(page)
@@ -522,6 +524,8 @@ class Pager:
             self.release(page)
 
     def _wait(self, transfers: Sequence[Transfer]) -> None:
-        with self.stalled():
+        # To measure the wait takes longer than to see that there is none.
+        ended = all(transfer.done() for transfer in transfers)
+        with contextlib.nullcontext() if ended else self.stalled():
             for transfer in transfers:
                 transfer.wait()

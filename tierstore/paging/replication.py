@@ -1,26 +1,24 @@
-"""What was stepped on one rank, sent to the others that hold the same elements."""
+"""Replication: owners broadcast stepped parameters to the other ranks that hold them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from tierstore.layout.dtensors import local_tensor
-from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.sharding import HeldChunk
-from tierstore.paging.local_subgroups import LocalSubgroup
+from tierstore.paging.page import Page
 from tierstore.paging.views import Source
 from tierstore.ranks.peers import Ranks
 from tierstore.units import align_up
 
-# While so many bytes are on their way, the next are packed. A subgroup of many ranks has more,
-# and what one rank sends of it, about a page at most, goes at once.
+# Most bytes in flight while the next message is packed. A subgroup of many ranks may have more;
+# one message, about a page at most, is always sent.
 _BYTES_MAX = 2**28
 
 _ALIGNMENT = 16
@@ -28,58 +26,59 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What one rank has to send of one subgroup."""
+    """The elements of one subgroup that one rank sends to the other ranks that hold them."""
 
     replicas: tuple[int, ...]
-    """The ranks that hold it, the owner among them."""
+    """The ranks that hold the elements, the owner among them."""
     owner: int
     parts: Sequence[tuple[str, HeldChunk]]
-    """Names of parameters, and what is owned of them; it lies in the same place on all."""
+    """Parameter name and chunk; the local chunk is the same on all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What one rank sends, on its way."""
+    """A broadcast in flight."""
 
     buffer: torch.Tensor
-    """uint8; not to be touched before the work is done."""
+    """uint8; unchanged until the work is done."""
     work: Any
-    """To wait for; see Ranks.broadcast."""
-    values: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    """Each part of the buffer, with the part of a parameter that it is the value of."""
-    is_own: bool
+    """For Ranks.wait()."""
+    received: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Parts of the buffer, and the tensors to copy them to; none on the owner."""
 
 
-class Spread:
-    """Broadcasts from owners to replicas, subgroup by subgroup, in the same order everywhere.
+class Replication:
+    """Broadcasts from owners to replicas, subgroup by subgroup, in the same order on all ranks.
 
     Args:
-        ranks: all of the job; each makes the same calls in the same order.
+        ranks: all ranks of the job, which make the same calls.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._routes: dict[int, list[_Route]] = {}
-        self._sent: deque[_Message] = deque()
-        self._bytes_on_their_way = 0
+        self._routes: dict[Page, list[_Route]] = {}
+        self._in_flight: deque[_Message] = deque()
+        self._bytes_in_flight = 0
         self.bytes_sent = 0
-        """What this rank sent, counted once for each rank that it went to."""
+        """Bytes that this rank sent, counted once per replica."""
 
-    def prepare(self, subgroups: Iterable[SharedSubgroup]) -> None:
-        """Make the process groups that some subgroups need."""
+    def prepare(self, pages: Sequence[Page]) -> None:
+        """Make the process groups that the subgroups of these pages need."""
         replicas = {
-            each
-            for subgroup in subgroups
-            for shard in subgroup.shards
-            for each in shard.parameter.holding.replicas()
+            members
+            for page in pages
+            for shard in page.shared.shards
+            for members in shard.parameter.holding.replicas()
         }
-        for each in sorted(replicas - self._groups.keys()):
-            self._groups[each] = self._ranks.new_group(each)
+        for members in sorted(replicas - self._groups.keys()):
+            self._groups[members] = self._ranks.new_group(members)
+        for page in pages:
+            self._routes[page] = self._plan(page)
 
     def begin(
         self,
-        subgroup: LocalSubgroup,
+        page: Page,
         source: Source,
         names: Collection[str],
         tensors: Mapping[str, torch.Tensor] | None = None,
@@ -87,83 +86,78 @@ class Spread:
         """Start to send what this rank owns of a subgroup, and to receive the rest.
 
         Args:
-            subgroup: what was stepped.
-            source: where the parameters are that this rank owns.
+            page: this rank's page of the subgroup.
+            source: finds the parameters that this rank owns.
             names: the parameters that were stepped.
-            tensors: by name, what to send instead of the parameters, and to receive into: plain
-                tensors of the shape that this rank holds of them, on any device.
+            tensors: parameter name -> tensor to send and to receive instead of the parameter: a
+                plain tensor of the shape of the local tensor, on any device.
         """
-        if subgroup.index not in self._routes:
-            self._routes[subgroup.index] = self._plan(subgroup)
-        routes = self._routes[subgroup.index]
-        if not routes:
+        if not self._routes[page]:
             return
         with record_function("tierstore::spread"):
-            for route in routes:
+            for route in self._routes[page]:
                 parts = [part for part in route.parts if part[0] in names]
                 if parts:
-                    self._send(subgroup, source, tensors, route, parts)
+                    self._send(page, source, tensors, route, parts)
 
     def finish(self) -> None:
         """Block until all that was begun has arrived."""
         with record_function("tierstore::spread"):
-            while self._sent:
-                self._arrive()
+            while self._in_flight:
+                self._receive()
 
-    def _plan(self, subgroup: LocalSubgroup) -> list[_Route]:
-        rank = self._ranks.rank
+    def _plan(self, page: Page) -> list[_Route]:
+        """Return the routes that this rank sends or receives on."""
         parts: dict[tuple[tuple[int, ...], int], list[tuple[str, HeldChunk]]] = {}
-        for shard in subgroup.shared.shards:
+        for shard in page.shared.shards:
             for replicas in shard.parameter.holding.replicas():
-                if rank in replicas:
-                    for owner in replicas:
-                        owned = [(shard.spec.name, held) for held in shard.owned(owner)]
-                        parts.setdefault((replicas, owner), []).extend(owned)
-        return [_Route(*key, found) for key, found in sorted(parts.items())]
+                for owner in replicas if self._ranks.rank in replicas else ():
+                    owned = [(shard.spec.name, chunk) for chunk in shard.owned(owner)]
+                    parts.setdefault((replicas, owner), []).extend(owned)
+        return [_Route(*key, parts[key]) for key in sorted(parts)]
 
     def _send(
         self,
-        subgroup: LocalSubgroup,
+        page: Page,
         source: Source,
         tensors: Mapping[str, torch.Tensor] | None,
         route: _Route,
         parts: Sequence[tuple[str, HeldChunk]],
     ) -> None:
-        is_own = route.owner == self._ranks.rank
-        places = []
-        for name, held in parts:
-            parameter = subgroup.parameters[name]
+        is_owner = route.owner == self._ranks.rank
+        targets = []
+        for name, chunk in parts:
+            parameter = page.parameters[name]
             if tensors is not None:
-                places.append(held.local.select(tensors[name]))
-            elif is_own:
-                places.append(source.values(parameter, held.whole))
+                targets.append(chunk.local.select(tensors[name]))
+            elif is_owner:
+                targets.append(source.values(parameter, chunk.whole))
             else:
-                places.append(held.local.select(local_tensor(parameter.tensor)))
-        sizes = [align_up(place.nbytes, _ALIGNMENT) for place in places]
-        while self._sent and self._bytes_on_their_way + sum(sizes) > _BYTES_MAX:
-            self._arrive()
-        # Not where the places are, which may be on the host of this rank alone.
-        device = subgroup.parameters[parts[0][0]].tensor.device
+                targets.append(chunk.local.select(local_tensor(parameter.tensor)))
+        sizes = [align_up(target.nbytes, _ALIGNMENT) for target in targets]
+        while self._in_flight and self._bytes_in_flight + sum(sizes) > _BYTES_MAX:
+            self._receive()
+        # On the device of the parameters: the targets of one rank alone may be on its host.
+        device = page.parameters[parts[0][0]].tensor.device
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         values = []
-        for place, end in zip(places, accumulate(sizes), strict=True):
-            start = end - align_up(place.nbytes, _ALIGNMENT)
-            value = buffer[start : start + place.nbytes].view(place.dtype).view(place.shape)
-            if is_own:
-                value.copy_(place)
-            values.append((value, place))
-        if is_own:
+        for target, memory in zip(targets, torch.split(buffer, sizes), strict=True):
+            value = memory[: target.nbytes].view(target.dtype).view(target.shape)
+            if is_owner:
+                value.copy_(target)
+            else:
+                values.append((value, target))
+        if is_owner:
             self.bytes_sent += buffer.nbytes * (len(route.replicas) - 1)
         work = self._ranks.broadcast(buffer, source=route.owner, group=self._groups[route.replicas])
-        self._sent.append(_Message(buffer, work, values, is_own))
-        self._bytes_on_their_way += buffer.nbytes
+        self._in_flight.append(_Message(buffer, work, values))
+        self._bytes_in_flight += buffer.nbytes
 
-    def _arrive(self) -> None:
-        """Block until what is longest on its way has arrived, and put it where it belongs."""
-        message = self._sent[0]
+    def _receive(self) -> None:
+        """Block until the oldest message has arrived, and copy its values to their targets."""
+        message = self._in_flight[0]
         self._ranks.wait(message.work)
-        if not message.is_own:
-            for value, place in message.values:
-                place.copy_(value)
-        self._sent.popleft()
-        self._bytes_on_their_way -= message.buffer.nbytes
+        for value, target in message.received:
+            target.copy_(value)
+        self._in_flight.popleft()
+        self._bytes_in_flight -= message.buffer.nbytes

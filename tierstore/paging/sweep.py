@@ -14,14 +14,9 @@ import torch
 from tierstore.errors import SweepError, TierstoreError
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.paging.device import Copy, Device
-from tierstore.paging.local_subgroups import LocalSubgroup, pages_of
-from tierstore.paging.page import Needed
+from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
-from tierstore.paging.pager import Pager
 from tierstore.paging.views import PageView, Source
-from tierstore.ranks.peers import Ranks
-from tierstore.run.committer import Progress
-from tierstore.run.usability import Usability
 
 
 class Phase(enum.Enum):
@@ -43,53 +38,39 @@ class Phase(enum.Enum):
     FINISHED = enum.auto()
 
 
-def may_retry(error: BaseException, pager: Pager, ranks: Ranks) -> bool:
+def may_retry(error: BaseException, table: PageTable) -> bool:
     """Return whether a call that only read pages changed nothing, although it raised an error.
 
     Not after an interrupt, which may come anywhere within the pager; not after a failed write,
     whose page is lost; and not among several ranks, which may be in the middle of the step.
     """
-    return ranks.world_size == 1 and isinstance(error, TierstoreError) and not pager.lost_write
+    is_alone = table.ranks.world_size == 1
+    return is_alone and isinstance(error, TierstoreError) and not table.pager.lost_write
 
 
 class Sweep:
     """One step over all subgroups.
 
     Args:
-        table: the subgroups and their pages.
-        committer: counts the steps.
-        usability: of the store; failed by errors as Phase says.
-        ranks: all ranks of the job.
+        table: the pages. The usability of the store is failed by errors as Phase says.
         free_gradients: whether to set each gradient to None after its use.
         present: names of the parameters of which any rank has a gradient.
-        window: how many subgroups are stepped at once.
+        window: how many pages are stepped at once.
     """
 
     def __init__(
-        self,
-        table: PageTable,
-        committer: Progress,
-        usability: Usability,
-        ranks: Ranks,
-        *,
-        free_gradients: bool,
-        present: frozenset[str],
-        window: int,
+        self, table: PageTable, *, free_gradients: bool, present: frozenset[str], window: int
     ) -> None:
         self._table = table
-        self._pager = table.pager
-        self._committer = committer
-        self._usability = usability
-        self._ranks = ranks
         self._free_gradients = free_gradients
         self._present = present
         self._window = window
-        self._stepped = [s for s in table.subgroups if self._has_gradient(s)]
+        self._stepped = [page for page in table.all_pages if self._has_gradient(page)]
         # Pages that are only to be written come last: a stepped page stays valid while the next
         # pages of a window are asked for, and all ranks replicate subgroups at the same time.
-        unstepped = [s for s in table.subgroups if not self._has_gradient(s)]
-        self._subgroups = [*self._stepped, *(s for s in unstepped if s.is_fresh)]
-        self._last_uses = {name: s for s in self._subgroups for name in s.parameters}
+        fresh = [page for page in table.all_pages if page.content is Content.FRESH]
+        self._pages = [*self._stepped, *(page for page in fresh if not self._has_gradient(page))]
+        self._last_uses = {name: page for page in self._pages for name in page.parameters}
         self._phase = Phase.CHECKED
         self.changed: list[tuple[str, torch.Tensor]] = []
         """Parameter names, and whether they were changed; see PageView.adopt_parameters()."""
@@ -97,76 +78,69 @@ class Sweep:
     @contextlib.contextmanager
     def run(self) -> Iterator[SteppedPages]:
         """Yield the pages to step; see TierStore.sweep()."""
-        step = self._committer.step
+        committer, usability = self._table.committer, self._table.usability
+        step = committer.step
         try:
-            self._usability.sweeping = True
-            self._committer.step = step + 1
-            with contextlib.closing(self._pages()) as pages:
-                partition = [subgroup.shared for subgroup in self._stepped]
-                yield SteppedPages(pages, self._present, partition)
+            usability.sweeping = True
+            committer.step = step + 1
+            with contextlib.closing(self._views()) as views:
+                partition = [page.shared for page in self._stepped]
+                yield SteppedPages(views, self._present, partition)
             if self._phase is not Phase.FINISHED:
                 raise SweepError("the sweep was left before its last page")
-            self._committer.note_written(len(self._table.groups))
+            committer.note_written(len(self._table.groups))
         except BaseException as error:
-            if self._is_unchanged_by(error):
-                self._committer.step = step
+            is_reading = self._phase is Phase.READING and may_retry(error, self._table)
+            if self._phase is Phase.CHECKED or is_reading:
+                committer.step = step
             else:
-                self._usability.fail(error)
+                usability.fail(error)
             raise
         finally:
-            self._usability.sweeping = False
+            usability.sweeping = False
 
-    def _is_unchanged_by(self, error: BaseException) -> bool:
-        if self._phase is Phase.READING:
-            return may_retry(error, self._pager, self._ranks)
-        return self._phase is Phase.CHECKED
-
-    def _pages(self) -> Generator[PageView, None, None]:
-        """Yield what is to be stepped; give a page back when a window of pages follows it."""
-        pages = pages_of(self._subgroups)
+    def _views(self) -> Generator[PageView, None, None]:
+        """Yield the pages to step; give a page back when a window of pages follows it."""
         self._phase = Phase.READING
-        with contextlib.ExitStack() as stack:
-            stream = self._pager.stream(pages, Needed.STEP)
-            stack.enter_context(contextlib.closing(stream))
-            sources = self._table.mirrors.of(pages)
-            stack.enter_context(contextlib.closing(sources))
-            stepped: deque[tuple[LocalSubgroup, PageView, Source]] = deque()
-            for subgroup in self._subgroups:
-                if len(stepped) == self._window:
-                    self._finish(*stepped.popleft())
-                source: Source = subgroup.direct
-                if subgroup.page is not None:
-                    next(stream)
-                    source = next(sources)
-                view = subgroup.view(source, self._present)
+        table = self._table
+        with (
+            contextlib.closing(table.pager.stream(self._pages, Needed.STEP)) as stream,
+            contextlib.closing(table.mirrors.of(self._pages)) as sources,
+        ):
+            held: deque[tuple[Page, PageView, Source]] = deque()
+            for page in self._pages:
+                if len(held) == self._window:
+                    self._finish(*held.popleft())
+                next(stream)
+                source = next(sources)
+                view = page.view(source, self._present)
                 self.changed += view.adopt_parameters().items()
                 self._phase = Phase.STEPPING
-                if self._has_gradient(subgroup):
+                if self._has_gradient(page):
                     yield view
-                stepped.append((subgroup, view, source))
-            while stepped:
-                self._finish(*stepped.popleft())
-            self._table.replication.finish()
+                held.append((page, view, source))
+            while held:
+                self._finish(*held.popleft())
+            table.replication.finish()
         self._phase = Phase.FINISHED
 
-    def _finish(self, subgroup: LocalSubgroup, view: PageView, source: Source) -> None:
-        """Write the parameters and the page of a subgroup that was stepped."""
-        has_gradient = self._has_gradient(subgroup)
+    def _finish(self, page: Page, view: PageView, source: Source) -> None:
+        """Write the parameters and the content of a page that was stepped."""
+        has_gradient = self._has_gradient(page)
         if has_gradient:
             view.write_parameters()
         view.read_parameters()
         if has_gradient:
-            self._table.replication.begin(subgroup, source, self._present)
+            self._table.replication.begin(page, source, self._present)
         source.send_back()
-        if subgroup.page is not None:
-            self._pager.swap_out(subgroup.page)
+        self._table.pager.swap_out(page)
         if self._free_gradients:
-            for name, parameter in subgroup.parameters.items():
-                if self._last_uses[name] is subgroup:
+            for name, parameter in page.parameters.items():
+                if self._last_uses[name] is page:
                     parameter.tensor.grad = None
 
-    def _has_gradient(self, subgroup: LocalSubgroup) -> bool:
-        return not subgroup.parameters.keys().isdisjoint(self._present)
+    def _has_gradient(self, page: Page) -> bool:
+        return not page.parameters.keys().isdisjoint(self._present)
 
 
 class SteppedPages:
@@ -174,19 +148,16 @@ class SteppedPages:
 
     Args:
         pages: the pages.
-        present: names of the parameters of which this rank or another has a gradient.
+        present: names of the parameters of which any rank has a gradient.
         shared: the part that each rank owns of each page.
     """
 
     def __init__(
-        self,
-        pages: Iterator[PageView],
-        present: frozenset[str],
-        shared: Sequence[SharedSubgroup],
+        self, pages: Iterator[PageView], present: frozenset[str], shared: Sequence[SharedSubgroup]
     ) -> None:
         self._pages = pages
         self.present = present
-        """Names of the parameters of which this rank or another has a gradient."""
+        """Names of the parameters of which any rank has a gradient."""
         self.count = len(shared)
         """Number of pages."""
         self.shared = shared

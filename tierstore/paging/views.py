@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
@@ -18,24 +16,8 @@ from tierstore.layout.parameters import MASTER, PagedParameter, ParameterSpec
 _PIECE_ELEMENTS = 1 << 20
 
 
-class Source(Protocol):
-    """Finds the parameters and gradients of a view."""
-
-    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk of a parameter, to read and write."""
-
-    def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
-        """Return a chunk of a parameter's gradient; None without a gradient."""
-
-    def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
-        """Return the offsets and sizes of a chunk within this rank's tensor of the parameter."""
-
-    def send_back(self) -> None:
-        """Start to copy the parameters back to their device, if the source has copies."""
-
-
-class Direct(Source):
-    """The parameters and gradients themselves.
+class Source:
+    """The parameters and gradients that a view reads and writes: the tensors themselves.
 
     Args:
         local_chunks: parameter name and chunk -> the chunk within this rank's tensor, for chunks
@@ -43,27 +25,26 @@ class Direct(Source):
     """
 
     def __init__(self, local_chunks: Mapping[tuple[str, Chunk], Chunk]) -> None:
-        self._local_chunks = local_chunks
+        self.local_chunks = local_chunks
 
-    @override
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
-        return self._select(parameter.name, chunk, parameter.tensor)
+        """Return a chunk of a parameter, to read and write."""
+        local = self.local_chunk(parameter.name, chunk)
+        return local.select(local_tensor(parameter.tensor))
 
-    @override
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
+        """Return a chunk of a parameter's gradient; None without a gradient."""
         grad = parameter.tensor.grad
-        return None if grad is None else self._select(parameter.name, chunk, grad)
+        if grad is None:
+            return None
+        return self.local_chunk(parameter.name, chunk).select(local_tensor(grad))
 
-    @override
     def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
-        return self._local_chunks.get((name, chunk), chunk)
+        """Return the offsets and sizes of a chunk within this rank's tensor of the parameter."""
+        return self.local_chunks.get((name, chunk), chunk)
 
-    @override
     def send_back(self) -> None:
-        pass
-
-    def _select(self, name: str, chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
-        return self.local_chunk(name, chunk).select(local_tensor(tensor))
+        """Start to copy the parameters back to their device, if the source has copies."""
 
 
 # Not frozen: ``chunk.master -= update`` also assigns.
@@ -147,30 +128,20 @@ class PageView:
         for shard in layout.subgroup.shards:
             name = shard.parameter.name
             has_gradient = name in present
-            self.shards.append(
-                ShardView(
-                    parameters[name],
-                    shard.parameter,
-                    [self._chunk_view(name, chunk, has_gradient) for chunk in shard.chunks],
-                    has_gradient,
-                )
-            )
+            chunks = [self._chunk_view(name, chunk, has_gradient) for chunk in shard.chunks]
+            self.shards.append(ShardView(parameters[name], shard.parameter, chunks, has_gradient))
 
     def _chunk_view(self, name: str, chunk: Chunk, has_gradient: bool) -> ChunkView:
-        records = self._layout.records[name, chunk]
-        parameter = self._parameters[name]
+        parameter, records = self._parameters[name], self._layout.records[name, chunk]
+        states = {state: record.view(self._memory) for state, record in records.items()}
+        master = states.pop(MASTER)
         if records[MASTER].parameter.owns_master:
             master = self._source.values(parameter, chunk)
-        else:
-            master = records[MASTER].view(self._memory)
-        states = {
-            state: record.view(self._memory) for state, record in records.items() if state != MASTER
-        }
         return ChunkView(chunk, master, states, parameter, self._source, has_gradient)
 
     def initialize(self) -> None:
         """Fill a page that was never written, with zeros and the parameters."""
-        for chunk in self._chunks():
+        for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states.values():
                 state.zero_()
             chunk.master.copy_(chunk.values)
@@ -191,13 +162,13 @@ class PageView:
                 continue
             name = shard.spec.name
             for chunk in shard.chunks:
+                values, master = chunk.values, chunk.master
                 # On a device the result would have to be waited for, which takes longer.
-                if chunk.values.device.type == "cpu" and _rounds_to(chunk.master, chunk.values):
+                if values.device.type == "cpu" and _rounds_to(master, values):
                     continue
-                rounded = chunk.master.to(shard.spec.dtype)
-                differs = (chunk.values != rounded) & ~(chunk.values.isnan() & rounded.isnan())
-                adopted = torch.where(differs, chunk.values.to(chunk.master.dtype), chunk.master)
-                chunk.master.copy_(adopted)
+                rounded = master.to(shard.spec.dtype)
+                differs = (values != rounded) & ~(values.isnan() & rounded.isnan())
+                master.copy_(torch.where(differs, values.to(master.dtype), master))
                 found = differs.any()
                 changed[name] = changed[name] | found if name in changed else found
         return changed
@@ -223,9 +194,6 @@ class PageView:
             master = records[MASTER]
             parameter = self._parameters[master.parameter.name]
             self._source.values(parameter, master.chunk).copy_(master.view(self._memory))
-
-    def _chunks(self) -> list[ChunkView]:
-        return [chunk for shard in self.shards for chunk in shard.chunks]
 
 
 def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:

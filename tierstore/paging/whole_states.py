@@ -10,13 +10,10 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
 from tierstore.layout.parameters import PagedGroup, ParameterSpec, check_states
-from tierstore.paging.local_subgroups import LocalSubgroup, pages_of
-from tierstore.paging.page import Needed, Page
+from tierstore.paging.page import Needed, Page, PageFiles
 from tierstore.paging.page_table import PageTable
-from tierstore.paging.pager import Pager
-from tierstore.paging.views import PageView, ShardView
+from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers, agree
-from tierstore.run.committer import Progress
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -67,23 +64,17 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
         table: all subgroups, in order.
         names: the parameters, the same on all ranks.
     """
-    pager, replication = table.pager, table.replication
+    pager = table.pager
     members = [member for member in table.parameters if member.name in names]
     shapes = {member.name: tuple(local_tensor(member.tensor).shape) for member in members}
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
-    wanted = [s for s in table.subgroups if not s.parameters.keys().isdisjoint(shapes)]
-    with contextlib.closing(pager.stream(pages_of(wanted), Needed.STEP)) as stream:
-        for subgroup in wanted:
-            if subgroup.page is not None:
-                page = next(stream)
-                content = pager.files.map(page)
-                for shard in page.view().shards:
-                    if shard.spec.name in shapes:
-                        name = shard.spec.name
-                        _collect(pager, page, shard, content, shapes[name], found[name])
-                pager.release(page)
-            _complete(table, subgroup, shapes, found)
-    replication.finish()
+    wanted = [page for page in table.all_pages if not page.parameters.keys().isdisjoint(shapes)]
+    with contextlib.closing(pager.stream(wanted, Needed.STEP)) as stream:
+        for page in stream:
+            _collect(pager.files, page, shapes, found)
+            pager.release(page)
+            _complete(table, page, shapes, found)
+    table.replication.finish()
     for member in members:
         states = found[member.name]
         for state, dtype in _readable_states(member.spec):
@@ -102,57 +93,52 @@ def _readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
 
 
 def _collect(
-    pager: Pager,
+    files: PageFiles,
     page: Page,
-    shard: ShardView,
-    content: memoryview | None,
-    shape: tuple[int, ...],
-    states: dict[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
-    """Add the part of one parameter's states that a page holds.
+    """Add the states that a page holds.
 
     Args:
-        pager: provides memory.
+        files: provide memory.
         page: the page, held, with the sections of a step.
-        shard: the parameter's shard in the page.
-        content: the page's file as memory; None without a file.
-        shape: shape of this rank's tensor of the parameter.
-        states: state name -> tensor of that shape; completed page by page.
+        shapes: name of a parameter -> shape of this rank's tensor.
+        found: name of a parameter -> state name -> tensor of that shape; completed page by page.
     """
-    spec = shard.spec
-    for state, dtype in _readable_states(spec):
-        for view in shard.chunks:
-            local = page.direct.local_chunk(spec.name, view.chunk)
-            if content is not None and local.sizes == shape:
-                states[state] = page.layout.records[spec.name, view.chunk][state].over(content)
-                continue
-            # The state is in several pages, or in none yet: there is no file to map.
-            if state not in states:
-                states[state] = pager.files.scratch(shape, dtype)
-            local.select(states[state]).copy_(view.state(state))
+    content = files.map(page)
+    for shard in page.view().shards:
+        name = shard.spec.name
+        for state, dtype in _readable_states(shard.spec) if name in shapes else ():
+            for view in shard.chunks:
+                if content is not None and view.local.sizes == shapes[name]:
+                    found[name][state] = page.layout.records[name, view.chunk][state].over(content)
+                    continue
+                # The state is in several pages, or in none yet: there is no file to map.
+                if state not in found[name]:
+                    found[name][state] = files.scratch(shapes[name], dtype)
+                view.local.select(found[name][state]).copy_(view.state(state))
 
 
 def _complete(
     table: PageTable,
-    subgroup: LocalSubgroup,
+    page: Page,
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
     """Send the states of a subgroup from their owners to the ranks that hold replicas."""
     state_tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in subgroup.parameters.items():
-        if name in shapes:
-            for state, dtype in _readable_states(parameter.spec):
-                if state not in found[name]:
-                    found[name][state] = table.pager.files.scratch(shapes[name], dtype)
-                state_tensors.setdefault(state, {})[name] = found[name][state]
+    for name in (name for name in page.parameters if name in shapes):
+        for state, dtype in _readable_states(page.parameters[name].spec):
+            if state not in found[name]:
+                found[name][state] = table.pager.files.scratch(shapes[name], dtype)
+            state_tensors.setdefault(state, {})[name] = found[name][state]
     for tensors in state_tensors.values():
-        table.replication.begin(subgroup, subgroup.direct, tensors, tensors)
+        table.replication.begin(page, page.source, tensors, tensors)
 
 
 def write_pages(
     table: PageTable,
-    committer: Progress,
     fill: Callable[[PageView], None],
     scalars: Mapping[str, Mapping[str, float]],
 ) -> None:
@@ -160,9 +146,8 @@ def write_pages(
 
     Args:
         table: the pages.
-        committer: told of the new pages, and of the scalars.
         fill: fills a page that holds zeros and the parameters.
-        scalars: what to update the scalars with.
+        scalars: updates the scalars of the committer.
     """
     with contextlib.closing(table.pager.stream(table.pages, Needed.NOTHING)) as stream:
         for page in stream:
@@ -172,8 +157,8 @@ def write_pages(
             view.read_parameters()
             table.pager.swap_out(page)
     for name, values in scalars.items():
-        committer.scalars[name] = dict(values)
-    committer.note_written(len(table.groups))
+        table.committer.scalars[name] = dict(values)
+    table.committer.note_written(len(table.groups))
     table.replicate()
 
 
