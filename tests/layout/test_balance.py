@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.layout.ownership import FlatPiece, balanced_owners, flat_owners
+from tierstore.layout.ownership import balanced_owners, flat_ranges
 from tierstore.layout.sharding import share
 
 costs = st.lists(st.integers(0, 20), max_size=12)
@@ -29,7 +29,9 @@ def test_earlier_loads_count() -> None:
 
 
 @given(costs, loads)
-def test_each_goes_to_the_rank_with_least(costs: list[int], loads: list[int]) -> None:
+def test_each_parameter_goes_to_the_rank_with_the_least_load(
+    costs: list[int], loads: list[int]
+) -> None:
     before = list(loads)
     owners, sums = balanced_owners(costs, loads)
     assert loads == before
@@ -43,31 +45,27 @@ def test_each_goes_to_the_rank_with_least(costs: list[int], loads: list[int]) ->
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 8))
 def test_flat_ranges_take_each_element_in_turn(numels: list[int], world_size: int) -> None:
     elements = [(i, position) for i, numel in enumerate(numels) for position in range(numel)]
-    owned = flat_owners(numels, world_size)
+    ranges = flat_ranges(numels, world_size)
+    assert [len(rank_ranges) for rank_ranges in ranges] == [world_size] * len(numels)
     found = [
-        [(piece.parameter, position) for piece in pieces for position in range(*ends(piece))]
-        for pieces in owned
+        [(i, position) for i in range(len(numels)) for position in range(*ranges[i][rank])]
+        for rank in range(world_size)
     ]
     assert list(itertools.chain.from_iterable(found)) == elements
     assert [len(part) for part in found] == [
         len(elements) * (rank + 1) // world_size - len(elements) * rank // world_size
         for rank in range(world_size)
     ]
-    for pieces in owned:
-        # Not empty, and one for each parameter at most.
-        assert all(piece.start < piece.stop for piece in pieces)
-        assert len({piece.parameter for piece in pieces}) == len(pieces)
+    for numel, rank_ranges in zip(numels, ranges, strict=True):
+        assert all(0 <= start <= stop <= numel for start, stop in rank_ranges)
 
 
-def ends(piece: FlatPiece) -> tuple[int, int]:
-    return piece.start, piece.stop
-
-
-def test_flat_pieces_by_hand() -> None:
-    assert flat_owners([4, 0, 5, 1], 3) == [
-        [FlatPiece(parameter=0, start=0, stop=3)],
-        [FlatPiece(parameter=0, start=3, stop=4), FlatPiece(parameter=2, start=0, stop=2)],
-        [FlatPiece(parameter=2, start=2, stop=5), FlatPiece(parameter=3, start=0, stop=1)],
+def test_flat_ranges_by_hand() -> None:
+    assert flat_ranges([4, 0, 5, 1], 3) == [
+        [(0, 3), (3, 4), (4, 4)],
+        [(0, 0), (0, 0), (0, 0)],
+        [(0, 0), (0, 2), (2, 5)],
+        [(0, 0), (0, 0), (0, 1)],
     ]
 
 
@@ -79,4 +77,4 @@ def test_no_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="loads must have a number for each rank"):
         balanced_owners([1], [])
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
-        flat_owners([1], 0)
+        flat_ranges([1], 0)

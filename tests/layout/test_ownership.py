@@ -20,7 +20,7 @@ from tierstore.layout.ownership import (
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
 from tierstore.layout.sharding import Holding, Replicated, Sharded, Sharding, stacked, whole_on
-from tierstore.layout.subgroups import Row, cut_rows, record_chunks
+from tierstore.layout.subgroups import Elements, cut_into_pages, record_chunks
 
 PAGE_BYTES = 4096
 
@@ -189,14 +189,15 @@ def test_one_rank_has_all_of_each_subgroup(
 ) -> None:
     _, parameters = case
     specs = [parameter.spec for parameter in parameters]
-    rows = [Row(parameter=spec, numel=math.prod(spec.shape)) for spec in specs]
+    elements = [Elements(parameter=spec, numel=math.prod(spec.shape)) for spec in specs]
     for flat in (False, True):
         alone = [replace(parameter, holding=whole_on([0]), flat=flat) for parameter in parameters]
         found = [subgroup.of(0) for subgroup in partition_ranks(3, alone, PAGE_BYTES, 1)]
-        for subgroup, pieces in zip(found, cut_rows(rows, PAGE_BYTES), strict=True):
+        for subgroup, pieces in zip(found, cut_into_pages(elements, PAGE_BYTES), strict=True):
             assert subgroup.group == 3
             assert [(shard.parameter, shard.chunks) for shard in subgroup.shards] == [
-                (specs[p.row], tuple(record_chunks(specs[p.row], p.start, p.stop))) for p in pieces
+                (specs[p.parameter], tuple(record_chunks(specs[p.parameter], p.start, p.stop)))
+                for p in pieces
             ]
 
 

@@ -31,7 +31,7 @@ def test_a_mesh_without_some_of_the_ranks(pool: RankPool) -> None:
     found = pool.run(3, "tests.rank_programs.refusals:refusal", "on some ranks")
     assert [name for name, _ in found] == ["PeerFailed", "PeerFailed", "ValueError"]
     for _, text in found:
-        assert "its mesh has ranks [0, 1] and not this one, 2" in text
+        assert "its mesh has ranks [0, 1] and not this rank, 2" in text
 
 
 @pytest.mark.parametrize(

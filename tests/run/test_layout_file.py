@@ -18,7 +18,7 @@ from tests.support.toy import FIRST, FOURTH, MODEL, RANK, SECOND, THIRD, Toy, ma
 from tierstore.checkpoint.publish_stopped import publish_run
 from tierstore.inspection.verify import verify
 from tierstore.layout import ownership
-from tierstore.layout.subgroups import Piece, Row
+from tierstore.layout.subgroups import Elements, Piece
 
 LATE = ("late", (3,), torch.float32, {}, True)
 
@@ -110,14 +110,15 @@ def test_a_manifest_is_small(tmp_path: Path) -> None:
     assert small < 64 * few + 1024
 
 
-def cut_after_each(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
+def cut_after_each(sequences: Sequence[Elements], page_bytes: int) -> list[list[Piece]]:
     """Another way to cut: each parameter in two pages."""
     pages = []
-    for number, row in enumerate(rows):
-        unit = row.numel // row.parameter.shape[0] if row.parameter.shape else 1
-        cut = row.numel // 2 // unit * unit if row.parameter.elementwise else row.numel
-        for start, stop in itertools.pairwise(sorted({0, cut, row.numel})):
-            pages.append([Piece(row=number, start=start, stop=stop)])
+    for number, elements in enumerate(sequences):
+        numel, spec = elements.numel, elements.parameter
+        unit = numel // spec.shape[0] if spec.shape else 1
+        cut = numel // 2 // unit * unit if spec.elementwise else numel
+        for start, stop in itertools.pairwise(sorted({0, cut, numel})):
+            pages.append([Piece(parameter=number, start=start, stop=stop)])
     return pages
 
 
@@ -126,7 +127,7 @@ def test_a_run_that_other_code_has_cut_is_read(
 ) -> None:
     groups = [[FIRST, SECOND], [THIRD], [FOURTH]]
     with monkeypatch.context() as patched:
-        patched.setattr(ownership, "cut_rows", cut_after_each)
+        patched.setattr(ownership, "cut_into_pages", cut_after_each)
         toy = Toy(tmp_path / "run", groups)
         for _ in range(3):
             toy.step()

@@ -15,11 +15,11 @@ from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.sharding import HeldChunk, Holding, share
 from tierstore.layout.subgroups import (
+    Elements,
     ParameterShard,
     Piece,
-    Row,
     Subgroup,
-    cut_rows,
+    cut_into_pages,
     record_chunks,
 )
 
@@ -59,8 +59,7 @@ class SharedShard:
     @property
     def chunks(self) -> list[list[Chunk]]:
         """Rank -> the chunks that it owns; every element is in one chunk of one rank."""
-        ranks = range(len(self.ranges))
-        return [[owned.whole for owned in self.owned(rank)] for rank in ranks]
+        return [[owned.whole for owned in self.owned(rank)] for rank in range(len(self.ranges))]
 
     def owned(self, rank: int) -> tuple[HeldChunk, ...]:
         """Return the chunks that a rank owns, each small enough for one record of any state."""
@@ -68,11 +67,10 @@ class SharedShard:
         if start >= stop:
             return ()
         spec, holding = self.parameter.spec, self.parameter.holding
-        held: Sequence[HeldChunk] = holding.owned(spec.shape, rank)
         if holding.is_whole:
-            all_of_it = Chunk((0,) * len(spec.shape), spec.shape)
-            held = [HeldChunk(whole=all_of_it, local=all_of_it)]
-        return tuple(_parts(spec, held, start, stop))
+            whole = Chunk((0,) * len(spec.shape), spec.shape)
+            return tuple(_parts(spec, [HeldChunk(whole=whole, local=whole)], start, stop))
+        return tuple(_parts(spec, holding.owned(spec.shape, rank), start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +82,11 @@ class SharedSubgroup:
 
     def of(self, rank: int) -> Subgroup:
         """Return the subgroup of a rank; its shards of some parameters may be empty."""
-        return Subgroup(
-            self.group,
-            tuple(
-                ParameterShard(shard.spec, tuple(owned.whole for owned in shard.owned(rank)))
-                for shard in self.shards
-            ),
+        shards = (
+            ParameterShard(shard.spec, tuple(owned.whole for owned in shard.owned(rank)))
+            for shard in self.shards
         )
+        return Subgroup(self.group, tuple(shards))
 
     def places(self, rank: int) -> dict[tuple[str, Chunk], Chunk]:
         """Return (parameter name, owned chunk) -> its chunk in the local tensor."""
@@ -107,7 +103,7 @@ def owned_costs(subgroups: Iterable[SharedSubgroup], world_size: int) -> dict[bo
     Costs with another value of ``elementwise`` have another unit.
     """
     loads = {elementwise: [0] * world_size for elementwise in (False, True)}
-    for shard in (shard for subgroup in subgroups for shard in subgroup.shards):
+    for shard in chain.from_iterable(subgroup.shards for subgroup in subgroups):
         if _has_one_owner(shard.parameter):
             for rank, (start, stop) in enumerate(shard.ranges):
                 loads[shard.spec.elementwise][rank] += _cost(shard.parameter, stop - start)
@@ -128,27 +124,23 @@ def partition_ranks(
     sections comes on top.
 
     Args:
-        group: its number.
-        parameters: what is in it.
-        page_bytes: about how much of a subgroup a rank may own.
+        group: number of the group.
+        parameters: the parameters of the group.
+        page_bytes: about how many bytes of a subgroup a rank may own.
         world_size: number of ranks.
-        loads: owned_costs() of the groups before it, to which those of this one are added.
+        loads: owned_costs() of earlier groups; the costs of this group are added.
     """
     loads = owned_costs([], world_size) if loads is None else loads
-    pages = cut_rows([_row(parameter) for parameter in parameters], page_bytes)
+    pages = cut_into_pages([_elements(parameter) for parameter in parameters], page_bytes)
     owners = _owners(parameters, pages, loads)
     subgroups = []
     for pieces in pages:
         ranges = _ranges(parameters, pieces, owners, world_size)
-        subgroups.append(
-            SharedSubgroup(
-                group=group,
-                shards=tuple(
-                    SharedShard(parameter=parameters[piece.row], ranges=of_ranks)
-                    for piece, of_ranks in zip(pieces, ranges, strict=True)
-                ),
-            )
+        shards = (
+            SharedShard(parameter=parameters[piece.parameter], ranges=rank_ranges)
+            for piece, rank_ranges in zip(pieces, ranges, strict=True)
         )
+        subgroups.append(SharedSubgroup(group=group, shards=tuple(shards)))
     return subgroups
 
 
@@ -159,20 +151,20 @@ def _owners(
 ) -> dict[Piece, int]:
     """Return the owner of each piece that one rank owns whole.
 
-    All pages are dealt at once; page by page the costs of ranks would differ more.
+    The pieces of all pages are assigned at once; page by page the loads of ranks would differ more.
     """
     members: dict[tuple[tuple[int, ...], bool], list[Piece]] = {}
     for piece in chain.from_iterable(pages):
-        parameter = parameters[piece.row]
+        parameter = parameters[piece.parameter]
         if _has_one_owner(parameter):
             key = parameter.holding.ranks, parameter.spec.elementwise
             members.setdefault(key, []).append(piece)
     owners: dict[Piece, int] = {}
     for (ranks, elementwise), pieces in members.items():
-        costs = [_cost(parameters[piece.row], piece.stop - piece.start) for piece in pieces]
+        costs = [_cost(parameters[piece.parameter], piece.numel) for piece in pieces]
         before = [loads[elementwise][rank] for rank in ranks]
-        dealt, after = balanced_owners(costs, before)
-        owners.update((piece, ranks[owner]) for piece, owner in zip(pieces, dealt, strict=True))
+        chosen, after = balanced_owners(costs, before)
+        owners.update((piece, ranks[owner]) for piece, owner in zip(pieces, chosen, strict=True))
         for rank, load in zip(ranks, after, strict=True):
             loads[elementwise][rank] = load
     return owners
@@ -182,17 +174,16 @@ def _has_one_owner(parameter: SharedParameter) -> bool:
     return parameter.holding.is_whole and not parameter.flat
 
 
-def _row(parameter: SharedParameter) -> Row:
-    """Return the elements that fill the page of the rank with most of a parameter."""
+def _elements(parameter: SharedParameter) -> Elements:
+    """Return the elements that fill the pages of the rank that owns most of a parameter."""
     spec, holding = parameter.spec, parameter.holding
     if holding.is_whole:
-        dealt = parameter.flat or not spec.elementwise
-        ranks = len(holding.ranks) if dealt else 1
-        return Row(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
-    numels = [_numel(holding.owned(spec.shape, rank)) for rank in holding.ranks]
-    most = holding.ranks[numels.index(max(numels))]
+        is_divided = parameter.flat or not spec.elementwise
+        ranks = len(holding.ranks) if is_divided else 1
+        return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
+    most = max(holding.ranks, key=lambda rank: _owned_numel(parameter, rank))
     local = replace(spec, shape=holding.local_shape(spec.shape, most))
-    return Row(parameter=local, numel=max(numels))
+    return Elements(parameter=local, numel=_owned_numel(parameter, most))
 
 
 def _ranges(
@@ -204,30 +195,29 @@ def _ranges(
     """Return the range that each rank owns, for each piece of a subgroup.
 
     Args:
-        parameters: those of the group.
-        pieces: what the subgroup has of them.
-        owners: of those pieces that one rank owns whole, which one.
+        parameters: the parameters of the group.
+        pieces: the pieces of the subgroup.
+        owners: the owner of each piece that one rank owns whole.
         world_size: number of ranks.
     """
     ranges = [[(0, 0)] * world_size for _ in pieces]
-    flat: dict[tuple[int, ...], list[int]] = {}
-    for index, piece in enumerate(pieces):
-        spec, holding = parameters[piece.row].spec, parameters[piece.row].holding
+    flat: dict[tuple[int, ...], list[tuple[Piece, list[tuple[int, int]]]]] = {}
+    for piece, rank_ranges in zip(pieces, ranges, strict=True):
+        parameter = parameters[piece.parameter]
+        holding = parameter.holding
         if piece in owners:
-            ranges[index][owners[piece]] = piece.start, piece.stop
+            rank_ranges[owners[piece]] = piece.start, piece.stop
         elif holding.is_whole:
-            flat.setdefault(holding.ranks, []).append(index)
+            flat.setdefault(holding.ranks, []).append((piece, rank_ranges))
         else:
             for rank in holding.ranks:
-                numel = _numel(holding.owned(spec.shape, rank))
-                ranges[index][rank] = min(piece.start, numel), min(piece.stop, numel)
+                numel = _owned_numel(parameter, rank)
+                rank_ranges[rank] = min(piece.start, numel), min(piece.stop, numel)
     for ranks, members in flat.items():
-        numels = [pieces[index].stop - pieces[index].start for index in members]
-        for rank, owned in zip(ranks, flat_owners(numels, len(ranks)), strict=True):
-            for part in owned:
-                index = members[part.parameter]
-                start = pieces[index].start
-                ranges[index][rank] = start + part.start, start + part.stop
+        owned = flat_ranges([piece.numel for piece, _ in members], len(ranks))
+        for (piece, rank_ranges), parts in zip(members, owned, strict=True):
+            for rank, (start, stop) in zip(ranks, parts, strict=True):
+                rank_ranges[rank] = piece.start + start, piece.start + stop
     return ranges
 
 
@@ -239,7 +229,7 @@ def _parts(
     spec: ParameterSpec, held: Sequence[HeldChunk], start: int, stop: int
 ) -> Iterator[HeldChunk]:
     """Yield the elements [start, stop) of consecutive chunks as smaller chunks."""
-    for chunk, end in zip(held, accumulate(each.whole.numel for each in held), strict=True):
+    for chunk, end in zip(held, accumulate(chunk.whole.numel for chunk in held), strict=True):
         begin = end - chunk.whole.numel
         first, last = max(start, begin), min(stop, end)
         if first < last:
@@ -253,8 +243,9 @@ def _moved(part: Chunk, outer: Chunk) -> Chunk:
     return Chunk(tuple(offsets), part.sizes)
 
 
-def _numel(chunks: Sequence[HeldChunk]) -> int:
-    return sum(chunk.whole.numel for chunk in chunks)
+def _owned_numel(parameter: SharedParameter, rank: int) -> int:
+    owned = parameter.holding.owned(parameter.spec.shape, rank)
+    return sum(chunk.whole.numel for chunk in owned)
 
 
 def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -283,36 +274,29 @@ def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[in
     return owners, sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatPiece:
-    """The elements [start, stop) of the row-major order of a parameter."""
+def flat_ranges(numels: Sequence[int], world_size: int) -> list[list[tuple[int, int]]]:
+    """Return parameter -> rank -> the range [start, stop) of its elements that the rank owns.
 
-    parameter: int
-    """Index of the parameter."""
+    The parameters in order are a sequence of n elements, of which rank r owns
+    [n * r // world_size, n * (r + 1) // world_size).
 
-    start: int
-    stop: int
+    Example: 4 and 5 elements on 3 ranks: [[(0, 3), (3, 4), (4, 4)], [(0, 0), (0, 2), (2, 5)]].
 
-
-def flat_owners(numels: Sequence[int], world_size: int) -> list[list[FlatPiece]]:
-    """Return the pieces of parameters that each rank owns, given their numbers of elements.
-
-    The parameters in order make a row of n elements, of which rank r owns
-    [n * r // world_size, n * (r + 1) // world_size). No piece is empty.
+    Args:
+        numels: number of elements of each parameter.
+        world_size: number of ranks.
 
     Raises:
         ValueError: there is no rank.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    owned = []
-    for rank in range(world_size):
-        first, last = share(sum(numels), rank, world_size)
-        pieces, begin = [], 0
-        for parameter, numel in enumerate(numels):
-            start, stop = max(first - begin, 0), min(last - begin, numel)
-            if start < stop:
-                pieces.append(FlatPiece(parameter=parameter, start=start, stop=stop))
-            begin += numel
-        owned.append(pieces)
-    return owned
+    bounds = [share(sum(numels), rank, world_size) for rank in range(world_size)]
+    begins = accumulate(numels, initial=0)
+    return [
+        [
+            (min(max(first - begin, 0), numel), min(max(last - begin, 0), numel))
+            for first, last in bounds
+        ]
+        for begin, numel in zip(begins, numels, strict=False)
+    ]

@@ -32,7 +32,7 @@ class Subgroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Elements:
     """A sequence of elements of one parameter, which fills pages in order."""
 
     parameter: ParameterSpec
@@ -44,70 +44,73 @@ class Row:
     ranks: int = 1
     """Number of ranks that have an equal share of each page."""
 
+    def nbytes(self, start: int, stop: int) -> int:
+        """Return the number of bytes that the records of a piece take in the page of one rank."""
+        chunks = record_chunks(self.parameter, start, stop)
+        states = self.parameter.all_states
+        nbytes = sum(record_nbytes(chunk.sizes, dtype) for chunk in chunks for _, dtype in states)
+        return -(-nbytes // self.ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The elements [start, stop) of the row with this index."""
+    """The elements [start, stop) of a parameter."""
 
-    row: int
+    parameter: int
+    """Index of the parameter."""
+
     start: int
     stop: int
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
 
-def cut_rows(rows: Sequence[Row], page_bytes: int) -> list[list[Piece]]:
+
+def cut_into_pages(sequences: Sequence[Elements], page_bytes: int) -> list[list[Piece]]:
     """Return the pieces of each page; no page and no piece is empty."""
-    pages: list[list[Piece]] = []
-    pieces: list[Piece] = []
+    pages: list[list[Piece]] = [[]]
     room = page_bytes
-
-    def close_page() -> None:
-        nonlocal room
-        if pieces:
-            pages.append(pieces.copy())
-        pieces.clear()
-        room = page_bytes
-
-    for index, row in enumerate(rows):
-        unit = _unit_numel(row, page_bytes)
+    for index, elements in enumerate(sequences):
+        unit = _unit_numel(elements, page_bytes)
         start = 0
-        while start < row.numel:
-            stop = _stop_within(row, start, unit, room)
-            if stop == start:  # Not even one unit fits in what is left of this page.
-                if pieces:
-                    close_page()
-                    continue
-                stop = min(start + unit, row.numel)
-            pieces.append(Piece(row=index, start=start, stop=stop))
-            room -= _nbytes(row, start, stop)
+        while start < elements.numel:
+            stop = _stop_within(elements, start, unit, room)
+            if stop == start and pages[-1]:  # Not even one unit fits in the rest of this page.
+                pages.append([])
+                room = page_bytes
+                continue
+            stop = max(stop, min(start + unit, elements.numel))
+            pages[-1].append(Piece(parameter=index, start=start, stop=stop))
+            room -= elements.nbytes(start, stop)
             start = stop
-    close_page()
-    return pages
+    return [pieces for pieces in pages if pieces]
 
 
-def _unit_numel(row: Row, page_bytes: int) -> int:
+def _unit_numel(elements: Elements, page_bytes: int) -> int:
     """Return the number of consecutive elements that must stay in one page.
 
     All elements of a parameter that may not be cut; else those of one row, or of a row of a
     deeper dimension if a row is too large for half a page.
     """
-    parameter = row.parameter
+    parameter = elements.parameter
     if not parameter.elementwise:
-        return row.numel
-    numel_max = page_bytes * row.ranks // 2 // parameter.element_bytes
-    rows = (
-        math.prod(parameter.shape[dimension:]) for dimension in range(1, len(parameter.shape) + 1)
-    )
+        return elements.numel
+    numel_max = page_bytes * elements.ranks // 2 // parameter.element_bytes
+    depths = range(1, len(parameter.shape) + 1)
+    rows = (math.prod(parameter.shape[depth:]) for depth in depths)
     return next((numel for numel in rows if numel <= numel_max), 1)
 
 
-def _stop_within(row: Row, start: int, unit: int, room: int) -> int:
+def _stop_within(elements: Elements, start: int, unit: int, room: int) -> int:
     """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
-    unit_bytes = unit * row.parameter.element_bytes
-    units = min(-(-(row.numel - start) // unit), room * row.ranks // unit_bytes)
+    unit_bytes = unit * elements.parameter.element_bytes
+    units = min(-(-(elements.numel - start) // unit), room * elements.ranks // unit_bytes)
     # The framing of records also takes room, which depends on the chunks: step down until it fits.
     while units > 0:
-        stop = min(start + units * unit, row.numel)
-        if _nbytes(row, start, stop) <= room:
+        stop = min(start + units * unit, elements.numel)
+        if elements.nbytes(start, stop) <= room:
             return stop
         units -= 1
     return start
@@ -122,14 +125,3 @@ def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[C
         numel_max -= numel_max % row_numel
     for first in range(start, stop, numel_max):
         yield from flat_range_chunks(parameter.shape, first, min(first + numel_max, stop))
-
-
-def _nbytes(row: Row, start: int, stop: int) -> int:
-    """Return the number of bytes that the records of a piece take in the page of one rank."""
-    chunks = record_chunks(row.parameter, start, stop)
-    nbytes = sum(
-        record_nbytes(chunk.sizes, dtype)
-        for chunk in chunks
-        for _, dtype in row.parameter.all_states
-    )
-    return -(-nbytes // row.ranks)

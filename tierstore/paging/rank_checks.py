@@ -1,4 +1,4 @@
-"""What the ranks of a job have in common: the same parameters, each held in one way."""
+"""Checks that all ranks of a job have the same parameters, options, hyperparameters and values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,18 +29,18 @@ from tierstore.paging.fsdp import reshard
 from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run import tagged_json
 
-# So many elements tell whether two ranks have the same values.
+# Number of elements that are compared between ranks.
 _SAMPLE_ELEMENTS = 64
 
 
 def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
-    """Refuse ranks that open a store in another way each; all of them call this.
+    """Refuse ranks that open a store with different options. All ranks call this.
 
     Raises:
-        ValueError: naming the first option that differs.
+        ValueError: an option differs; the message names the first.
     """
     if found := _first_difference(peers.gather(dict(options))):
-        raise ValueError(f"{found}: all ranks share one store, so open it alike on all of them")
+        raise ValueError(f"{found}: open the store with the same options on every rank")
 
 
 def partition_groups(
@@ -50,31 +51,30 @@ def partition_groups(
     first_group: int,
     page_bytes: int,
 ) -> list[SharedSubgroup]:
-    """Cut groups into subgroups, of which every rank owns a part; all ranks call this together.
+    """Cut groups into subgroups, and decide what each rank owns of them. All ranks call this.
 
     Args:
         ranks: all ranks.
         groups: the groups to cut.
         earlier: the subgroups of groups attached before.
         first_group: number of the first group to cut.
-        page_bytes: about how much of a subgroup a rank may own.
+        page_bytes: about how many bytes of a subgroup a rank may own.
 
     Raises:
-        ValueError: a parameter is placed in a way that cannot be paged.
+        ValueError: a parameter has placements that cannot be paged.
         RunMismatchError: the ranks have different parameters; the message names the first.
         PeerFailed: a ValueError on another rank.
     """
-
-    def describe() -> list[list[SharedParameter]]:
-        return [[_describe(each, ranks) for each in group.parameters] for group in groups]
-
-    shared = together(ranks, "describe the parameters", describe)
+    shared = together(
+        ranks,
+        "describe the parameters",
+        lambda: [[_describe(member, ranks) for member in group.parameters] for group in groups],
+    )
     digests = ranks.gather(xxhash.xxh3_128_hexdigest(repr(shared).encode()))
     if len(set(digests)) > 1:
-        everyone = ranks.gather(shared)
         shared = [
-            [_combined(theirs) for theirs in zip_longest(*group)]
-            for group in zip_longest(*everyone, fillvalue=())
+            [_combined(parameters) for parameters in zip_longest(*rank_groups)]
+            for rank_groups in zip_longest(*ranks.gather(shared), fillvalue=())
         ]
     loads = owned_costs(earlier, ranks.world_size)
     return [
@@ -91,8 +91,8 @@ def names_with_gradient(
 
     Args:
         peers: all ranks, which call this together.
-        groups: the groups, the same on all of them.
-        specs: what the parameters were when they were attached, by name.
+        groups: the groups, the same on all ranks.
+        specs: parameter name -> spec when the parameter was attached.
 
     Raises:
         ValueError: a parameter or gradient does not fit, or the ranks have different
@@ -103,18 +103,14 @@ def names_with_gradient(
 
     def look() -> tuple[int, int]:
         reshard(members)
-        found = 0  # A bit for each parameter: what every step sends shall be small.
+        found = 0  # A bit for each parameter, because every step sends this.
         for index, parameter in enumerate(members):
             check_unchanged(parameter, specs[parameter.name])
             found |= (parameter.tensor.grad is not None) << index
-        if peers.world_size == 1:
-            return found, 0
-        values = json.dumps(_hyperparameters(groups), sort_keys=True)
-        return found, xxhash.xxh3_64_intdigest(values.encode())
+        return found, 0 if peers.world_size == 1 else _digest(_hyperparameters(groups))
 
     gradients, digests = zip(*agree(peers, "begin a step", look), strict=True)
-    if len(set(digests)) > 1:
-        _refuse_hyperparameters(peers, groups)
+    _require_equal(peers, groups, digests)
     found = functools.reduce(operator.or_, gradients)
     return frozenset(member.name for index, member in enumerate(members) if found >> index & 1)
 
@@ -125,18 +121,14 @@ def require_same_commit(
     """Refuse ranks that are about to commit different hyperparameters or scalars.
 
     Raises:
-        ValueError: naming the first that differs.
-        PeerFailed: another rank does something else.
+        ValueError: a value differs; the message names the first.
+        PeerFailed: another rank makes another call.
     """
-    if peers.world_size == 1:
-        return
-
-    def look() -> int:
-        values = json.dumps([_hyperparameters(groups), scalars], sort_keys=True)
-        return xxhash.xxh3_64_intdigest(values.encode())
-
-    if len(set(agree(peers, "commit a step", look))) > 1:
-        _refuse_hyperparameters(peers, groups)
+    if peers.world_size > 1:
+        digests = agree(
+            peers, "commit a step", lambda: _digest([_hyperparameters(groups), scalars])
+        )
+        _require_equal(peers, groups, digests)
 
 
 def _hyperparameters(groups: Sequence[PagedGroup]) -> dict[str, Any]:
@@ -149,18 +141,24 @@ def _hyperparameters(groups: Sequence[PagedGroup]) -> dict[str, Any]:
     }
 
 
-def _refuse_hyperparameters(peers: Peers, groups: Sequence[PagedGroup]) -> NoReturn:
-    found = _first_difference(peers.gather(_hyperparameters(groups)))
-    raise ValueError(
-        f"{found or 'the scalars differ between ranks'}: all ranks step one model, so give them "
-        "the same hyperparameters and schedulers"
-    )
+def _digest(values: Any) -> int:
+    return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True).encode())
 
 
-def _first_difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say which value is the first that not all ranks have alike."""
-    for key in dict.fromkeys(key for values in of_ranks for key in values):
-        found = [values.get(key, "absent") for values in of_ranks]
+def _require_equal(peers: Peers, groups: Sequence[PagedGroup], digests: Sequence[int]) -> None:
+    """Refuse different hyperparameters or scalars, given their digest on every rank."""
+    if len(set(digests)) > 1:
+        found = _first_difference(peers.gather(_hyperparameters(groups)))
+        raise ValueError(
+            f"{found or 'the scalars differ between ranks'}: all ranks step one model, so give "
+            "them the same hyperparameters and schedulers"
+        )
+
+
+def _first_difference(rank_values: Sequence[Mapping[str, Any]]) -> str | None:
+    """Describe the first value that differs between ranks; None if all are equal."""
+    for key in dict.fromkeys(key for values in rank_values for key in values):
+        found = [values.get(key, "absent") for values in rank_values]
         for rank, value in enumerate(found):
             if value != found[0]:
                 return f"{key} is {found[0]} on rank 0 and {value} on rank {rank}"
@@ -168,13 +166,13 @@ def _first_difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
+    """Return the spec of a parameter and the ranks that hold it, as far as this rank knows."""
     spec = parameter.spec
-    partition = parameter.partition or ("flat" if spec.elementwise else "by_parameter")
     try:
         holding = _holding(parameter, ranks)
         if ranks.rank not in holding.ranks:
             raise ValueError(
-                f"its mesh has ranks {list(holding.ranks)} and not this one, {ranks.rank}: ranks "
+                f"its mesh has ranks {list(holding.ranks)} and not this rank, {ranks.rank}: ranks "
                 "that train other parts of a model need a store, a directory and a process_group "
                 "of their own"
             )
@@ -183,7 +181,7 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
         # FSDP leaves shards without elements in another shape.
         if found != expected and math.prod(found) + math.prod(expected) > 0:
             raise ValueError(
-                f"this rank has {list(found)} of it, and by its placements should have "
+                f"the local tensor of this rank has shape {list(found)}; its placements need "
                 f"{list(expected)}"
             )
     except ValueError as error:
@@ -191,7 +189,7 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
     return SharedParameter(
         spec=spec,
         holding=holding,
-        flat=partition == "flat",
+        flat=spec.elementwise if parameter.partition is None else parameter.partition == "flat",
         cost=math.prod(spec.shape) if parameter.cost is None else parameter.cost,
     )
 
@@ -210,11 +208,11 @@ def _holding(parameter: PagedParameter, ranks: Ranks) -> Holding:
     return whole_on([0])
 
 
-def _combined(theirs: Sequence[SharedParameter | None]) -> SharedParameter:
-    """Return one parameter as it lies on all ranks, from what each says of it."""
-    first = theirs[0]
-    for rank, other in enumerate(theirs):
-        if first is None or other is None or _fixed(other) != _fixed(first):
+def _combined(parameters: Sequence[SharedParameter | None]) -> SharedParameter:
+    """Return a parameter with all ranks that hold it, given the description by every rank."""
+    first = parameters[0]
+    for rank, other in enumerate(parameters):
+        if first is None or other is None or replace(other, holding=first.holding) != first:
             raise RunMismatchError(
                 f"the ranks have different parameters. First difference: rank 0 has "
                 f"{_named(first)}, rank {rank} has {_named(other)}. Build the same model and param "
@@ -222,16 +220,11 @@ def _combined(theirs: Sequence[SharedParameter | None]) -> SharedParameter:
                 "a directory and a process_group of their own"
             )
     assert first is not None
-    holdings = dict.fromkeys(other.holding for other in theirs if other is not None)
+    holdings = dict.fromkeys(other.holding for other in parameters if other is not None)
     try:
-        holding = stacked(list(holdings))
+        return replace(first, holding=stacked(list(holdings)))
     except ValueError as error:
         raise RunMismatchError(f"parameter {first.spec.name!r} lies on {error}") from error
-    return SharedParameter(spec=first.spec, holding=holding, flat=first.flat, cost=first.cost)
-
-
-def _fixed(parameter: SharedParameter) -> tuple[Any, ...]:
-    return parameter.spec, parameter.flat, parameter.cost
 
 
 def _named(parameter: SharedParameter | None) -> str:
@@ -244,18 +237,18 @@ def _named(parameter: SharedParameter | None) -> str:
 def require_same_values(
     peers: Peers, groups: Sequence[PagedGroup], subgroups: Sequence[SharedSubgroup]
 ) -> None:
-    """Refuse parameters that are plain tensors and yet of other values on each rank.
+    """Refuse replicas with different values.
 
-    Tensors that are cut without being DTensors would else be taken for copies. A sample of
-    their elements is compared.
+    Plain tensors that are shards would be taken for replicas otherwise. A sample of the elements
+    is compared.
 
     Args:
         peers: all ranks, which call this together.
-        groups: those of this rank.
-        subgroups: all that these groups are cut into.
+        groups: all groups.
+        subgroups: the subgroups of these groups.
 
     Raises:
-        RunMismatchError: naming the first.
+        RunMismatchError: two replicas differ; the message names the parameter.
     """
     members = [parameter for group in groups for parameter in group.parameters]
     samples = peers.gather([_sample(parameter.tensor) for parameter in members])
@@ -269,14 +262,14 @@ def require_same_values(
                 if samples[rank][index] != samples[replicas[0]][index]:
                     raise RunMismatchError(
                         f"ranks {replicas[0]} and {rank} hold the same elements of parameter "
-                        f"{member.name!r} and have other values: give all ranks the same "
-                        "ones, as by a common seed or by broadcasting them; a parameter that is "
-                        "cut must be a DTensor"
+                        f"{member.name!r} with other values: give all ranks the same values, "
+                        "by a common seed or by broadcasting them; a parameter that is sharded "
+                        "must be a DTensor"
                     )
 
 
 def _sample(tensor: torch.Tensor) -> int:
-    """Return a hash of some elements of what this rank has of a tensor."""
+    """Return a hash of some elements of the local tensor."""
     flat = local_tensor(tensor).reshape(-1)
     positions = np.linspace(0, max(0, flat.numel() - 1), _SAMPLE_ELEMENTS).astype(np.int64)
     if not flat.numel():
