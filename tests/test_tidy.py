@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,3 +263,9 @@ def test_no_forbidden_words() -> None:
 @pytest.mark.parametrize("text", ["# TODO later", "in pinned memory"])
 def test_word_rule_sees(text: str) -> None:
     assert FORBIDDEN.search(text)
+
+
+def test_every_public_name_can_be_imported() -> None:
+    tierstore = importlib.import_module("tierstore")
+    for name in sorted(public_names()):
+        assert getattr(tierstore, name).__module__.startswith("tierstore."), name

@@ -45,7 +45,7 @@ _MODULES = {
     "SharedShard": "layout.ownership",
     "SharedSubgroup": "layout.ownership",
     "ShardView": "paging.views",
-    "Stats": "stats",
+    "Stats": "store",
     "SteppedPages": "paging.sweep",
     "TierStore": "store",
     "parse_bytes": "units",

@@ -41,15 +41,8 @@ class StorageError(TierstoreError):
 
     def __reduce__(self) -> tuple[Callable[[], StorageError], tuple[()]]:
         # Exceptions are pickled as class and message; this class needs its own arguments.
-        again = partial(
-            type(self),
-            self.what,
-            path=self.path,
-            errno=self.errno,
-            offset=self.offset,
-            nbytes=self.nbytes,
-        )
-        return again, ()
+        names = ("what", "path", "errno", "offset", "nbytes")
+        return partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
 
 class CorruptionError(TierstoreError):

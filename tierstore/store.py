@@ -452,22 +452,17 @@ class TierStore:
         manifest, table = committer.committed, self._table
         commits = []
         if manifest is not None:
-            layout = committer.layout(table.groups, [page.layout for page in table.pages])
-            commits.append(
-                RankCommit(
-                    storage=committer.storage,
-                    commit=Commit(manifest=manifest, layout=layout),
-                    pages=[
-                        CommittedPage(
-                            number=page.index,
-                            entry=manifest.entries[page.index],
-                            layout=page.layout,
-                        )
-                        for page in table.pages[: len(manifest.pages)]
-                    ],
-                    provide_spares=committer.provide_spares,
-                )
+            layouts = [page.layout for page in table.pages]
+            commit = RankCommit(
+                storage=committer.storage,
+                commit=Commit(manifest=manifest, layout=committer.layout(table.groups, layouts)),
+                pages=[
+                    CommittedPage(number=number, entry=entry, layout=layouts[number])
+                    for number, entry in manifest.entries.items()
+                ],
+                provide_spares=committer.provide_spares,
             )
+            commits.append(commit)
         committed = Committed(
             peers=self._ranks,
             commits=commits,

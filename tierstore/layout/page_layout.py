@@ -147,19 +147,16 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
     """Return the layout of the page of a subgroup. It depends on the subgroup alone."""
     states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
     for shard in subgroup.shards:
-        if not shard.chunks:  # Another rank has it.
-            continue
-        for state, dtype in shard.parameter.all_states:
+        # Without chunks, another rank owns the shard.
+        for state, dtype in shard.parameter.all_states if shard.chunks else ():
             write_only = state == MASTER and shard.parameter.owns_master
             members = states.setdefault((state, write_only), [])
             members += [(shard.parameter, chunk, dtype) for chunk in shard.chunks]
 
     sections = []
     position = 0
-    for (state, write_only), members in sorted(
-        states.items(),
-        key=lambda item: not item[0][1],  # Stable: write-only ones first.
-    ):
+    write_only_first = sorted(states.items(), key=lambda item: not item[0][1])  # Stable.
+    for (state, write_only), members in write_only_first:
         start = position
         records = []
         for parameter, chunk, dtype in members:
@@ -183,24 +180,13 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
 
 def _digest(sections: Sequence[Section]) -> str:
     """Return the digest of all offsets and chunks, which docs/reference/format.md defines."""
-    places = [
-        [
-            section.state,
-            section.extent.offset,
-            section.extent.nbytes,
-            [
-                [
-                    record.parameter.name,
-                    record.chunk.offsets,
-                    record.chunk.sizes,
-                    dtype_name(record.dtype),
-                    record.offset,
-                ]
-                for record in section.records
-            ],
+    places = []
+    for section in sections:
+        records = [
+            [r.parameter.name, r.chunk.offsets, r.chunk.sizes, dtype_name(r.dtype), r.offset]
+            for r in section.records
         ]
-        for section in sections
-    ]
+        places.append([section.state, section.extent.offset, section.extent.nbytes, records])
     return xxhash.xxh3_128_hexdigest(json.dumps(places, separators=(",", ":")).encode())
 
 

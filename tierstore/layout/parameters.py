@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,8 @@ class PagedParameter:
     elements."""
 
     def __post_init__(self) -> None:
-        _check_parameter(self)
+        for problem in _problems(self):
+            raise ValueError(f"parameter {self.name!r} {problem}")
 
     @property
     def spec(self) -> ParameterSpec:
@@ -196,44 +197,28 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
             )
 
 
-def _check_parameter(parameter: PagedParameter) -> None:
+def _problems(parameter: PagedParameter) -> Iterator[str]:
+    """Yield why a parameter cannot be paged."""
     name, tensor = parameter.name, parameter.tensor
     if not name or any(ord(character) < 32 for character in name):
-        raise ValueError(f"a parameter's name must be non-empty printable text, got {name!r}")
+        yield "needs a name of printable text"
     if tensor.dtype not in _PARAMETER_DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in _PARAMETER_DTYPES)
-        raise ValueError(
-            f"parameter {name!r} has dtype {dtype_name(tensor.dtype)}; only {names} can be paged"
-        )
+        yield f"has dtype {dtype_name(tensor.dtype)}; only {names} can be paged"
     if tensor.ndim > RECORD_DIMENSIONS_MAX:
-        raise ValueError(
-            f"parameter {name!r} has {tensor.ndim} dimensions; at most {RECORD_DIMENSIONS_MAX} "
-            "can be paged"
-        )
+        yield f"has {tensor.ndim} dimensions; at most {RECORD_DIMENSIONS_MAX} can be paged"
     if type(local_tensor(tensor)) is not torch.Tensor or tensor.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name!r} is a {type(tensor.data).__name__} of layout {tensor.layout}; "
-            "only plain dense tensors and DTensors of them can be paged"
-        )
+        kind = f"is a {type(tensor.data).__name__} of layout {tensor.layout}"
+        yield f"{kind}; only plain dense tensors and DTensors of them can be paged"
     if parameter.partition not in (None, "flat", "by_parameter"):
-        raise ValueError(
-            f"parameter {name!r}: partition must be 'flat', 'by_parameter' or None, got "
-            f"{parameter.partition!r}"
-        )
+        yield f"has partition {parameter.partition!r}; must be 'flat', 'by_parameter' or None"
     if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"parameter {name!r} is on {tensor.device}; only cpu and cuda devices are supported"
-        )
+        yield f"is on {tensor.device}; only cpu and cuda devices are supported"
     for state, dtype in parameter.states.items():
         if state == MASTER or not state.isidentifier():
-            raise ValueError(
-                f"parameter {name!r}: a state's name must be an identifier other than "
-                f"{MASTER!r}, got {state!r}"
-            )
+            yield f"has a state named {state!r}; must be an identifier other than {MASTER!r}"
         if dtype not in RECORD_DTYPES:
-            raise ValueError(
-                f"parameter {name!r}: state {state!r} cannot have dtype {dtype_name(dtype)}"
-            )
+            yield f"has a state {state!r}, which cannot have dtype {dtype_name(dtype)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -74,11 +74,8 @@ class Pager:
             device: where pages are stepped.
         """
         self.drop_early()
-        moving = [
-            (page, tier)
-            for page, tier in zip(pages, placement.tiers, strict=True)
-            if tier is not page.tier
-        ]
+        tiers = zip(pages, placement.tiers, strict=True)
+        moving = [(page, tier) for page, tier in tiers if tier is not page.tier]
         copied = {page for page, tier in moving if page.in_memory and tier is not Tier.NVME}
         if len({page.tier for page in copied}) > 1:
             copied = {page for page in copied if page.tier is Tier.DEVICE}
@@ -289,7 +286,7 @@ class Pager:
     def finish_writes(self) -> None:
         """Wait for all writes. Raises StorageError for the first that failed."""
         while self._writing:
-            self._finish_oldest_write()
+            self._finish_write()
 
     def reset(self, pages: Sequence[Page], entries: Mapping[int, PageEntry]) -> None:
         """Go back to what the files of all pages hold, whatever became of the pages.
@@ -355,13 +352,12 @@ class Pager:
     def _drop_unwanted(self, pages: Iterable[Page], needed: Needed) -> None:
         """Drop prefetched pages that a stream does not ask for, or needs other sections of."""
         asked = set(pages)
-        wanted = {
+        unwanted = {
             page
             for page in self._early
-            if page in asked and page.sections == page.sections_for(needed)
+            if page not in asked or page.sections != page.sections_for(needed)
         }
-        unwanted = [page for page in self._early if page not in wanted]
-        self._early = [page for page in self._early if page in wanted]
+        self._early = [page for page in self._early if page not in unwanted]
         self._drop(unwanted)
 
     def _read_ahead(self, waiting: deque[Page], ahead: deque[Page], needed: Needed) -> None:
@@ -391,25 +387,22 @@ class Pager:
             elif not self._has_buffer(page, self._reserved if ahead else 0):
                 if ahead:
                     return
-                self._finish_oldest_write()
+                self._finish_write()
             else:
                 # In ``ahead`` before anything below is interrupted, so that it is dropped.
                 ahead.append(waiting.popleft())
                 self._swap_in(page, needed)
 
-    def _needs_buffer(self, page: Page) -> bool:
-        """Return whether a buffer of the pool is needed to read a page."""
-        return self._pool.count > 0 and page.buffer is None and not page.in_memory
-
     def _has_buffer(self, page: Page, reserved: int) -> bool:
         """Return whether a page could be read now, with ``reserved`` buffers left free."""
-        return not self._needs_buffer(page) or self._pool.free_count > reserved
+        needs_buffer = self._pool.count and page.buffer is None and not page.in_memory
+        return not needs_buffer or self._pool.free_count > reserved
 
     def _swap_in(self, page: Page, needed: Needed) -> None:
         """Start to read a page, unless it is in memory."""
         page.motion = Motion.READING
         if not page.in_memory:
-            if self._needs_buffer(page):
+            if page.buffer is None and self._pool.count:
                 page.buffer = self._pool.acquire()
             page.sections = page.sections_for(needed)
             page.reads = self.files.read(page)
@@ -448,7 +441,7 @@ class Pager:
             slot = self._committer.claim_slot(page.index)
         if page.buffer is None:
             while not self._pool.free_count:
-                self._finish_oldest_write()
+                self._finish_write()
             page.buffer = self._pool.acquire()
         self._leave_device(page)
         page.content = Content.STORED if page.tier is Tier.NVME else Content.LOADED
@@ -498,10 +491,9 @@ class Pager:
         for page in [page for page, write in self._writing.items() if write.done()]:
             self._finish_write(page)
 
-    def _finish_oldest_write(self) -> None:
-        self._finish_write(next(iter(self._writing)))
-
-    def _finish_write(self, page: Page) -> None:
+    def _finish_write(self, page: Page | None = None) -> None:
+        """Wait for the write of a page, or for the oldest write, and take back its buffer."""
+        page = page or next(iter(self._writing))
         write = self._writing[page]
         try:
             self._wait([write])

@@ -76,14 +76,11 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
             _complete(table, page, shapes, found)
     table.replication.finish()
     for member in members:
-        states = found[member.name]
+        shape, states = shapes[member.name], found[member.name]
         for state, dtype in _readable_states(member.spec):
             if state not in states:  # The parameter has no elements.
-                states[state] = torch.zeros(shapes[member.name], dtype=dtype)
-        found[member.name] = {
-            state: placed_as(member.tensor, states[state])
-            for state, _ in _readable_states(member.spec)
-        }
+                states[state] = torch.zeros(shape, dtype=dtype)
+            states[state] = placed_as(member.tensor, states.pop(state))
     return found
 
 
