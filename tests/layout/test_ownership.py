@@ -19,7 +19,7 @@ from tierstore.layout.ownership import (
 )
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
-from tierstore.layout.sharding import Holding, Replicated, Sharded, Sharding, stacked, whole_on
+from tierstore.layout.sharding import Holding, Sharded, Sharding, stacked, whole_on
 from tierstore.layout.subgroups import Elements, cut_into_pages, record_chunks
 
 PAGE_BYTES = 4096
@@ -54,7 +54,7 @@ def holdings(world_size: int) -> st.SearchStrategy[Holding]:
     meshes = [(world_size,)]
     if world_size % 2 == 0:
         meshes += [(2, world_size // 2), (world_size // 2, 2)]
-    placements = st.sampled_from([Replicated(), Sharded(dim=0), Sharded(dim=1)])
+    placements = st.sampled_from([None, Sharded(dim=0), Sharded(dim=1)])
 
     @st.composite
     def draw_holding(draw: st.DrawFn) -> Holding:
@@ -276,7 +276,7 @@ def test_replicas_share_what_they_hold() -> None:
     """HSDP: two shards of rows, each on two ranks that own half of it."""
     holding = Holding(
         ranks=(0, 1, 2, 3),
-        sharding=Sharding(mesh_shape=(2, 2), placements=(Replicated(), Sharded(dim=0))),
+        sharding=Sharding(mesh_shape=(2, 2), placements=(None, Sharded(dim=0))),
     )
     assert list(holding.replicas()) == [(0, 2), (1, 3)]
     (subgroup,) = partition_ranks(0, [make_parameter("w", (4, 3), holding)], 2**20, 4)

@@ -17,7 +17,6 @@ from tests.support.rank_pool import RankPool
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.sharding import (
     HeldChunk,
-    Replicated,
     Sharded,
     Sharding,
     held_chunks,
@@ -69,10 +68,10 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Sharding, list[int]]:
     dims = st.sampled_from([None, *range(len(shape))])
     cut = [draw(dims) for _ in mesh_shape]
     order = draw(st.permutations(range(len(mesh_shape))))
-    placements: list[Replicated | Sharded] = []
+    placements: list[Sharded | None] = []
     for mesh_dim, dim in enumerate(cut):
         if dim is None:
-            placements.append(Replicated())
+            placements.append(None)
             continue
         # What a split factor is said to mean: later in the mesh, but cut before.
         before = order[: order.index(mesh_dim)]
@@ -107,7 +106,7 @@ def assert_sound(
     replicas = math.prod(
         size
         for size, placement in zip(sharding.mesh_shape, sharding.placements, strict=True)
-        if isinstance(placement, Replicated)
+        if placement is None
     )
     assert held == dict.fromkeys(range(math.prod(shape)), replicas)
     # Which coordinates differ along replicated dimensions alone, in row-major order.
@@ -169,7 +168,7 @@ def test_a_strided_shard_of_many_runs(sizes: list[int], data: st.DataObject) -> 
         mesh_shape=(*mesh_shape, replicas),
         placements=(
             *(Sharded(dim=d, split_factor=f) for d, f in zip(dims, factors, strict=True)),
-            Replicated(),
+            None,
         ),
     )
     found = {}
@@ -185,7 +184,7 @@ def test_a_strided_shard_of_many_runs(sizes: list[int], data: st.DataObject) -> 
 def rows_on(*mesh_shape: int, split_factor: int = 1) -> Sharding:
     """Rows cut along the first dimension of the mesh, and whole along the others."""
     first = Sharded(dim=0, split_factor=split_factor)
-    others = [Replicated()] * (len(mesh_shape) - 1)
+    others = [None] * (len(mesh_shape) - 1)
     return Sharding(mesh_shape=mesh_shape, placements=(first, *others))
 
 
@@ -288,12 +287,12 @@ def test_split_factors_that_tell_nothing_are_refused(
     ("mesh_shape", "placements", "message"),
     [
         ((2,), (), "needs one placement"),
-        ((), (Replicated(),), "needs one placement"),
-        ((2, 0), (Replicated(), Replicated()), "needs a rank"),
+        ((), (None,), "needs one placement"),
+        ((2, 0), (None, None), "needs a rank"),
     ],
 )
 def test_impossible_meshes_are_refused(
-    mesh_shape: tuple[int, ...], placements: tuple[Replicated, ...], message: str
+    mesh_shape: tuple[int, ...], placements: tuple[None, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Sharding(mesh_shape=mesh_shape, placements=placements)

@@ -27,7 +27,7 @@ class Chunk:
 
     @property
     def numel(self) -> int:
-        """How many elements the rectangle has."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def lies_within(self, shape: Sequence[int]) -> bool:

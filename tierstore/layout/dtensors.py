@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tierstore.layout.sharding import Holding, Replicated, Sharded, Sharding, whole_on
+from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -89,27 +89,25 @@ def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
     if not is_dtensor(tensor):
         return whole_on(range(len(global_ranks)))
     dtensor = cast("DTensor", tensor)
-    numbers = {number: rank for rank, number in enumerate(global_ranks)}
-    mesh = dtensor.device_mesh
-    strangers = [number for number in mesh.mesh.flatten().tolist() if number not in numbers]
-    if strangers:
-        raise ValueError(f"its mesh has rank {strangers[0]}, which is not in the process group")
-    return Holding(
-        ranks=tuple(numbers[number] for number in mesh.mesh.flatten().tolist()),
-        sharding=Sharding(
-            mesh_shape=tuple(mesh.shape),
-            placements=tuple(_placement_of(placement) for placement in dtensor.placements),
-        ),
+    ranks = {number: rank for rank, number in enumerate(global_ranks)}
+    numbers = dtensor.device_mesh.mesh.flatten().tolist()
+    for number in numbers:
+        if number not in ranks:
+            raise ValueError(f"its mesh has rank {number}, which is not in the process group")
+    sharding = Sharding(
+        mesh_shape=tuple(dtensor.device_mesh.shape),
+        placements=tuple(map(_placement_of, dtensor.placements)),
     )
+    return Holding(ranks=tuple(ranks[number] for number in numbers), sharding=sharding)
 
 
-def _placement_of(placement: Placement) -> Replicated | Sharded:
+def _placement_of(placement: Placement) -> Sharded | None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     match placement:
         case Replicate():
-            return Replicated()
+            return None
         case _StridedShard():  # Earlier releases of torch derive it from Shard.
             return Sharded(dim=placement.dim, split_factor=int(placement.split_factor))
         case Shard():

@@ -19,11 +19,6 @@ from tierstore.layout.chunks import Chunk, flat_range_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicated:
-    """Ranks along a dimension of the mesh hold the same elements, as with ``Replicate()``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
     """Ranks along a dimension of the mesh hold consecutive parts of one dimension of the tensor.
 
@@ -53,7 +48,7 @@ class Sharding:
     """Placements of a tensor on a mesh of ranks.
 
     Raises:
-        ValueError: there is not one placement for each dimension of the mesh, a size is not
+        ValueError: there is not one placement per dimension of the mesh, a size is not
             positive, or a split factor of a dimension that is cut several times is not what
             later dimensions of the mesh cut it into.
     """
@@ -61,16 +56,16 @@ class Sharding:
     mesh_shape: tuple[int, ...]
     """Number of ranks along each dimension of the mesh."""
 
-    placements: tuple[Replicated | Sharded, ...]
-    """Placement along each dimension of the mesh."""
+    placements: tuple[Sharded | None, ...]
+    """Placement along each dimension of the mesh. None: the ranks along the dimension hold the same
+    elements, as with ``Replicate()``."""
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) != len(self.placements):
-            raise ValueError(f"each dimension of the mesh needs one placement, got {self}")
+            raise ValueError(f"every dimension of the mesh needs one placement, got {self}")
         if min(self.mesh_shape, default=1) < 1:
-            raise ValueError(f"each dimension of the mesh needs a rank, got {self}")
-        cut = {placement.dim for placement in self.placements if isinstance(placement, Sharded)}
-        for dim in sorted(cut):
+            raise ValueError(f"every dimension of the mesh needs a rank, got {self}")
+        for dim in sorted({placement.dim for placement in self.placements if placement}):
             if _cut_order(self, dim) is None and len(_cuts(self, dim)) > 1:
                 raise ValueError(
                     f"the indices of dimension {dim} that a rank holds are ambiguous: the split "
@@ -114,15 +109,16 @@ def held_chunks(
         ValueError: the coordinate does not lie within the mesh, or a dimension is cut that the
             tensor does not have.
     """
-    placed = []  # For each dimension its runs, each with its offset in the local tensor.
+    dimensions = []  # The runs of every dimension, with their offsets in the local tensor.
     for runs in _runs(shape, sharding, coordinate):
-        ends = itertools.accumulate(map(len, runs))
-        placed.append([(run, end - len(run)) for run, end in zip(runs, ends, strict=True)])
+        offsets = itertools.accumulate(map(len, runs), initial=0)
+        dimensions.append(list(zip(runs, offsets, strict=False)))
     held = []
-    for rectangle in itertools.product(*placed):
+    for rectangle in itertools.product(*dimensions):
         sizes = tuple(len(run) for run, _ in rectangle)
         whole = Chunk(tuple(run.start for run, _ in rectangle), sizes)
-        held.append(HeldChunk(whole=whole, local=Chunk(tuple(at for _, at in rectangle), sizes)))
+        local = Chunk(tuple(offset for _, offset in rectangle), sizes)
+        held.append(HeldChunk(whole=whole, local=local))
     return held
 
 
@@ -144,7 +140,7 @@ def owned_chunks(
     for size, placement, index in zip(
         sharding.mesh_shape, sharding.placements, coordinate, strict=True
     ):
-        if isinstance(placement, Replicated):
+        if placement is None:
             replica, replicas = replica * size + index, replicas * size
     start, stop = share(math.prod(local), replica, replicas)
     held = held_chunks(shape, sharding, coordinate)
@@ -164,7 +160,7 @@ def _runs(shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]) -
             f"{list(sharding.mesh_shape)}"
         )
     for placement in sharding.placements:
-        if isinstance(placement, Sharded) and placement.dim >= len(shape):
+        if placement and placement.dim >= len(shape):
             raise ValueError(f"a tensor of shape {list(shape)} has no dimension for {placement}")
     return [_dimension_runs(sharding, coordinate, dim, extent) for dim, extent in enumerate(shape)]
 
@@ -216,8 +212,7 @@ def _cuts(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
     return [
         (mesh_dim, placement.split_factor)
         for mesh_dim, placement in enumerate(sharding.placements)
-        if isinstance(placement, Sharded)
-        if placement.dim == dim and sharding.mesh_shape[mesh_dim] > 1
+        if placement and placement.dim == dim and sharding.mesh_shape[mesh_dim] > 1
     ]
 
 
@@ -258,7 +253,7 @@ class Holding:
     def is_whole(self) -> bool:
         """Whether every rank holds the whole parameter."""
         meshes = zip(self.sharding.mesh_shape, self.sharding.placements, strict=True)
-        return all(size == 1 or isinstance(placement, Replicated) for size, placement in meshes)
+        return all(size == 1 or placement is None for size, placement in meshes)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor of a rank, given the shape of the parameter."""
@@ -272,15 +267,12 @@ class Holding:
 
     def replicas(self) -> Iterator[tuple[int, ...]]:
         """Yield every set of two or more ranks that hold the same elements."""
-        dimensions = [
-            dimension
-            for dimension, placement in enumerate(self.sharding.placements)
-            if isinstance(placement, Replicated)
-        ]
-        count = math.prod(self.sharding.mesh_shape[dimension] for dimension in dimensions)
+        mesh_shape, placements = self.sharding.mesh_shape, self.sharding.placements
+        replicated = [dimension for dimension, p in enumerate(placements) if p is None]
+        count = math.prod(mesh_shape[dimension] for dimension in replicated)
         if count > 1:
-            ranks = np.array(self.ranks).reshape(self.sharding.mesh_shape)
-            ranks = np.moveaxis(ranks, dimensions, range(-len(dimensions), 0))
+            ranks = np.array(self.ranks).reshape(mesh_shape)
+            ranks = np.moveaxis(ranks, replicated, range(-len(replicated), 0))
             yield from map(tuple, ranks.reshape(-1, count).tolist())
 
     def _coordinate(self, rank: int) -> tuple[int, ...]:
@@ -296,8 +288,8 @@ def _owned(
 
 
 def whole_on(ranks: Sequence[int]) -> Holding:
-    """Return the holding of a parameter that each of these ranks holds whole."""
-    sharding = Sharding(mesh_shape=(len(ranks),), placements=(Replicated(),))
+    """Return the holding of a parameter that all of these ranks hold whole."""
+    sharding = Sharding(mesh_shape=(len(ranks),), placements=(None,))
     return Holding(ranks=tuple(ranks), sharding=sharding)
 
 
@@ -313,13 +305,11 @@ def stacked(holdings: Sequence[Holding]) -> Holding:
     ranks = [rank for holding in holdings for rank in holding.ranks]
     if len(set(ranks)) < len(ranks) or any(other.sharding != first.sharding for other in others):
         raise ValueError(f"neither one mesh nor replicas on several meshes: {list(holdings)}")
-    return Holding(
-        ranks=tuple(ranks),
-        sharding=Sharding(
-            mesh_shape=(len(holdings), *first.sharding.mesh_shape),
-            placements=(Replicated(), *first.sharding.placements),
-        ),
+    sharding = Sharding(
+        mesh_shape=(len(holdings), *first.sharding.mesh_shape),
+        placements=(None, *first.sharding.placements),
     )
+    return Holding(ranks=tuple(ranks), sharding=sharding)
 
 
 def share(numel: int, index: int, count: int) -> tuple[int, int]:

@@ -28,10 +28,10 @@ from tierstore.units import Extent
 
 
 class Content(enum.Enum):
-    """Where the newest content of a page is."""
+    """The place of a page's newest content."""
 
     FRESH = enum.auto()
-    """Nowhere: it is made, of zeros and the parameters, when the page is first read."""
+    """Nowhere: zeros and the parameters, made when the page is first read."""
     STORED = enum.auto()
     """In the page's file only."""
     LOADED = enum.auto()
@@ -41,7 +41,7 @@ class Content(enum.Enum):
 
 
 class Motion(enum.Enum):
-    """What is being done with a page.
+    """The use of a page at this moment.
 
     A page goes AT_REST -> READING -> HELD -> AT_REST, or HELD -> WRITING -> AT_REST. A page that
     is CHANGED and AT_REST is also written by a commit and by a move to another tier.
@@ -55,7 +55,7 @@ class Motion(enum.Enum):
 
 
 class Needed(enum.Enum):
-    """Which sections the reader of a stream needs of each page."""
+    """The sections that the reader of a stream needs of its pages."""
 
     STEP = enum.auto()
     """All but the masters that are parameters themselves."""
@@ -83,7 +83,7 @@ class Page:
     content: Content = Content.FRESH
     motion: Motion = Motion.AT_REST
     entry: PageEntry | None = None
-    """What the page's file holds; None where nothing was written."""
+    """The content of the page's file; None if nothing was written."""
     buffer: Buffer | None = None
     """Host memory: kept in tier HOST, else from the pool and only while the page moves."""
     device_buffer: DeviceBuffer | None = None

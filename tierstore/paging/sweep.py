@@ -20,9 +20,9 @@ from tierstore.paging.views import PageView, Source
 
 
 class Phase(enum.Enum):
-    """How far a sweep came.
+    """The progress of a sweep.
 
-    What an error does in each phase, in a store with a directory:
+    The effect of an error by phase, in a store with a directory:
 
         phase       from                                      an error
         CHECKED     the checks that can refuse a step passed  changes nothing; retry the step
@@ -55,7 +55,7 @@ class Sweep:
         table: the pages. The usability of the store is failed by errors as Phase says.
         free_gradients: whether to set each gradient to None after its use.
         present: names of the parameters of which any rank has a gradient.
-        window: how many pages are stepped at once.
+        window: number of pages that are stepped at once.
     """
 
     def __init__(

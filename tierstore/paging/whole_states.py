@@ -85,7 +85,7 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
 
 
 def _readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
-    """Return the states that a user reads: a parameter that is its own master is no state."""
+    """Return the states that a user reads: without the master if the parameter is its master."""
     return spec.states if spec.owns_master else spec.all_states
 
 
