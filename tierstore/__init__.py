@@ -5,22 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tierstore.errors import (
+    BudgetError,
+    CheckpointError,
+    CorruptionError,
+    PeerFailed,
+    RunDirectoryError,
+    RunLockedError,
+    RunMismatchError,
+    StorageError,
+    StoreClosedError,
+    StoreFailedError,
+    SweepError,
+    TierstoreError,
+)
+from tierstore.units import parse_bytes
+
 if TYPE_CHECKING:
     from tierstore.checkpoint.publication import Publication
-    from tierstore.errors import (
-        BudgetError,
-        CheckpointError,
-        CorruptionError,
-        PeerFailed,
-        RunDirectoryError,
-        RunLockedError,
-        RunMismatchError,
-        StorageError,
-        StoreClosedError,
-        StoreFailedError,
-        SweepError,
-        TierstoreError,
-    )
     from tierstore.layout.chunks import Chunk
     from tierstore.layout.ownership import SharedShard, SharedSubgroup
     from tierstore.layout.parameters import PagedGroup, PagedParameter
@@ -28,36 +30,28 @@ if TYPE_CHECKING:
     from tierstore.paging.views import ChunkView, PageView, ShardView
     from tierstore.ranks.peers import Peers, Ranks
     from tierstore.store import Stats, TierStore
-    from tierstore.units import parse_bytes
 
 __version__ = "0.1.0"
 
 # Imported when first asked for, so that a command that needs no torch does not wait for it.
-_MODULES = {
-    "Chunk": "layout.chunks",
-    "ChunkView": "paging.views",
-    "PageView": "paging.views",
-    "PagedGroup": "layout.parameters",
-    "PagedParameter": "layout.parameters",
-    "Peers": "ranks.peers",
-    "Publication": "checkpoint.publication",
-    "Ranks": "ranks.peers",
-    "SharedShard": "layout.ownership",
-    "SharedSubgroup": "layout.ownership",
-    "ShardView": "paging.views",
-    "Stats": "store",
-    "SteppedPages": "paging.sweep",
-    "TierStore": "store",
-    "parse_bytes": "units",
+_NAMES = {
+    "checkpoint.publication": ("Publication",),
+    "layout.chunks": ("Chunk",),
+    "layout.ownership": ("SharedShard", "SharedSubgroup"),
+    "layout.parameters": ("PagedGroup", "PagedParameter"),
+    "paging.sweep": ("SteppedPages",),
+    "paging.views": ("ChunkView", "PageView", "ShardView"),
+    "ranks.peers": ("Peers", "Ranks"),
+    "store": ("Stats", "TierStore"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"tierstore.{_MODULES.get(name, 'errors')}")
-    value = globals()[name] = getattr(module, name)
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"tierstore.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

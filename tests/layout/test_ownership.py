@@ -123,12 +123,14 @@ def test_chunks_lie_where_the_rank_holds_them(case: tuple[int, list[SharedParame
     by_name = {parameter.spec.name: parameter for parameter in parameters}
     for rank in range(world_size):
         for subgroup in partition_ranks(0, parameters, PAGE_BYTES, world_size):
-            for (name, chunk), local in subgroup.places(rank).items():
-                parameter = by_name[name]
-                shape = parameter.spec.shape
+            places = subgroup.places(rank)
+            for shard in subgroup.of(rank).shards:
+                name, shape = shard.parameter.name, shard.parameter.shape
                 whole = torch.arange(math.prod(shape)).reshape(shape)
-                held = local_tensor(whole, parameter.holding, rank)
-                assert torch.equal(local.select(held), chunk.select(whole))
+                for chunk in shard.chunks:
+                    held = local_tensor(whole, by_name[name].holding, rank)
+                    local = places.get((name, chunk), chunk)
+                    assert torch.equal(local.select(held), chunk.select(whole))
 
 
 def local_tensor(whole: torch.Tensor, holding: Holding, rank: int) -> torch.Tensor:

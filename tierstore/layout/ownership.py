@@ -89,11 +89,12 @@ class SharedSubgroup:
         return Subgroup(self.group, tuple(shards))
 
     def places(self, rank: int) -> dict[tuple[str, Chunk], Chunk]:
-        """Return (parameter name, owned chunk) -> its chunk in the local tensor."""
+        """Return (parameter name, owned chunk) -> its chunk in the local tensor, if they differ."""
         return {
             (shard.spec.name, owned.whole): owned.local
             for shard in self.shards
             for owned in shard.owned(rank)
+            if owned.local != owned.whole
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ MASTER = "master"
 """Name of the state that every parameter has: the value that a step updates."""
 
 
+@functools.cache
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the master of a parameter: float32, or a wider dtype of the parameter."""
     return torch.promote_types(dtype, torch.float32)

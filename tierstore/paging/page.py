@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.profiler import record_function
@@ -147,8 +148,8 @@ class PageFiles:
 
     def __init__(self, storage: Storage, *, run_id: str, checksums: bool) -> None:
         self._storage = storage
-        self._run_id = run_id
         self._checksums = checksums
+        self._checksums_of = partial(block_checksums, run_id=run_id)
         # Starts the writes that wait for a copy from the device. No thread before the first.
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
         self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
@@ -247,8 +248,9 @@ class PageFiles:
             page.copy.wait()
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
+        blocks = page.layout.blocks if self._checksums else ()
         with record_function("tierstore::checksums"):
-            checksums = self._checksums_of(memory, page.index, step, page.layout.blocks)
+            checksums = self._checksums_of(memory, blocks, page=page.index, step=step)
         entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
         transfer = self._storage.write(page_file(page.index, slot), extent, memory)
         self._writes.show(f"page {page.index}", [transfer])
@@ -263,7 +265,7 @@ class PageFiles:
         blocks = page.layout.blocks_of(sections)
         with record_function("tierstore::check"):
             extents = [block for _, block in blocks]
-            found = self._checksums_of(memory, page.index, entry.step, extents)
+            found = self._checksums_of(memory, extents, page=page.index, step=entry.step)
         for (number, block), checksum in zip(blocks, found, strict=True):
             if checksum != entry.checksums[number]:
                 name = page_file(page.index, entry.slot)
@@ -274,13 +276,6 @@ class PageFiles:
                     f"{entry.checksums[number]:016x}). The disk, memory or another "
                     "program changed them: go back to a checkpoint of the run, if there is one"
                 )
-
-    def _checksums_of(
-        self, memory: memoryview, page: int, step: int, blocks: Iterable[Extent]
-    ) -> list[int]:
-        if not self._checksums:
-            return []
-        return block_checksums(memory, blocks, run_id=self._run_id, page=page, step=step)
 
 
 class PageWrite:

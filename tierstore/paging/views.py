@@ -133,10 +133,13 @@ class PageView:
 
     def _chunk_view(self, name: str, chunk: Chunk, has_gradient: bool) -> ChunkView:
         parameter, records = self._parameters[name], self._layout.records[name, chunk]
-        states = {state: record.view(self._memory) for state, record in records.items()}
-        master = states.pop(MASTER)
         if records[MASTER].parameter.owns_master:
             master = self._source.values(parameter, chunk)
+        else:
+            master = records[MASTER].view(self._memory)
+        states = {
+            state: record.view(self._memory) for state, record in records.items() if state != MASTER
+        }
         return ChunkView(chunk, master, states, parameter, self._source, has_gradient)
 
     def initialize(self) -> None:
