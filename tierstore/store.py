@@ -218,7 +218,7 @@ class TierStore:
                 all ranks.
 
         If the loop raises or stops early after the first page was handed out, the parameters are
-        of two steps and the store fails. (A store without a directory has no step to go back to,
+        from two steps and the store fails. (A store without a directory has no step to go back to,
         and stays usable as optimizers of PyTorch do.)
 
         Raises:

@@ -1,4 +1,4 @@
-"""Rectangles of a tensor, and a flat range of elements as a few of them."""
+"""Chunks: rectangles of a tensor, and flat ranges of elements as rectangles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Chunk:
         return math.prod(self.sizes)
 
     def lies_within(self, shape: Sequence[int]) -> bool:
-        """Return whether the rectangle is one of a tensor of this shape."""
+        """Return whether a tensor of this shape has the rectangle."""
         return len(shape) == len(self.sizes) and all(
             offset + size <= extent
             for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)

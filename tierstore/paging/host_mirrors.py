@@ -1,4 +1,4 @@
-"""Host copies of a page's gradients and parameters, to step on the host a page of a GPU.
+"""Host copies of a page's gradients and parameters, for steps on the host beside a GPU.
 
 While a page is stepped, gradients and parameters of the next pages are copied down, and updated
 parameters of earlier pages are copied up.

@@ -1,4 +1,4 @@
-"""A page: what it holds, how it moves, and its file."""
+"""Pages: their content, their movement and their files."""
 
 from __future__ import annotations
 
@@ -226,11 +226,11 @@ class PageFiles:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def drain(self) -> None:
-        """Block until no transfer is in flight, whatever became of them."""
+        """Block until no transfer is in flight. Ignores their errors."""
         self._storage.drain()
 
     def drain_late(self) -> None:
-        """Block until no write waits for a copy from the device, whatever became of them."""
+        """Block until no write waits for a copy from the device. Ignores their errors."""
         if self._last_late is not None:
             self._last_late.exception()
             self._last_late = None

@@ -289,7 +289,7 @@ class Pager:
             self._finish_write()
 
     def reset(self, pages: Sequence[Page], entries: Mapping[int, PageEntry]) -> None:
-        """Go back to what the files of all pages hold, whatever became of the pages.
+        """Go back to the content of the page files, from any state of the pages.
 
         Waits for all transfers and takes all buffers back.
 
@@ -339,7 +339,7 @@ class Pager:
             self.stall_seconds += time.perf_counter() - started
 
     def _abandon_transfers(self, pages: Iterable[Page]) -> None:
-        """Block until nothing is in flight, whatever became of it."""
+        """Block until nothing is in flight. Ignores errors."""
         self.files.drain_late()
         for page in pages:
             self._drop_from_device(page)

@@ -88,7 +88,7 @@ def place(sizes: Sequence[int], budget: Budget) -> Placement:
     pages = range(len(sizes))
     aligned = [align_up(size, SECTOR_BYTES) for size in sizes]
     tiers = [Tier.NVME] * len(sizes)
-    for page in _spread(pages, aligned, budget.device_memory):
+    for page in _choose_evenly(pages, aligned, budget.device_memory):
         tiers[page] = Tier.DEVICE
     # Pages of tier DEVICE also go to their files through the pool.
     buffer_bytes = max(aligned, default=SECTOR_BYTES)
@@ -99,7 +99,7 @@ def place(sizes: Sequence[int], budget: Budget) -> Placement:
             through_pool = _stream_buffers(buffer_bytes, len(resting), budget) * buffer_bytes
         elif len(resting) < len(pages):
             through_pool = BUFFERS_MIN * buffer_bytes
-        for page in _spread(resting, aligned, budget.for_pages - through_pool):
+        for page in _choose_evenly(resting, aligned, budget.for_pages - through_pool):
             tiers[page] = Tier.HOST
     return _with_pool(tiers, aligned, budget, may_rest=True)
 
@@ -128,7 +128,7 @@ def _stream_buffers(buffer_bytes: int, pages: int, budget: Budget) -> int:
     return min(pages, max(STREAM_BUFFERS, in_flight // buffer_bytes))
 
 
-def _spread(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
+def _choose_evenly(pages: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
     """Choose pages that fit in a budget, spread evenly over the sweep.
 
     The transfers of the other pages then overlap with the computation on the chosen pages.

@@ -139,7 +139,7 @@ def write_pages(
     fill: Callable[[PageView], None],
     scalars: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Make all pages anew, outside of a step. An error leaves pages of two kinds.
+    """Make all pages anew, outside of a step. An error leaves old and new pages.
 
     Args:
         table: the pages.
