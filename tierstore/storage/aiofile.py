@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import selectors
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,30 +19,21 @@ from pathlib import Path
 import aiofiles
 from typing_extensions import override
 
-from tierstore.storage.engine_storage import THREAD_NAME, Engine, EngineStorage
+from tierstore.storage.engine_storage import THREAD_NAME, EngineStorage
+from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
 
 _THREADS = 8
 
-_Work = Callable[[], Coroutine[None, None, tuple[int, int]]]
-"""A transfer or sync, to run on the loop; gives the outcome that Engine.wait returns."""
+
+class AiofilesTicket(ThreadedTicket):
+    """One read, write or sync."""
+
+    work: Callable[[], Coroutine[None, None, tuple[int, int]]]
+    """The transfer or sync; gives the outcome that Engine.wait returns."""
+    task: asyncio.Task[None]  # The loop itself keeps only a weak reference.
 
 
-class AiofilesTicket:
-    """One read, write or sync. Serves once; all but ``ended`` belongs to the engine."""
-
-    def __init__(self) -> None:
-        self.work: _Work | None = None  # Until the loop has begun it.
-        self.task: asyncio.Task[None] | None = None
-        self.outcome = (errno.EIO, 0)  # Stays after an unexpected error, which asyncio logs.
-        self.end = threading.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the kernel has stopped using the memory and the descriptors."""
-        return self.end.is_set()
-
-
-class AiofilesEngine(Engine[AiofilesTicket]):
+class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
     """An asyncio loop and the thread that runs it."""
 
     def __init__(self) -> None:
@@ -52,13 +42,7 @@ class AiofilesEngine(Engine[AiofilesTicket]):
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=THREAD_NAME)
         self._loop.set_default_executor(self._executor)
-        # Every ticket that was submitted and has not ended, oldest first.
-        self._unfinished: dict[AiofilesTicket, None] = {}
-        self._mutex = threading.Lock()
-        self._stopping = False
-        self._thread_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run_loop, name=THREAD_NAME, daemon=True)
-        self._thread.start()
+        super().__init__()
 
     @override
     def submit(
@@ -71,33 +55,17 @@ class AiofilesEngine(Engine[AiofilesTicket]):
         offset: int,
     ) -> None:
         memory = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-        self._enqueue(ticket, partial(_move, is_write, fd, memory, offset))
+        ticket.offset, ticket.work = offset, partial(_move, is_write, fd, memory, offset)
+        self._enqueue(ticket)
 
     @override
     def submit_sync(self, ticket: AiofilesTicket, fds: list[int]) -> None:
-        self._enqueue(ticket, partial(_sync, fds))
-
-    @override
-    def wait(self, ticket: AiofilesTicket) -> tuple[int, int]:
-        # In this order: a ticket is removed after it has ended.
-        if ticket not in self._unfinished and not ticket.ended:
-            raise ValueError("the ticket was never submitted")
-        if ticket.work is not None:
-            # An interrupt may have kept submit() from telling the loop.
-            self._tell_loop(partial(self._begin, ticket))
-        ticket.end.wait()
-        return ticket.outcome
+        ticket.work = partial(_sync, fds)
+        self._enqueue(ticket)
 
     @override
     def close(self) -> None:
-        with self._mutex:
-            self._stopping = True
-        for ticket in list(self._unfinished):
-            self.wait(ticket)
-        self._tell_loop(self._loop.stop)
-        # After an interrupt join() would take the thread for ended.
-        self._thread_ended.wait()
-        self._thread.join()
+        super().close()
         self._executor.shutdown()
 
     @override
@@ -106,46 +74,37 @@ class AiofilesEngine(Engine[AiofilesTicket]):
         # sockets, which reach no file, goes with the process.
         self._selector.close()
 
-    def _enqueue(self, ticket: AiofilesTicket, work: _Work) -> None:
-        with self._mutex:
-            if self._stopping:
-                ticket.outcome = (errno.ECANCELED, 0)
-                ticket.end.set()
-                raise RuntimeError("the engine is closed")
-            ticket.work = work
-            self._unfinished[ticket] = None
-        self._tell_loop(partial(self._begin, ticket))
+    @override
+    def _run(self) -> None:
+        self._loop.run_forever()
 
-    def _tell_loop(self, callback: Callable[[], object]) -> None:
-        with self._mutex:  # The loop must not be closed meanwhile.
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(callback)
+    @override
+    def _send_wake_up(self) -> None:
+        self._loop.call_soon_threadsafe(self._look)
 
-    def _begin(self, ticket: AiofilesTicket) -> None:
-        """Start the work of a ticket, once however often it is called."""
-        work, ticket.work = ticket.work, None
-        if work is not None:
-            ticket.task = self._loop.create_task(self._run(ticket, work))
+    @override
+    def _release_wake_up(self) -> None:
+        self._loop.close()
 
-    async def _run(self, ticket: AiofilesTicket, work: _Work) -> None:
+    def _look(self) -> None:
+        """Start new work, or end the thread after the last ticket."""
+        for ticket in self._new_tickets():
+            ticket.task = self._loop.create_task(self._serve(ticket))
+        if self._may_stop():
+            self._loop.stop()
+
+    async def _serve(self, ticket: AiofilesTicket) -> None:
+        ticket.outcome = (errno.EIO, ticket.offset)  # Stays after an error that asyncio logs.
         try:
-            ticket.outcome = await work()
+            ticket.outcome = await ticket.work()
         except RuntimeError:
             # No thread can be started, or the interpreter is ending. A call that is queued
             # all the same must not run later, when its memory and descriptor are gone.
             self._executor.shutdown(cancel_futures=True)
-            ticket.outcome = (errno.EAGAIN, 0)
+            ticket.outcome = (errno.EAGAIN, ticket.offset)
         finally:
-            ticket.end.set()
-            del self._unfinished[ticket]
-
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            with self._mutex:
-                self._loop.close()
-            self._thread_ended.set()
+            self._end(ticket)
+            self._look()
 
 
 class AiofilesStorage(EngineStorage[AiofilesTicket]):

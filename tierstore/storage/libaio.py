@@ -14,8 +14,9 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from libaio import AIOBLOCK_MODE_READ, AIOBLOCK_MODE_WRITE, AIOBlock, AIOContext
 from typing_extensions import override
@@ -24,10 +25,10 @@ from tierstore.storage.engine_storage import (
     QUEUE_DEPTH,
     REQUEST_BYTES,
     THREAD_NAME,
-    Engine,
     EngineStorage,
 )
 from tierstore.storage.request import RETRIES_MAX, Request, Verdict
+from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
 
 _REFUSED_PAUSE_S = 0.01
 # Several files are synced at a time, so that their data reaches the device together.
@@ -47,51 +48,38 @@ class _Context(AIOContext):  # type: ignore[misc]
             super().close()
 
 
-class LibaioTicket:
-    """One read, write or sync. Serves once; all but ``ended`` belongs to the engine."""
+class LibaioTicket(ThreadedTicket):
+    """One read, write or sync."""
 
     def __init__(self) -> None:
-        self.kind: Literal["read", "write", "sync"] = "sync"
-        self.fds: list[int] = []
-        self.address = 0
-        self.offset = 0
-        self.nbytes = 0
-        self.position = 0  # Bytes covered by requests so far.
-        self.parts_in_flight = 0
-        self.started = False  # The engine's thread has seen it.
-        self.queued = False  # Some part may still need a request.
+        super().__init__()
+        self.parts: list[_Part] = []  # Of a transfer.
+        self.fds: list[int] = []  # Of a sync.
+        self.parts_left = 0  # Requests or descriptors that have not ended.
         self.workers: list[threading.Thread] = []
-        self.outcome = (0, 0)
-        self.end = threading.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the kernel has stopped using the memory and the descriptors."""
-        return self.end.is_set()
 
 
+@dataclass(slots=True, eq=False)
 class _Part:
     """One request of a transfer."""
 
-    def __init__(self, ticket: LibaioTicket, offset: int, nbytes: int) -> None:
-        self.ticket = ticket
-        self.request = Request(offset, nbytes)
+    ticket: LibaioTicket
+    mode: int
+    fd: int
+    base: int
+    """Address of the byte that moves from or to file offset 0."""
+    request: Request
 
     def block(self, eventfd: int) -> AIOBlock:
         """Return the remaining range in the form that the kernel takes."""
-        ticket, request = self.ticket, self.request
-        memory = ctypes.c_char * request.bytes_remaining
-        address = ticket.address + request.offset - ticket.offset
+        memory = ctypes.c_char * self.request.bytes_remaining
+        address = self.base + self.request.offset
         return AIOBlock(
-            AIOBLOCK_MODE_WRITE if ticket.kind == "write" else AIOBLOCK_MODE_READ,
-            ticket.fds[0],
-            [memory.from_address(address)],
-            request.offset,
-            eventfd,
+            self.mode, self.fd, [memory.from_address(address)], self.request.offset, eventfd
         )
 
 
-class LibaioEngine(Engine[LibaioTicket]):
+class LibaioEngine(ThreadedEngine[LibaioTicket]):
     """One AIO context and the thread that owns it.
 
     Args:
@@ -107,33 +95,25 @@ class LibaioEngine(Engine[LibaioTicket]):
         self._queue_depth = queue_depth
         self._request_bytes = request_bytes
         self._context = _Context(queue_depth)
-        # Shared with callers: every ticket that was submitted and has not ended, oldest first.
-        self._unfinished: dict[LibaioTicket, None] = {}
-        self._mutex = threading.Lock()
-        self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         # Used by the thread only.
-        self._started_count = 0  # Unfinished tickets that are started; they come first.
-        self._active: deque[LibaioTicket] = deque()  # Tickets whose requests are not all made.
         self._ready: deque[_Part] = deque()  # Requests to be submitted.
         self._in_flight: dict[AIOBlock, _Part] = {}
         self._refusals = 0
         self._synced: deque[tuple[LibaioTicket, int, int]] = deque()  # (ticket, index, errno)
-        self._thread_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:
-            os.close(self._wake_fd)
-            raise
+        super().__init__()
 
     @override
     def submit(
         self, ticket: LibaioTicket, is_write: bool, fd: int, address: int, nbytes: int, offset: int
     ) -> None:
-        ticket.kind = "write" if is_write else "read"
-        ticket.fds = [fd]
-        ticket.address, ticket.nbytes, ticket.offset = address, nbytes, offset
+        mode = AIOBLOCK_MODE_WRITE if is_write else AIOBLOCK_MODE_READ
+        end, step = offset + nbytes, self._request_bytes
+        ticket.offset = offset
+        ticket.parts = [
+            _Part(ticket, mode, fd, address - offset, Request(start, min(step, end - start)))
+            for start in range(offset, end, step)
+        ]
         self._enqueue(ticket)
 
     @override
@@ -142,102 +122,45 @@ class LibaioEngine(Engine[LibaioTicket]):
         self._enqueue(ticket)
 
     @override
-    def wait(self, ticket: LibaioTicket) -> tuple[int, int]:
-        # In this order: a ticket is removed after it has ended.
-        if ticket not in self._unfinished and not ticket.ended:
-            raise ValueError("the ticket was never submitted")
-        if not ticket.started:
-            self._wake()  # An interrupt may have kept submit() from doing so.
-        ticket.end.wait()
-        return ticket.outcome
-
-    @override
-    def close(self) -> None:
-        with self._mutex:
-            self._stopping = True
-        self._wake()
-        # After an interrupt join() would take the thread for ended.
-        self._thread_ended.wait()
-        self._thread.join()
-
-    @override
     def abandon(self) -> None:
-        if self._wake_fd >= 0:
+        if self._can_wake:
             os.close(self._wake_fd)
 
-    def _enqueue(self, ticket: LibaioTicket) -> None:
-        with self._mutex:
-            if self._stopping:
-                ticket.outcome = (errno.ECANCELED, ticket.offset)
-                ticket.end.set()
-                raise RuntimeError("the engine is closed")
-            self._unfinished[ticket] = None
-        self._wake()
+    @override
+    def _send_wake_up(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
 
-    def _wake(self) -> None:
-        with self._mutex:  # The descriptor must not be closed meanwhile.
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+    @override
+    def _release_wake_up(self) -> None:
+        os.close(self._wake_fd)
 
+    @override
     def _run(self) -> None:
         try:
             while True:
-                self._take_new_work()
-                self._fill()
-                while self._ready and self._submit():
-                    self._fill()
-                with self._mutex:
-                    if self._stopping and not self._unfinished:
-                        return
+                for ticket in self._new_tickets():
+                    self._start(ticket)
+                while len(self._in_flight) < self._queue_depth and self._ready and self._submit():
+                    pass
+                if self._may_stop():
+                    return
                 os.eventfd_read(self._wake_fd)
                 self._reap()
         finally:
-            try:
-                self._context.close()
-            finally:
-                self._end_thread()
+            self._context.close()
 
-    def _end_thread(self) -> None:
-        with self._mutex:
-            self._stopping = True
-            wake_fd, self._wake_fd = self._wake_fd, -1
-        os.close(wake_fd)
-        # Empty unless an error ended the thread. The kernel no longer uses their memory.
-        for ticket in list(self._unfinished):
-            self._fail(ticket, errno.EIO, ticket.offset)
-            self._end(ticket)
-        self._thread_ended.set()
-
-    def _take_new_work(self) -> None:
-        with self._mutex:
-            new = list(self._unfinished)[self._started_count :]
-        for ticket in new:
-            ticket.started = True
-            self._started_count += 1
-            if ticket.kind == "sync":
-                self._start_sync(ticket)
-            else:
-                ticket.queued = True
-                self._active.append(ticket)
-
-    def _fill(self) -> None:
-        """Cut the oldest transfers into requests until the queue is full."""
-        while self._active and len(self._in_flight) + len(self._ready) < self._queue_depth:
-            ticket = self._active[0]
-            bytes_left = ticket.nbytes - ticket.position
-            if ticket.outcome[0] or not bytes_left:
-                self._active.popleft()
-                ticket.queued = False
-                self._end_if_done(ticket)
-                continue
-            nbytes = min(self._request_bytes, bytes_left)
-            self._ready.append(_Part(ticket, ticket.offset + ticket.position, nbytes))
-            ticket.position += nbytes
-            ticket.parts_in_flight += 1
+    def _start(self, ticket: LibaioTicket) -> None:
+        ticket.parts_left = len(ticket.parts) + len(ticket.fds)
+        self._ready += ticket.parts
+        ticket.parts = []
+        if ticket.fds:
+            self._start_sync(ticket)
+        self._end_if_done(ticket)
 
     def _submit(self) -> bool:
-        """Give all ready requests to the kernel in one call; return whether to submit more now."""
-        blocks = [part.block(self._wake_fd) for part in self._ready]
+        """Give ready requests to the kernel in one call; return whether to submit more now."""
+        room = self._queue_depth - len(self._in_flight)
+        blocks = [part.block(self._wake_fd) for part in islice(self._ready, room)]
         try:
             count = self._context.submit(blocks)
         except OSError as error:
@@ -259,33 +182,27 @@ class LibaioEngine(Engine[LibaioTicket]):
         self._refusals += 1
         if self._refusals <= RETRIES_MAX:
             time.sleep(_REFUSED_PAUSE_S)
-            return
-        part = self._ready.popleft()
-        self._fail(part.ticket, error, part.request.offset)
-        self._forget_part(part.ticket)
+        else:
+            part = self._ready.popleft()
+            self._end_part(part.ticket, error, part.request.offset)
 
     def _reap(self) -> None:
         for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
             self._complete(self._in_flight.pop(block), result)
         while self._synced:
             ticket, index, error = self._synced.popleft()
-            if error:
-                self._fail(ticket, error, index)
-            self._forget_part(ticket)
+            self._end_part(ticket, error, index)
 
     def _complete(self, part: _Part, result: int) -> None:
         verdict = part.request.complete(result)
         if verdict is Verdict.RESUBMIT and not part.ticket.outcome[0]:
-            self._ready.append(part)
-            return
-        if verdict is Verdict.FAILED:
-            self._fail(part.ticket, part.request.error, part.request.offset)
-        self._forget_part(part.ticket)
+            self._ready.appendleft(part)
+        else:
+            self._end_part(part.ticket, part.request.error, part.request.offset)
 
     def _start_sync(self, ticket: LibaioTicket) -> None:
         """Sync in new threads: most filesystems do not support an asynchronous fdatasync."""
         todo = deque(enumerate(ticket.fds))
-        ticket.parts_in_flight = len(todo)
 
         def work() -> None:
             with suppress(IndexError):
@@ -301,27 +218,21 @@ class LibaioEngine(Engine[LibaioTicket]):
                 ticket.workers.append(worker)
         if not ticket.workers:
             work()
-        self._end_if_done(ticket)
 
-    def _fail(self, ticket: LibaioTicket, error: int, where: int) -> None:
-        """Record an error of a ticket; only the first is kept."""
-        if not ticket.outcome[0]:
+    def _end_part(self, ticket: LibaioTicket, error: int, where: int) -> None:
+        ticket.parts_left -= 1
+        if error and not ticket.outcome[0]:  # Only the first error is kept.
             ticket.outcome = (error, where)
-
-    def _forget_part(self, ticket: LibaioTicket) -> None:
-        ticket.parts_in_flight -= 1
+            kept = [part for part in self._ready if part.ticket is not ticket]
+            ticket.parts_left -= len(self._ready) - len(kept)
+            self._ready = deque(kept)
         self._end_if_done(ticket)
 
     def _end_if_done(self, ticket: LibaioTicket) -> None:
-        if ticket.parts_in_flight == 0 and not ticket.queued:
+        if ticket.parts_left == 0:
             for worker in ticket.workers:
                 worker.join()  # Ends at once: all descriptors are synced.
-            self._started_count -= 1
             self._end(ticket)
-
-    def _end(self, ticket: LibaioTicket) -> None:
-        ticket.end.set()
-        del self._unfinished[ticket]
 
 
 class LibaioStorage(EngineStorage[LibaioTicket]):

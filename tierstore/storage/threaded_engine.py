@@ -1,0 +1,125 @@
+"""Engine whose work is done by one Python thread, which callers wake up."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+from typing_extensions import override
+
+from tierstore.storage.engine_storage import THREAD_NAME, Engine
+
+
+class ThreadedTicket:
+    """One read, write or sync. Serves once; all but ``ended`` belongs to the engine."""
+
+    def __init__(self) -> None:
+        self.offset = 0  # Where a transfer begins.
+        self.started = False  # The engine's thread has seen it.
+        self.outcome = (0, 0)
+        self.end = threading.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the kernel has stopped using the memory and the descriptors."""
+        return self.end.is_set()
+
+
+ThreadedTicketT = TypeVar("ThreadedTicketT", bound=ThreadedTicket)
+
+
+class ThreadedEngine(Engine[ThreadedTicketT], ABC):
+    """A thread and the tickets that it works on.
+
+    Raises:
+        RuntimeError: the system does not start another thread.
+    """
+
+    def __init__(self) -> None:
+        # Every ticket that was submitted and has not ended, oldest first.
+        self._unfinished: dict[ThreadedTicketT, None] = {}
+        self._mutex = threading.Lock()
+        self._stopping = False
+        self._can_wake = True
+        self._thread_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name=THREAD_NAME, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._release_wake_up()
+            raise
+
+    @override
+    def wait(self, ticket: ThreadedTicketT) -> tuple[int, int]:
+        # In this order: a ticket is removed after it has ended.
+        if ticket not in self._unfinished and not ticket.ended:
+            raise ValueError("the ticket was never submitted")
+        if not ticket.started:
+            self._wake()  # An interrupt may have kept submit() from doing so.
+        ticket.end.wait()
+        return ticket.outcome
+
+    @override
+    def close(self) -> None:
+        with self._mutex:
+            self._stopping = True
+        self._wake()
+        # After an interrupt join() would take the thread for ended.
+        self._thread_ended.wait()
+        self._thread.join()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Work in the engine's thread until _may_stop()."""
+
+    @abstractmethod
+    def _send_wake_up(self) -> None:
+        """Make the engine's thread look at _new_tickets() and _may_stop()."""
+
+    @abstractmethod
+    def _release_wake_up(self) -> None:
+        """Release what _send_wake_up() needs."""
+
+    def _enqueue(self, ticket: ThreadedTicketT) -> None:
+        with self._mutex:
+            if self._stopping:
+                ticket.outcome = (errno.ECANCELED, ticket.offset)
+                ticket.end.set()
+                raise RuntimeError("the engine is closed")
+            self._unfinished[ticket] = None
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._mutex:  # The thread must not end meanwhile.
+            if self._can_wake:
+                self._send_wake_up()
+
+    def _new_tickets(self) -> list[ThreadedTicketT]:
+        """Return the tickets submitted since the last call, as started."""
+        new = [ticket for ticket in list(self._unfinished) if not ticket.started]
+        for ticket in new:
+            ticket.started = True
+        return new
+
+    def _end(self, ticket: ThreadedTicketT) -> None:
+        ticket.end.set()
+        del self._unfinished[ticket]
+
+    def _may_stop(self) -> bool:
+        with self._mutex:
+            return self._stopping and not self._unfinished
+
+    def _run_thread(self) -> None:
+        try:
+            self._run()
+        finally:
+            with self._mutex:
+                self._stopping, self._can_wake = True, False
+                self._release_wake_up()
+            # Empty unless an error ended the thread. The kernel no longer uses their memory.
+            for ticket in list(self._unfinished):
+                ticket.outcome = (errno.EIO, ticket.offset)
+                self._end(ticket)
+            self._thread_ended.set()
