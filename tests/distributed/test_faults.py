@@ -20,7 +20,7 @@ from tests.rank_programs.faults import Durable, FailAt, Restored, Wrong
 from tests.rank_programs.job import Failure, Job, running
 from tests.rank_programs.training import SHAPES, Case, Tensors, one_process
 from tests.support.rank_pool import RankPool
-from tierstore.testing.faults import Fault, Operation
+from tierstore.testing.faults import Fault
 
 WORLD_SIZE = 3
 PATIENCE_S = 60.0
@@ -177,7 +177,7 @@ def test_stopped_at_any_moment(seed: int, pool: RankPool, tmp_path: Path) -> Non
     ],
 )
 def test_an_error_of_one_rank(
-    operation: Operation, call: int, culprit: int, pool: RankPool, tmp_path: Path
+    operation: str, call: int, culprit: int, pool: RankPool, tmp_path: Path
 ) -> None:
     case = case_of(call + culprit, tmp_path)
     with training(case, FailAt(5, Fault("error", operation, call=call)), culprit) as job:

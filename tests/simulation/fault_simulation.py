@@ -23,7 +23,7 @@ from tests.simulation.simulator import Simulation, Violation
 from tests.simulation.storage import RecordedStorage
 from tierstore.errors import RunDirectoryError, TierstoreError
 from tierstore.storage.base import Storage, Transfer
-from tierstore.testing.faults import Fault, FaultKind, FaultyStorage, Operation
+from tierstore.testing.faults import Fault, FaultKind, FaultyStorage
 from tierstore.testing.transfers import aligned_buffer
 from tierstore.units import SECTOR_BYTES, Extent
 
@@ -65,8 +65,7 @@ class Trouble:
             return _FlippedWrite(storage, self)
         faulty = FaultyStorage(storage, seed=self.seed)
         kind: FaultKind = self.kind  # type: ignore[assignment]
-        operation: Operation = self.operation  # type: ignore[assignment]
-        faulty.arm(Fault(kind, operation, call=self.call, errno=self.errno))
+        faulty.arm(Fault(kind, self.operation, call=self.call, errno=self.errno))
         return faulty
 
 

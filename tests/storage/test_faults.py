@@ -5,14 +5,14 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tierstore.errors import StorageError
 from tierstore.storage.base import Folder, Storage
 from tierstore.storage.memory import MemoryStorage
-from tierstore.testing.faults import Fault, FaultyStorage, Operation
+from tierstore.testing.faults import OPERATIONS, Fault, FaultyStorage
 from tierstore.testing.storage_tests import StorageTests
 from tierstore.testing.transfers import (
     aligned_buffer,
@@ -61,7 +61,7 @@ def storage() -> FaultyStorage:
     return storage
 
 
-OPERATIONS: dict[str, Callable[[Storage], object]] = {
+STORAGE_OPERATIONS: dict[str, Callable[[Storage], object]] = {
     "lock": lambda storage: storage.lock(0),
     "list": lambda storage: storage.list(),
     "size": lambda storage: storage.size("page"),
@@ -83,15 +83,15 @@ OPERATIONS: dict[str, Callable[[Storage], object]] = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_error_strikes_and_nothing_happens(storage: FaultyStorage, operation: Any) -> None:
+@pytest.mark.parametrize("operation", STORAGE_OPERATIONS)
+def test_error_strikes_and_nothing_happens(storage: FaultyStorage, operation: str) -> None:
     storage.put("other", b"")
     storage.arm(Fault("error", operation, call=1, errno=errno.ENOSPC))
     with pytest.raises(StorageError) as caught:
-        OPERATIONS[operation](storage)
+        STORAGE_OPERATIONS[operation](storage)
     assert caught.value.errno == errno.ENOSPC
     assert files_of(storage) == {"page": OLD, "other": b""}
-    OPERATIONS[operation](storage)  # Only the first call fails.
+    STORAGE_OPERATIONS[operation](storage)  # Only the first call fails.
 
 
 FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
@@ -112,14 +112,14 @@ FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
 
 
 def test_every_operation_of_a_fault_is_tried() -> None:
-    assert {*OPERATIONS, *FOLDER_OPERATIONS} == set(get_args(Operation))
+    assert {*STORAGE_OPERATIONS, *FOLDER_OPERATIONS} == set(OPERATIONS)
     named = {name for protocol in (Storage, Folder) for name in vars(protocol) if name[0] != "_"}
     others = {"engine", "location", "home", "register", "drain", "abandon"}
-    assert named - others == {name.removeprefix("folder_") for name in get_args(Operation)}
+    assert named - others == {name.removeprefix("folder_") for name in OPERATIONS}
 
 
 @pytest.mark.parametrize("operation", FOLDER_OPERATIONS)
-def test_error_strikes_a_folder_and_nothing_happens(storage: FaultyStorage, operation: Any) -> None:
+def test_error_strikes_a_folder_and_nothing_happens(storage: FaultyStorage, operation: str) -> None:
     folder = storage.folder("published")
     folder.make("child")
     folder.make("empty")
@@ -358,6 +358,8 @@ def test_callback_may_raise_at_an_exact_operation(when: str) -> None:
     [
         {"kind": "lost", "operation": "read", "call": 1},
         {"kind": "short", "operation": "flush", "call": 1},
+        {"kind": "error", "operation": "raed", "call": 1},
+        {"kind": "error", "operation": "folder_read", "call": 1},
         {"kind": "error", "operation": "read"},
         {"kind": "error", "operation": "read", "call": 0},
         {"kind": "error", "operation": "read", "call": 1, "probability": 0.5},

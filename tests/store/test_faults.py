@@ -285,7 +285,7 @@ def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> No
     run.train(BEFORE)
     release = threading.Event()
     for operation in ("read", "write"):
-        run.storage.arm(Fault("delayed", operation, probability=1, release=release))  # type: ignore[arg-type]
+        run.storage.arm(Fault("delayed", operation, probability=1, release=release))
     run.storage.interrupt_at = at  # type: ignore[attr-defined]
     timer = threading.Timer(0.2, release.set)
     timer.start()

@@ -9,59 +9,40 @@ alone, so that a failing test can be repeated::
 
 from __future__ import annotations
 
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from errno import EIO
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from tierstore.errors import StorageError, TierstoreError
+from tierstore.errors import TierstoreError
 from tierstore.storage.base import Folder, Storage, Transfer
-from tierstore.testing.faulty_folder import FaultyFolder
+from tierstore.storage.paths import storage_error
 from tierstore.units import SECTOR_BYTES, Extent
 
 FaultKind = Literal["error", "short", "flipped_bit", "lost", "misdirected", "delayed"]
-Operation = Literal[
-    "lock",
-    "list",
-    "size",
-    "create",
-    "read",
-    "write",
-    "flush",
-    "put",
-    "get",
-    "rename",
-    "link",
-    "is_shared",
-    "map",
-    "scratch",
-    "folder",
-    "unlink",
-    "sync_directory",
-    "close",
-    "folder_children",
-    "folder_files",
-    "folder_make",
-    "folder_put",
-    "folder_get",
-    "folder_link",
-    "folder_append",
-    "folder_flush",
-    "folder_unlink",
-    "folder_remove",
-    "folder_rename",
-    "folder_sync",
-    "folder_sync_children",
-]
+
+# Methods of Storage and Folder that no fault strikes.
+_NOT_STRUCK = frozenset({"engine", "location", "home", "register", "drain", "abandon"})
+OPERATIONS = tuple(
+    prefix + name
+    for prefix, protocol in (("", Storage), ("folder_", Folder))
+    for name in vars(protocol)
+    if name[0] != "_" and name not in _NOT_STRUCK
+)
+"""The operations that a fault can strike: the methods of Storage, and with the prefix "folder_"
+the methods of Folder."""
+
 OnOperation = Callable[[str, str, str], None]
 
 # Kinds that are absent here apply to every operation.
-_OPERATIONS_OF_KIND: dict[FaultKind, tuple[Operation, ...]] = {
+_OPERATIONS_OF_KIND: dict[FaultKind, tuple[str, ...]] = {
     "short": ("read", "write"),
     "flipped_bit": ("read",),
     "lost": ("write",),
@@ -86,8 +67,8 @@ class Fault:
     is reported as done and the old content stays. ``misdirected``: a write lands one sector
     late, cut at the file's end. ``delayed``: a transfer moves its bytes, and ends, only
     at the first done(), wait(), drain() or close() after ``release`` is set."""
-    operation: Operation
-    """The method of Storage to strike; with the prefix "folder_", a method of its folders."""
+    operation: str
+    """One of OPERATIONS."""
     _: KW_ONLY
     name: str | None = None
     """Strike calls for this file only (flush: if the file is one of them); None for any file."""
@@ -101,7 +82,7 @@ class Fault:
     """Set to let a ``delayed`` transfer happen."""
 
     def __post_init__(self) -> None:
-        if self.operation not in _OPERATIONS_OF_KIND.get(self.kind, (self.operation,)):
+        if self.operation not in _OPERATIONS_OF_KIND.get(self.kind, OPERATIONS):
             raise ValueError(f"a fault {self.kind!r} does not apply to {self.operation!r}")
         if (self.call is None) == (self.probability is None):
             raise ValueError("give either call or probability")
@@ -129,11 +110,10 @@ class _FaultyTransfer(Transfer):
         start: Callable[[], Transfer | None],
         release: threading.Event | None,
         after: Callable[[], None],
-        error: Exception | None = None,
+        error: Exception | None,
     ) -> None:
-        self._start = start
         self._release = release
-        self._delayed = release is not None
+        self._start = None if release is None else start
         self._inner = start() if release is None else None
         self._after: Callable[[], None] | None = after
         self._error = error
@@ -144,7 +124,7 @@ class _FaultyTransfer(Transfer):
         if self._release is not None:
             self._release.wait()
         with self._mutex:
-            self._start_if_released()
+            self._start_if_delayed()
             if self._inner is not None:
                 self._inner.wait()
             if self._error is not None:
@@ -160,18 +140,42 @@ class _FaultyTransfer(Transfer):
         if not self._mutex.acquire(blocking=False):
             return False  # Another thread is in wait().
         try:
-            self._start_if_released()
+            self._start_if_delayed()
             return self._inner is None or self._inner.done()
         finally:
             self._mutex.release()
 
-    def _start_if_released(self) -> None:
-        if self._delayed:
+    def _start_if_delayed(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
             try:
-                self._inner = self._start()
+                self._inner = start()
             except Exception as error:
                 self._error = error
-            self._delayed = False
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _struck(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a method that calls ``method`` of ``self.inner`` inside of ``self._around()``.
+
+    The parameter ``name`` or ``names`` of the method, or otherwise ``path`` or ``child``, is
+    what the fault and the callback know as the name of the file.
+    """
+    operation, signature = method.__name__, inspect.signature(method)
+
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        faulty: Any = args[0]
+        given = signature.bind(*args, **options).arguments
+        found = (given[key] for key in ("name", "names", "path", "child") if key in given)
+        names = next(found, ())
+        with faulty._around(operation, [names] if isinstance(names, str) else names):
+            result: _R = getattr(faulty.inner, operation)(*args[1:], **options)
+            return result
+
+    return call
 
 
 class FaultyStorage(Storage):
@@ -223,115 +227,36 @@ class FaultyStorage(Storage):
         return self.inner.home(name)
 
     @override
-    def lock(self, timeout_s: float) -> None:
-        with self._around("lock"):
-            self.inner.lock(timeout_s)
-
-    @override
     def register(self, memory: memoryview) -> None:
-        # Not an operation that a fault can strike: it moves no bytes.
         self.inner.register(memory)
 
-    @override
-    def list(self) -> list[str]:
-        with self._around("list"):
-            return self.inner.list()
-
-    @override
-    def size(self, name: str) -> int:
-        with self._around("size", name):
-            return self.inner.size(name)
-
-    @override
-    def create(self, name: str, nbytes: int) -> None:
-        with self._around("create", name):
-            self.inner.create(name, nbytes)
-
-    @override
-    def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        self._tell("read", name, "before")
-        fault = self._strike("read", [name])
-        if fault is not None and fault.kind in ("error", "short"):
-            return self._cut("read", name, extent, buffer, fault)
-        flips = fault is not None and fault.kind == "flipped_bit"
-        return self._transfer(
-            "read",
-            name,
-            lambda: self.inner.read(name, extent, buffer),
-            fault,
-            then=(lambda: self._flip_bit(buffer)) if flips else None,
-        )
-
-    @override
-    def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        self._tell("write", name, "before")
-        fault = self._strike("write", [name])
-        if fault is not None and fault.kind in ("error", "short"):
-            return self._cut("write", name, extent, buffer, fault)
-
-        def start() -> Transfer | None:
-            if fault is not None and fault.kind == "lost":
-                return None
-            if fault is not None and fault.kind == "misdirected":
-                return self._write_late(name, extent, buffer)
-            return self.inner.write(name, extent, buffer)
-
-        return self._transfer("write", name, start, fault)
-
-    @override
-    def flush(self, names: Sequence[str]) -> None:
-        with self._around("flush", *names):
-            self.inner.flush(names)
-
-    @override
-    def put(self, name: str, data: bytes) -> None:
-        with self._around("put", name):
-            self.inner.put(name, data)
-
-    @override
-    def get(self, name: str) -> bytes:
-        with self._around("get", name):
-            return self.inner.get(name)
-
-    @override
-    def rename(self, name: str, new_name: str) -> None:
-        with self._around("rename", name):
-            self.inner.rename(name, new_name)
-
-    @override
-    def link(self, name: str, new_name: str) -> None:
-        with self._around("link", name):
-            self.inner.link(name, new_name)
-
-    @override
-    def is_shared(self, name: str) -> bool:
-        with self._around("is_shared", name):
-            return self.inner.is_shared(name)
-
-    @override
-    def map(self, name: str) -> memoryview:
-        with self._around("map", name):
-            return self.inner.map(name)
-
-    @override
-    def scratch(self, nbytes: int) -> memoryview:
-        with self._around("scratch"):
-            return self.inner.scratch(nbytes)
+    lock = _struck(Storage.lock)
+    list = _struck(Storage.list)
+    size = _struck(Storage.size)
+    create = _struck(Storage.create)
+    flush = _struck(Storage.flush)
+    put = _struck(Storage.put)
+    get = _struck(Storage.get)
+    rename = _struck(Storage.rename)
+    link = _struck(Storage.link)
+    is_shared = _struck(Storage.is_shared)
+    map = _struck(Storage.map)
+    scratch = _struck(Storage.scratch)
+    unlink = _struck(Storage.unlink)
+    sync_directory = _struck(Storage.sync_directory)
 
     @override
     def folder(self, path: str) -> Folder:
-        with self._around("folder", path):
-            return FaultyFolder(self.inner.folder(path), self._around, _unwrap)
+        with self._around("folder", [path]):
+            return FaultyFolder(self.inner.folder(path), self._around)
 
     @override
-    def unlink(self, name: str) -> None:
-        with self._around("unlink", name):
-            self.inner.unlink(name)
+    def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        return self._move("read", name, extent, buffer)
 
     @override
-    def sync_directory(self) -> None:
-        with self._around("sync_directory"):
-            self.inner.sync_directory()
+    def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        return self._move("write", name, extent, buffer)
 
     @override
     def drain(self) -> None:
@@ -353,23 +278,20 @@ class FaultyStorage(Storage):
             self.inner.close()
 
     @contextmanager
-    def _around(self, operation: Operation, *names: str) -> Iterator[None]:
+    def _around(self, operation: str, names: Sequence[str] = ()) -> Iterator[None]:
         joined = ",".join(names)
         self._tell(operation, joined, "before")
         fault = self._strike(operation, names)
         if fault is not None:
-            raise StorageError(operation, path=self._path(joined), errno=fault.errno)
+            raise storage_error(operation, Path(self.location, joined), fault.errno)
         yield
         self._tell(operation, joined, "after")
 
-    def _tell(self, operation: Operation, name: str, when: str) -> None:
+    def _tell(self, operation: str, name: str, when: str) -> None:
         if self._on_operation is not None:
             self._on_operation(operation, name, when)
 
-    def _path(self, name: str) -> str:
-        return f"{self.location}/{name}" if name else self.location
-
-    def _strike(self, operation: Operation, names: Sequence[str]) -> Fault | None:
+    def _strike(self, operation: str, names: Sequence[str]) -> Fault | None:
         """Count the call for every fault that it matches; return the first that strikes."""
         struck = None
         with self._mutex:
@@ -385,62 +307,79 @@ class FaultyStorage(Storage):
                     struck = fault
         return struck
 
-    def _transfer(
-        self,
-        operation: Operation,
-        name: str,
-        start: Callable[[], Transfer | None],
-        fault: Fault | None,
-        then: Callable[[], None] | None = None,
-    ) -> Transfer:
+    def _move(self, operation: str, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+        """Start a transfer, of other bytes than asked for if a fault strikes."""
+        self._tell(operation, name, "before")
+        fault = self._strike(operation, [name])
+        kind = None if fault is None else fault.kind
+        offset, nbytes, error = extent.offset, extent.nbytes, None
+        if fault is not None and kind in ("error", "short"):
+            error = storage_error(operation, Path(self.location, name), fault.errno, extent)
+        if kind in ("error", "lost"):
+            nbytes = 0
+        elif kind == "short":
+            nbytes = self._choose(nbytes // SECTOR_BYTES) * SECTOR_BYTES
+        elif kind == "misdirected":
+            offset += SECTOR_BYTES
+            nbytes = min(nbytes, (self.inner.size(name) - offset) // SECTOR_BYTES * SECTOR_BYTES)
+
+        def start() -> Transfer | None:
+            if nbytes <= 0:
+                return None
+            move = self.inner.read if operation == "read" else self.inner.write
+            memory = buffer if nbytes == extent.nbytes else buffer[:nbytes]
+            return move(name, Extent(offset, nbytes), memory)
+
         def after() -> None:
-            if then is not None:
-                then()
+            if kind == "flipped_bit":
+                bit = self._choose(buffer.nbytes * 8)
+                buffer.cast("B")[bit // 8] ^= 1 << bit % 8
             self._tell(operation, name, "after")
 
         release = None if fault is None else fault.release
-        transfer = _FaultyTransfer(start, release, after)
+        transfer = _FaultyTransfer(start, release, after, error)
         if release is not None:
             self._delayed.add(transfer)
         return transfer
 
-    def _cut(
-        self, operation: Operation, name: str, extent: Extent, buffer: memoryview, fault: Fault
-    ) -> Transfer:
-        """Move nothing (error) or a prefix (short), then fail."""
-        error = StorageError(
-            operation,
-            path=self._path(name),
-            errno=fault.errno,
-            offset=extent.offset,
-            nbytes=extent.nbytes,
-        )
-        nbytes = 0
-        if fault.kind == "short":
-            with self._mutex:
-                nbytes = self._random.randrange(extent.nbytes // SECTOR_BYTES) * SECTOR_BYTES
-        move = self.inner.read if operation == "read" else self.inner.write
-
-        def start() -> Transfer | None:
-            if nbytes == 0:
-                return None
-            return move(name, Extent(extent.offset, nbytes), buffer[:nbytes])
-
-        return _FaultyTransfer(start, None, lambda: None, error)
-
-    def _flip_bit(self, buffer: memoryview) -> None:
+    def _choose(self, count: int) -> int:
+        """Return a random number below ``count``."""
         with self._mutex:
-            bit = self._random.randrange(buffer.nbytes * 8)
-        buffer.cast("B")[bit // 8] ^= 1 << bit % 8
-
-    def _write_late(self, name: str, extent: Extent, buffer: memoryview) -> Transfer | None:
-        offset = extent.offset + SECTOR_BYTES
-        bytes_left = (self.inner.size(name) - offset) // SECTOR_BYTES * SECTOR_BYTES
-        nbytes = min(extent.nbytes, bytes_left)
-        if nbytes <= 0:
-            return None
-        return self.inner.write(name, Extent(offset, nbytes), buffer[:nbytes])
+            return self._random.randrange(count)
 
 
-def _unwrap(storage: Storage) -> Storage:
-    return storage.inner if isinstance(storage, FaultyStorage) else storage
+class FaultyFolder(Folder):
+    """A folder of a FaultyStorage.
+
+    Args:
+        inner: the folder that does the work.
+        around: ``_around`` of the storage; it gets the operation with the prefix "folder_".
+    """
+
+    def __init__(
+        self, inner: Folder, around: Callable[[str, Sequence[str]], AbstractContextManager[None]]
+    ) -> None:
+        self.inner = inner
+        self._around_in_storage = around
+
+    @property
+    @override
+    def location(self) -> str:
+        return self.inner.location
+
+    children = _struck(Folder.children)
+    files = _struck(Folder.files)
+    make = _struck(Folder.make)
+    put = _struck(Folder.put)
+    get = _struck(Folder.get)
+    link = _struck(Folder.link)
+    append = _struck(Folder.append)
+    flush = _struck(Folder.flush)
+    unlink = _struck(Folder.unlink)
+    remove = _struck(Folder.remove)
+    rename = _struck(Folder.rename)
+    sync = _struck(Folder.sync)
+    sync_children = _struck(Folder.sync_children)
+
+    def _around(self, operation: str, names: Sequence[str]) -> AbstractContextManager[None]:
+        return self._around_in_storage(f"folder_{operation}", names)
