@@ -149,7 +149,7 @@ def test_import_rule_sees(name: str, source: str, complaint: str) -> None:
     ("name", "source"),
     [
         ("tierstore", "from tierstore.store import TierStore"),
-        ("tierstore.storage.uring", "from tierstore.storage.files import Files"),
+        ("tierstore.storage.uring", "from tierstore.storage.base import Storage"),
         ("tierstore.storage", "from tierstore.units import Extent"),
         ("tierstore.testing", "from tierstore.storage.memory import MemoryStorage"),
         ("tierstore.paging.pager", "import torch\nfrom tierstore.run.committer import Committer"),

@@ -14,7 +14,7 @@ import pytest
 
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
-from tierstore.storage.engine_storage import REQUEST_BYTES
+from tierstore.storage.engine import REQUEST_BYTES
 from tierstore.testing.storage_tests import FileStorageTests
 from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent

@@ -16,6 +16,7 @@ import tests.rank_programs.faults
 import tests.support.training
 import tierstore.cli
 import tierstore.inspection.verify
+import tierstore.storage.aiofile
 import tierstore.storage.uring
 import tierstore.store
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import aiofiles
 from typing_extensions import override
 
-from tierstore.storage.engine_storage import THREAD_NAME, EngineStorage
+from tierstore.storage.engine import THREAD_NAME
+from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
 
 _THREADS = 8
@@ -117,8 +118,11 @@ class AiofilesStorage(EngineStorage[AiofilesTicket]):
         RunDirectoryError: the directory cannot be made.
     """
 
+    engine = "aiofiles"
+    direct = False
+
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, "aiofiles", AiofilesEngine(), AiofilesTicket, direct=False)
+        super().__init__(directory, AiofilesEngine(), AiofilesTicket)
 
 
 async def _move(is_write: bool, fd: int, memory: memoryview, offset: int) -> tuple[int, int]:

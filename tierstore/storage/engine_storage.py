@@ -1,99 +1,62 @@
-"""A storage on a filesystem whose transfers are moved by an engine.
-
-A transfer needs its descriptor and its buffer until the kernel no longer uses them, even if
-the caller drops the transfer. The storage keeps both, by the engine's ticket for the transfer.
-"""
+"""Storage of one directory on a filesystem, whose transfers an engine moves."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+import tempfile
 import threading
-from abc import abstractmethod
+import time
+from abc import ABC
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic
 
 from typing_extensions import override
 
 from tierstore.errors import StoreClosedError
-from tierstore.storage.base import Transfer
-from tierstore.storage.checks import checked_bytes
-from tierstore.storage.files import FileStorage
-from tierstore.storage.paths import OPEN_FLAGS, storage_error, storage_errors
+from tierstore.storage.base import Folder, Storage, Transfer
+from tierstore.storage.checks import (
+    LOCK_NAME,
+    check_name,
+    check_nbytes,
+    check_usable,
+    checked_bytes,
+    lock_text,
+    locked_error,
+)
+from tierstore.storage.engine import THREAD_NAME, Engine, TicketT
+from tierstore.storage.folder import LocalFolder
+from tierstore.storage.mappings import mappings
+from tierstore.storage.paths import (
+    FILE_MODE,
+    OPEN_FLAGS,
+    get_file,
+    make_directory,
+    map_file,
+    opened,
+    put_file,
+    storage_error,
+    storage_errors,
+    sync_path,
+)
 from tierstore.units import Extent
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-THREAD_NAME = "tierstore-io"
-"""Prefix of the names of all Python threads that an engine starts."""
-
-# Request size and queue depth of the engines with direct I/O. One request is large enough to
-# amortize its cost and small enough that several requests share a page. With more requests in
-# flight than a device needs, one call submits several of them and one wake-up completes
-# several: a depth of 32 took three quarters of the processor time of 16, and half that of 8.
-REQUEST_BYTES = 8 << 20
-QUEUE_DEPTH = 32
-
 # Most descriptors of transfers in flight: a start waits for a free one. Every engine has far
 # fewer requests in flight, so the limit costs no speed.
 _OPEN_FILES_MAX = 64
 
+# Most descriptors of one flush, well below the usual limit of 1024 per process.
+_FLUSH_FILES_MAX = 256
 
-class Ticket(Protocol):
-    """One transfer or sync, made before its submission so that it can be registered first."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the kernel has stopped using the memory and the descriptors."""
-
-
-TicketT = TypeVar("TicketT", bound=Ticket)
-_SubmittedT = TypeVar("_SubmittedT", bound=Ticket, contravariant=True)
-
-
-class Engine(Protocol[_SubmittedT]):
-    """Moves the bytes of one EngineStorage. A ticket serves once."""
-
-    @abstractmethod
-    def submit(
-        self, ticket: _SubmittedT, is_write: bool, fd: int, address: int, nbytes: int, offset: int
-    ) -> None:
-        """Start a transfer; memory and descriptor must stay valid until it has ended.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
-
-    @abstractmethod
-    def submit_sync(self, ticket: _SubmittedT, fds: list[int]) -> None:
-        """Start an fdatasync of every descriptor; errors as submit()."""
-
-    @abstractmethod
-    def wait(self, ticket: _SubmittedT) -> tuple[int, int]:
-        """Block until the ticket has ended.
-
-        A KeyboardInterrupt passes to the caller, and the transfer continues.
-
-        Returns:
-            (errno or 0, where it failed): the file offset, or for a sync the descriptor's
-            index.
-
-        Raises:
-            ValueError: the ticket was never submitted.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Wait for all transfers, then release everything. Called again after an interrupt."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Close the engine's descriptors in a forked child, and nothing else."""
+_LOCK_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -104,72 +67,70 @@ class InUse:
     memory: npt.NDArray[np.uint8] | None = None
 
 
+@dataclass(eq=False)
 class _EngineTransfer(Transfer, Generic[TicketT]):
     """One read or write in flight."""
 
-    def __init__(
-        self,
-        storage: EngineStorage[TicketT],
-        what: str,
-        path: Path,
-        extent: Extent,
-        ticket: TicketT,
-    ) -> None:
-        self._storage = storage
-        self._what = what
-        self._path = path
-        self._extent = extent
-        self._ticket = ticket
+    storage: EngineStorage[TicketT]
+    what: str
+    path: Path
+    extent: Extent
+    ticket: TicketT
 
     @override
     def wait(self) -> None:
-        error, stopped_at = self._storage.wait_for(self._ticket)
+        error, stopped_at = self.storage.wait_for(self.ticket)
         if error:
-            what = f"{self._what} (stopped at byte {stopped_at})"
-            raise storage_error(what, self._path, error, self._extent)
+            what = f"{self.what} (stopped at byte {stopped_at})"
+            raise storage_error(what, self.path, error, self.extent)
 
     @override
     def done(self) -> bool:
-        return self._ticket.ended
+        return self.ticket.ended
 
 
-class EngineStorage(FileStorage, Generic[TicketT]):
-    """Files of one directory, moved by one engine.
+class EngineStorage(Storage, ABC, Generic[TicketT]):
+    """Files of one directory, moved by one engine. A subclass sets ``engine`` and ``direct``.
+
+    A transfer needs its descriptor and its buffer until the kernel no longer uses them, even
+    if the caller drops the transfer. The storage keeps both, by the engine's ticket.
 
     Args:
         directory: made with mode 0700 where absent.
-        name: what ``engine`` returns.
         engine: used by this storage alone, and closed with it.
         new_ticket: makes a ticket of this engine.
-        direct: whether files are opened for direct I/O (O_DIRECT).
 
     Raises:
         RunDirectoryError: the directory cannot be made.
     """
 
+    direct: bool
+    """Whether files are opened for direct I/O (O_DIRECT)."""
+
+    _released = True  # Until __init__ has made everything that close() releases.
+
     def __init__(
-        self,
-        directory: Path,
-        name: str,
-        engine: Engine[TicketT],
-        new_ticket: Callable[[], TicketT],
-        *,
-        direct: bool,
+        self, directory: Path, engine: Engine[TicketT], new_ticket: Callable[[], TicketT]
     ) -> None:
-        self._name = name
-        self._engine = engine
-        self._new_ticket = new_ticket
-        self.direct = direct
-        # What each ticket that may not have ended needs. Only single dict operations are
-        # used, so that a forked child finds it whole.
-        self._in_use: dict[TicketT, InUse] = {}
-        # Makes "registered, then submitted" one act for drain(). A forked child never takes it.
-        self._submit_mutex = threading.Lock()
+        self._directory = directory.absolute()
         try:
-            super().__init__(directory)
+            make_directory(self._directory)
         except BaseException:
             engine.close()
             raise
+        self._engine = engine
+        self._new_ticket = new_ticket
+        # What a ticket needs until it has ended. Only single dict operations are used, so that
+        # a forked child finds a consistent dict.
+        self._in_use: dict[TicketT, InUse] = {}
+        # Makes "registered, then submitted" one act for drain(). A forked child never takes it.
+        self._submit_mutex = threading.Lock()
+        self._close_mutex = threading.Lock()
+        self._lock_mutex = threading.Lock()
+        self._lock_fd: int | None = None
+        self._owner_pid = os.getpid()
+        self._closed = False  # If set, operations are refused.
+        self._released = False
 
     def __del__(self) -> None:
         """Close a storage that was dropped unclosed, whose engine has Python threads."""
@@ -185,8 +146,124 @@ class EngineStorage(FileStorage, Generic[TicketT]):
 
     @property
     @override
-    def engine(self) -> str:
-        return self._name
+    def location(self) -> str:
+        return str(self._directory)
+
+    @override
+    def home(self, name: str) -> Storage:
+        return self
+
+    @override
+    def lock(self, timeout_s: float) -> None:
+        self._check_usable()
+        path = self._directory / LOCK_NAME
+        with self._lock_mutex, storage_errors("lock", path):
+            if self._lock_fd is not None:
+                return
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, FILE_MODE)
+            try:
+                self._wait_for_lock(fd, timeout_s)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, lock_text().encode(), 0)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._lock_fd = fd
+
+    @override
+    def register(self, memory: memoryview) -> None:
+        self._check_usable()
+
+    @override
+    def list(self) -> list[str]:
+        """Directories, links and the lock are not listed."""
+        self._check_usable()
+        with storage_errors("list", self._directory), os.scandir(self._directory) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.name != LOCK_NAME and entry.is_file(follow_symlinks=False)
+            )
+
+    @override
+    def size(self, name: str) -> int:
+        with storage_errors("size", self._path(name)) as path:
+            return os.stat(path, follow_symlinks=False).st_size
+
+    @override
+    def create(self, name: str, nbytes: int) -> None:
+        check_nbytes(nbytes)
+        with storage_errors("create", self._path(name)) as path:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            with opened("create", path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                try:
+                    mappings.forget(os.fstat(fd))
+                    if nbytes > 0:
+                        os.posix_fallocate(fd, 0, nbytes)
+                except OSError:
+                    os.unlink(path)  # Frees the space that the full disk had allocated.
+                    raise
+
+    @override
+    def put(self, name: str, data: bytes) -> None:
+        put_file(self._path(name), data)
+
+    @override
+    def get(self, name: str) -> bytes:
+        return get_file(self._path(name))
+
+    @override
+    def rename(self, name: str, new_name: str) -> None:
+        with storage_errors("rename", self._path(name)) as path:
+            os.rename(path, self._path(new_name))
+
+    @override
+    def link(self, name: str, new_name: str) -> None:
+        with storage_errors("link", self._path(name)) as path:
+            os.link(path, self._path(new_name), follow_symlinks=False)
+
+    @override
+    def is_shared(self, name: str) -> bool:
+        with storage_errors("is_shared", self._path(name)) as path:
+            status = os.stat(path, follow_symlinks=False)
+        return status.st_nlink > 1 or mappings.has(status)
+
+    @override
+    def map(self, name: str) -> memoryview:
+        with opened("map", self._path(name), os.O_RDONLY) as fd:
+            status = os.fstat(fd)
+            # Private: pages that are not written to stay in the page cache.
+            memory = map_file(fd, status.st_size, shared=False)
+            mappings.add(status, memory)
+        return memoryview(memory)
+
+    @override
+    def scratch(self, nbytes: int) -> memoryview:
+        self._check_usable()
+        with (
+            storage_errors("scratch", self._directory),
+            tempfile.TemporaryFile(dir=self._directory) as file,
+        ):
+            # Without allocated space, a write to the memory on a full disk raises a signal.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return memoryview(map_file(file.fileno(), nbytes, shared=True))
+
+    @override
+    def folder(self, path: str) -> Folder:
+        self._check_usable()
+        return LocalFolder(Path(path))
+
+    @override
+    def unlink(self, name: str) -> None:
+        with storage_errors("unlink", self._path(name)) as path:
+            os.unlink(path)
+
+    @override
+    def sync_directory(self) -> None:
+        self._check_usable()
+        with storage_errors("sync directory", self._directory):
+            sync_path(self._directory)
 
     @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
@@ -214,6 +291,44 @@ class EngineStorage(FileStorage, Generic[TicketT]):
         outcome = self._engine.wait(ticket)
         self._release(ticket)
         return outcome
+
+    @override
+    def flush(self, names: Sequence[str]) -> None:
+        paths = [self._path(name) for name in names]
+        for start in range(0, len(paths), _FLUSH_FILES_MAX):
+            self._sync_files(paths[start : start + _FLUSH_FILES_MAX])
+
+    @override
+    def abandon(self) -> None:
+        if self._released:
+            return
+        self._closed = self._released = True
+        self._engine.abandon()
+        self._release_all()
+        # Closing this copy of the descriptor keeps the parent's lock; unlocking would not.
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    @override
+    def close(self) -> None:
+        """In a forked child the same as abandon().
+
+        An interrupt leaves the directory locked, because transfers may still run: call close()
+        again to wait for them.
+        """
+        if self._released:
+            return
+        if os.getpid() != self._owner_pid:
+            self.abandon()
+            return
+        self._closed = True
+        with self._close_mutex:
+            if not self._released:
+                self._engine.close()
+                self._release_all()
+                self._release_lock()
+                self._released = True
 
     def _start(self, what: str, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         path = self._path(name)
@@ -279,17 +394,44 @@ class EngineStorage(FileStorage, Generic[TicketT]):
         if error:
             raise storage_error("flush", paths[index], error)
 
-    def _close_engine(self) -> None:
-        self._engine.close()
-        self._release_all()
-
-    def _abandon_engine(self) -> None:
-        self._engine.abandon()
-        self._release_all()
-
     def _release_all(self) -> None:
         for ticket in list(self._in_use):
             self._release(ticket)
+
+    def _release_lock(self) -> None:
+        with self._lock_mutex:
+            if self._lock_fd is None:
+                return
+            os.ftruncate(self._lock_fd, 0)
+            # A forked child may still have a copy of the descriptor: unlock for all copies.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _wait_for_lock(self, fd: int, timeout_s: float) -> None:
+        """Poll for the lock on ``fd``: flock has no timeout."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time_left_s = deadline - time.monotonic()
+                if time_left_s <= 0:
+                    holder = os.pread(fd, 1024, 0).decode(errors="replace")
+                    raise locked_error(self.location, holder, timeout_s) from None
+            time.sleep(min(_LOCK_POLL_S, time_left_s))
+
+    def _check_owner(self) -> None:
+        """Raise StoreClosedError in a forked child, which has no engine thread to wait for."""
+        check_usable(self.location, closed=False, owner_pid=self._owner_pid)
+
+    def _check_usable(self) -> None:
+        check_usable(self.location, closed=self._closed, owner_pid=self._owner_pid)
+
+    def _path(self, name: str) -> Path:
+        self._check_usable()
+        return self._directory / check_name(name)
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from tierstore.storage.base import Folder, Storage
 from tierstore.storage.checks import check_name
 from tierstore.storage.paths import (
     DIRECTORY_MODE,
-    OPEN_FLAGS,
     get_file,
     make_directory,
     opened,
@@ -21,7 +20,7 @@ from tierstore.storage.paths import (
     write_all,
 )
 
-# Limits what get() reads: another program may have left a sparse file of any size.
+# Most bytes that get() reads: another program may have left a sparse file of any size.
 _GET_BYTES_MAX = 2**30
 
 
@@ -49,15 +48,12 @@ class LocalFolder(Folder):
 
     @override
     def files(self, child: str) -> list[str]:
-        path = self._path(child)
-        flags = os.O_RDONLY | os.O_DIRECTORY | OPEN_FLAGS
-        with storage_errors("list", path), opened(path, flags) as fd:
+        with opened("list", self._path(child), os.O_RDONLY | os.O_DIRECTORY) as fd:
             return sorted(os.listdir(fd))
 
     @override
     def make(self, child: str) -> None:
-        path = self._path(child)
-        with storage_errors("make", path):
+        with storage_errors("make", self._path(child)) as path:
             os.mkdir(path, DIRECTORY_MODE)
 
     @override
@@ -70,45 +66,39 @@ class LocalFolder(Folder):
 
     @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
-        path = Path(storage.home(name).location) / check_name(name)
-        with storage_errors("link", path):
-            os.link(path, self._path(child, new_name), follow_symlinks=False)
+        source = Path(storage.home(name).location) / check_name(name)
+        with storage_errors("link", source):
+            os.link(source, self._path(child, new_name), follow_symlinks=False)
 
     @override
     def append(self, child: str, name: str, data: memoryview) -> None:
-        path = self._path(child, name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | OPEN_FLAGS
-        with storage_errors("append", path), opened(path, flags) as fd:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with opened("append", self._path(child, name), flags) as fd:
             write_all(fd, data)
 
     @override
     def flush(self, child: str, name: str) -> None:
-        path = self._path(child, name)
-        with storage_errors("flush", path), opened(path, os.O_RDONLY | OPEN_FLAGS) as fd:
+        with opened("flush", self._path(child, name), os.O_RDONLY) as fd:
             os.fsync(fd)
 
     @override
     def unlink(self, child: str, name: str) -> None:
-        path = self._path(child, name)
-        with storage_errors("unlink", path):
+        with storage_errors("unlink", self._path(child, name)) as path:
             os.unlink(path)
 
     @override
     def remove(self, child: str) -> None:
-        path = self._path(child)
-        with storage_errors("remove", path):
+        with storage_errors("remove", self._path(child)) as path:
             os.rmdir(path)
 
     @override
     def rename(self, child: str, new_child: str) -> None:
-        path, new_path = self._path(child), self._path(new_child)
-        with storage_errors("rename", path):
-            os.rename(path, new_path)
+        with storage_errors("rename", self._path(child)) as path:
+            os.rename(path, self._path(new_child))
 
     @override
     def sync(self, child: str) -> None:
-        path = self._path(child)
-        with storage_errors("sync", path):
+        with storage_errors("sync", self._path(child)) as path:
             sync_path(path)
 
     @override

@@ -21,12 +21,8 @@ from pathlib import Path
 from libaio import AIOBLOCK_MODE_READ, AIOBLOCK_MODE_WRITE, AIOBlock, AIOContext
 from typing_extensions import override
 
-from tierstore.storage.engine_storage import (
-    QUEUE_DEPTH,
-    REQUEST_BYTES,
-    THREAD_NAME,
-    EngineStorage,
-)
+from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES, THREAD_NAME
+from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.request import RETRIES_MAX, Request, Verdict
 from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
 
@@ -246,9 +242,11 @@ class LibaioStorage(EngineStorage[LibaioTicket]):
         RunDirectoryError: the directory cannot be made.
     """
 
+    engine = "libaio"
+    direct = True
+
     def __init__(self, directory: Path) -> None:
-        engine = LibaioEngine(QUEUE_DEPTH, REQUEST_BYTES)
-        super().__init__(directory, "libaio", engine, LibaioTicket, direct=True)
+        super().__init__(directory, LibaioEngine(QUEUE_DEPTH, REQUEST_BYTES), LibaioTicket)
 
 
 def _fdatasync(fd: int) -> int:

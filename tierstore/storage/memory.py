@@ -6,6 +6,9 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from typing_extensions import override
 
@@ -19,10 +22,13 @@ from tierstore.storage.checks import (
     lock_text,
     locked_error,
 )
+from tierstore.storage.paths import storage_error
 from tierstore.units import Extent
 
-# Path of a folder -> child -> file -> content. One content under two names is a linked file.
 Folders = dict[str, dict[str, dict[str, bytearray]]]
+"""Path of a folder -> child -> file -> content. One content under two names is a linked file."""
+
+_T = TypeVar("_T")
 
 
 class MemoryFiles:
@@ -41,16 +47,16 @@ class MemoryFiles:
         self.holder_text = ""
 
 
+@dataclass(eq=False)
 class _EndedTransfer(Transfer):
     """A transfer that ended before it was returned."""
 
-    def __init__(self, error: StorageError | None) -> None:
-        self._error = error
+    error: StorageError | None = None
 
     @override
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     @override
     def done(self) -> bool:
@@ -64,20 +70,12 @@ class MemoryStorage(Storage):
         files: the files of an earlier storage, to open them again; None for none.
     """
 
+    engine = location = "memory"
+
     def __init__(self, files: MemoryFiles | None = None) -> None:
         self.files = MemoryFiles() if files is None else files
         self._closed = False
         self._owner_pid = os.getpid()
-
-    @property
-    @override
-    def engine(self) -> str:
-        return "memory"
-
-    @property
-    @override
-    def location(self) -> str:
-        return "memory"
 
     @override
     def home(self, name: str) -> Storage:
@@ -120,7 +118,7 @@ class MemoryStorage(Storage):
         memory[: len(moved)] = moved
         if len(moved) < extent.nbytes:
             return _EndedTransfer(self._error("read", name, errno.EIO, extent))
-        return _EndedTransfer(None)
+        return _EndedTransfer()
 
     @override
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
@@ -130,7 +128,7 @@ class MemoryStorage(Storage):
             # As in a file, bytes between the old end and the extent are zero.
             content.extend(bytes(max(0, extent.offset - len(content))))
             content[extent.offset : extent.offset + extent.nbytes] = memory.data
-        return _EndedTransfer(None)
+        return _EndedTransfer()
 
     @override
     def flush(self, names: Sequence[str]) -> None:
@@ -163,16 +161,17 @@ class MemoryStorage(Storage):
         with self.files.changed:
             content = self._content("link", name)
             if check_name(new_name) in self.files.contents:
-                raise self._error("link", new_name, errno.EEXIST, None)
+                raise self._error("link", new_name, errno.EEXIST)
             self.files.contents[new_name] = content
 
     @override
     def is_shared(self, name: str) -> bool:
         content = self._content("is_shared", name)
         with self.files.changed:
-            directories = [self.files.contents]
-            for folder in self.files.folders.values():
-                directories += folder.values()
+            children = [
+                child for folder in self.files.folders.values() for child in folder.values()
+            ]
+            directories = [self.files.contents, *children]
             links = sum(other is content for files in directories for other in files.values())
         return links > 1
 
@@ -212,33 +211,24 @@ class MemoryStorage(Storage):
 
     @override
     def close(self) -> None:
-        if self._closed or os.getpid() != self._owner_pid:
-            self._closed = True
-            return
+        if not self._closed and os.getpid() == self._owner_pid:
+            with self.files.changed:
+                if self.files.holder is self:
+                    self.files.holder = None
+                    self.files.changed.notify_all()
         self._closed = True
-        with self.files.changed:
-            if self.files.holder is self:
-                self.files.holder = None
-                self.files.changed.notify_all()
 
     def _check_usable(self) -> None:
         check_usable(self.location, closed=self._closed, owner_pid=self._owner_pid)
 
     def _content(self, what: str, name: str, extent: Extent | None = None) -> bytearray:
         self._check_usable()
-        content = self.files.contents.get(check_name(name))
-        if content is None:
-            raise self._error(what, name, errno.ENOENT, extent)
-        return content
+        return _entry(self.files.contents, what, Path(self.location), name, extent)
 
-    def _error(self, what: str, name: str, error: int, extent: Extent | None) -> StorageError:
-        return StorageError(
-            what,
-            path=f"{self.location}/{name}",
-            errno=error,
-            offset=None if extent is None else extent.offset,
-            nbytes=None if extent is None else extent.nbytes,
-        )
+    def _error(
+        self, what: str, name: str, error: int, extent: Extent | None = None
+    ) -> StorageError:
+        return storage_error(what, Path(self.location, name), error, extent)
 
 
 class MemoryFolder(Folder):
@@ -264,7 +254,7 @@ class MemoryFolder(Folder):
     @override
     def make(self, child: str) -> None:
         if check_name(child) in self._children:
-            raise self._error("make", child, errno.EEXIST)
+            raise self._error("make", child, error=errno.EEXIST)
         self._children[child] = {}
 
     @override
@@ -279,10 +269,10 @@ class MemoryFolder(Folder):
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         home = storage.home(name)
         if not isinstance(home, MemoryStorage):
-            raise self._error("link", child, errno.EXDEV)
+            raise self._error("link", child, error=errno.EXDEV)
         files = self._child("link", child)
         if check_name(new_name) in files:
-            raise self._error("link", f"{child}/{new_name}", errno.EEXIST)
+            raise self._error("link", child, new_name, error=errno.EEXIST)
         files[new_name] = home._content("link", name)
 
     @override
@@ -302,14 +292,14 @@ class MemoryFolder(Folder):
     @override
     def remove(self, child: str) -> None:
         if self._child("remove", child):
-            raise self._error("remove", child, errno.ENOTEMPTY)
+            raise self._error("remove", child, error=errno.ENOTEMPTY)
         del self._children[child]
 
     @override
     def rename(self, child: str, new_child: str) -> None:
         files = self._child("rename", child)
         if self._children.get(check_name(new_child)):
-            raise self._error("rename", new_child, errno.ENOTEMPTY)
+            raise self._error("rename", new_child, error=errno.ENOTEMPTY)
         del self._children[child]
         self._children[new_child] = files
 
@@ -323,16 +313,20 @@ class MemoryFolder(Folder):
         """Do nothing: memory is never durable."""
 
     def _child(self, what: str, child: str) -> dict[str, bytearray]:
-        files = self._children.get(check_name(child))
-        if files is None:
-            raise self._error(what, child, errno.ENOENT)
-        return files
+        return _entry(self._children, what, Path(self._path), child)
 
     def _content(self, what: str, child: str, name: str) -> bytearray:
-        content = self._child(what, child).get(check_name(name))
-        if content is None:
-            raise self._error(what, f"{child}/{name}", errno.ENOENT)
-        return content
+        return _entry(self._child(what, child), what, Path(self._path, child), name)
 
-    def _error(self, what: str, name: str, error: int) -> StorageError:
-        return StorageError(what, path=f"{self._path}/{name}", errno=error)
+    def _error(self, what: str, *names: str, error: int) -> StorageError:
+        return storage_error(what, Path(self._path, *names), error)
+
+
+def _entry(
+    directory: dict[str, _T], what: str, path: Path, name: str, extent: Extent | None = None
+) -> _T:
+    """Return the file or child ``name`` of the directory at ``path``, or raise ENOENT."""
+    entry = directory.get(check_name(name))
+    if entry is None:
+        raise storage_error(what, path / name, errno.ENOENT, extent)
+    return entry

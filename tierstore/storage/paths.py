@@ -12,19 +12,18 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.units import Extent
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
-"""Flags of every open: do not follow links, and close the descriptor in started programs."""
+"""Flags of every open() of a file: links are not followed, started programs do not inherit it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _MAP_FIXED = 0x10
 
 FILE_MODE = 0o600
@@ -32,16 +31,16 @@ DIRECTORY_MODE = 0o700
 
 
 @contextmanager
-def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError that names the file."""
+def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[Path]:
+    """Give ``path`` to the block, and turn its OSError into a StorageError that names the file."""
     try:
-        yield
+        yield path
     except OSError as error:
         raise storage_error(what, path, error.errno or errno.EIO, extent) from error
 
 
 def storage_error(what: str, path: Path, error: int, extent: Extent | None = None) -> StorageError:
-    """Return the StorageError for errno ``error`` of one file."""
+    """Return the StorageError for errno ``error`` of a file."""
     return StorageError(
         what,
         path=str(path),
@@ -58,12 +57,8 @@ def make_directory(directory: Path) -> None:
         RunDirectoryError: it cannot be made, or is not a directory.
     """
     try:
-        absent = []
-        for candidate in (directory, *directory.parents):
-            if candidate.exists():
-                break
-            absent.append(candidate)
-        for candidate in reversed(absent):
+        absent = takewhile(lambda path: not path.exists(), (directory, *directory.parents))
+        for candidate in reversed(list(absent)):
             # Another process may have made it since.
             with suppress(FileExistsError):
                 os.mkdir(candidate, DIRECTORY_MODE)
@@ -78,8 +73,17 @@ def make_directory(directory: Path) -> None:
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """Keep a file open for the length of a block; O_CREAT makes it with FILE_MODE."""
+def opened(what: str, path: Path, flags: int) -> Iterator[int]:
+    """Keep a file open during the block, and turn OSErrors into StorageErrors.
+
+    ``flags`` are combined with OPEN_FLAGS. O_CREAT makes the file with FILE_MODE.
+    """
+    with storage_errors(what, path), _opened(path, flags | OPEN_FLAGS) as fd:
+        yield fd
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, flags, FILE_MODE)
     try:
         yield fd
@@ -89,7 +93,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 def sync_path(directory: Path) -> None:
     """Make the names in a directory durable."""
-    with opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
+    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
 
 
@@ -104,9 +108,8 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def put_file(path: Path, data: bytes) -> None:
-    """Make a file with content ``data``; raise StorageError. Only its name is not durable."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS
-    with storage_errors("put", path), opened(path, flags) as fd:
+    """Make a file with content ``data``, or raise StorageError. Its name is not yet durable."""
+    with opened("put", path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         write_all(fd, data)
         os.fsync(fd)
 
@@ -118,8 +121,7 @@ def get_file(path: Path, nbytes_max: int | None = None) -> bytes:
     file has more than ``nbytes_max`` bytes.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-    flags = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
-    with storage_errors("get", path), opened(path, flags) as fd:
+    with opened("get", path, os.O_RDONLY | os.O_NONBLOCK) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a file")

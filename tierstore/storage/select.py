@@ -9,13 +9,13 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tierstore.errors import RunDirectoryError, StorageError
-from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Storage
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.paths import storage_errors
@@ -23,11 +23,27 @@ from tierstore.units import SECTOR_BYTES, Extent
 
 _log = logging.getLogger("tierstore")
 
+# Module and class of the storage with each engine, and the error if they cannot be imported.
+_ENGINES = {
+    "io_uring": (
+        *("tierstore.storage.uring", "UringStorage"),
+        "the extension tierstore.storage._native is not built ({error}); install liburing's "
+        "development package and install tierstore again",
+    ),
+    "libaio": (
+        *("tierstore.storage.libaio", "LibaioStorage"),
+        "libaio cannot be loaded ({error}); install the Python package libaio and the system's "
+        "library (libaio1, libaio1t64 or libaio)",
+    ),
+    "aiofiles": (
+        *("tierstore.storage.aiofile", "AiofilesStorage"),
+        "aiofiles cannot be loaded ({error}); install the Python package aiofiles",
+    ),
+}
 # Errors of the directory: any engine would fail with them.
 _DIRECTORY_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO}
 )
-_Opener = Callable[[Path], EngineStorage[Any]]
 _PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}\.tmp")
 
 
@@ -52,45 +68,33 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
             there; the message gives the reason.
         ValueError: unknown engine.
     """
-    openers: dict[str, _Opener] = {
-        "io_uring": _open_uring,
-        "libaio": _open_libaio,
-        "aiofiles": AiofilesStorage,
-    }
-    if engine == "auto":
-        return _open_first(directory, openers)
-    if engine not in openers:
-        choices = ", ".join(repr(choice) for choice in ("auto", *openers))
+    if engine not in ("auto", *_ENGINES):
+        choices = ", ".join(repr(choice) for choice in ("auto", *_ENGINES))
         raise ValueError(f"engine must be one of {choices}, got {engine!r}")
-    try:
-        storage = _open_probed(directory, openers[engine])
-    except _EngineError as reason:
-        raise RunDirectoryError(
-            f"engine {engine!r} does not work in {directory}: {reason}; "
-            "use engine='auto' to take another one"
-        ) from reason
-    _log.info("%s: engine %s, as asked for", directory, engine)
-    return storage
-
-
-def _open_first(directory: Path, openers: dict[str, _Opener]) -> Storage:
     reasons: list[str] = []
-    for name, opener in openers.items():
+    for name in _ENGINES if engine == "auto" else [engine]:
         try:
-            storage = _open_probed(directory, opener)
-        except _EngineError as reason:
-            reasons.append(f"{name} does not work here: {reason}")
+            storage = _open_probed(directory, name)
+        except _EngineError as error:
+            if engine != "auto":
+                raise RunDirectoryError(
+                    f"engine {engine!r} does not work in {directory}: {error}; "
+                    "use engine='auto' to take another one"
+                ) from error
+            reasons.append(f"{name} does not work here: {error}")
             continue
         if reasons:
             _log.warning("%s: engine %s, because %s", directory, name, "; ".join(reasons))
-        else:
+        elif engine == "auto":
             _log.info("%s: engine %s, a write and read-back succeeded", directory, name)
+        else:
+            _log.info("%s: engine %s, as asked for", directory, name)
         return storage
     raise RunDirectoryError(f"no engine works in {directory}: {'; '.join(reasons)}")
 
 
-def _open_probed(directory: Path, opener: _Opener) -> Storage:
-    storage = opener(directory)
+def _open_probed(directory: Path, name: str) -> Storage:
+    storage = _open(directory, name)
     try:
         with _probing(directory):
             _probe(storage)
@@ -110,42 +114,22 @@ def _open_probed(directory: Path, opener: _Opener) -> Storage:
     return storage
 
 
-def _open_uring(directory: Path) -> EngineStorage[Any]:
+def _open(directory: Path, name: str) -> EngineStorage[Any]:
+    module, storage_type, absent = _ENGINES[name]
     try:
-        from tierstore.storage.uring import UringStorage
-    except ImportError as error:
-        raise _EngineError(
-            f"the extension tierstore.storage._native is not built ({error}); "
-            "install liburing's development package and install tierstore again"
-        ) from error
-    try:
-        return UringStorage(directory)
-    except OSError as error:
-        raise _EngineError(
-            f"the kernel refuses io_uring: {os.strerror(error.errno or 0)} (errno {error.errno})"
-        ) from error
-
-
-def _open_libaio(directory: Path) -> EngineStorage[Any]:
-    try:
-        from tierstore.storage.libaio import LibaioStorage
+        open_engine = getattr(import_module(module), storage_type)
     except (ImportError, OSError) as error:  # Of the package, or of the library it loads.
-        raise _EngineError(
-            f"libaio cannot be loaded ({error}); install the Python package libaio and the "
-            "system's library (libaio1, libaio1t64 or libaio)"
-        ) from error
+        raise _EngineError(absent.format(error=error)) from error
     try:
-        return LibaioStorage(directory)
+        storage: EngineStorage[Any] = open_engine(directory)
     except OSError as error:
-        advice = ""
-        if error.errno == errno.EAGAIN:
-            advice = (
+        reason = f"the kernel refuses {name}: {os.strerror(error.errno or 0)} (errno {error.errno})"
+        if name == "libaio" and error.errno == errno.EAGAIN:
+            reason += (
                 "; other programs use all requests that /proc/sys/fs/aio-max-nr allows: raise it"
             )
-        raise _EngineError(
-            f"the kernel refuses libaio: {os.strerror(error.errno or 0)} (errno {error.errno})"
-            f"{advice}"
-        ) from error
+        raise _EngineError(reason) from error
+    return storage
 
 
 def _probe(storage: Storage) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from tierstore.storage.engine_storage import THREAD_NAME, Engine
+from tierstore.storage.engine import THREAD_NAME, Engine
 
 
 class ThreadedTicket:

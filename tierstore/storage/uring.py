@@ -14,7 +14,8 @@ import numpy as np
 from typing_extensions import override
 
 from tierstore.storage._native import Ticket, UringEngine
-from tierstore.storage.engine_storage import QUEUE_DEPTH, REQUEST_BYTES, EngineStorage, InUse
+from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES
+from tierstore.storage.engine_storage import EngineStorage, InUse
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ class UringStorage(EngineStorage[Ticket]):
         RunDirectoryError: the directory cannot be made.
     """
 
+    engine = "io_uring"
+    direct = True
+
     def __init__(self, directory: Path) -> None:
         self._ring = UringEngine(QUEUE_DEPTH, REQUEST_BYTES)
         # Memory that the kernel may have registered: more than one only after an interrupt.
         self._registered: list[npt.NDArray[np.uint8]] = []
         self._register_mutex = threading.Lock()
         self._refusal_logged = False
-        super().__init__(directory, "io_uring", self._ring, Ticket, direct=True)
+        super().__init__(directory, self._ring, Ticket)
 
     def __del__(self) -> None:
         # Transfers of a storage that was dropped unclosed end before their buffers are freed.
@@ -72,8 +76,9 @@ class UringStorage(EngineStorage[Ticket]):
                 _reason(error),
             )
 
-    def _close_engine(self) -> None:
-        super()._close_engine()
+    @override
+    def _release_all(self) -> None:
+        super()._release_all()
         self._registered = []
 
 
