@@ -72,11 +72,6 @@ class TestStripedMemory(StorageTests):
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         return bytes(content_of(storage, name))
 
-    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        home = storage.home(name)
-        assert isinstance(home, MemoryStorage)
-        home.files.contents[new_name] = content_of(storage, name)
-
     def allocated_bytes(self, storage: Storage, name: str) -> int:
         return len(content_of(storage, name))
 
@@ -109,9 +104,6 @@ class _InDirectories(StorageTests):
 
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         return self._path(storage, name).read_bytes()
-
-    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        os.link(self._path(storage, name), self._path(storage, new_name))
 
     def allocated_bytes(self, storage: Storage, name: str) -> int:
         return self._path(storage, name).stat().st_blocks * 512

@@ -42,9 +42,6 @@ class TestFaultyStorageWithoutFaults(StorageTests):
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         return bytes(files_of(storage)[name])
 
-    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        files_of(storage)[new_name] = files_of(storage)[name]
-
     def allocated_bytes(self, storage: Storage, name: str) -> int:
         return len(files_of(storage)[name])
 

@@ -24,9 +24,6 @@ class TestMemoryStorage(StorageTests):
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         return bytes(memory_contents(storage)[name])
 
-    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        memory_contents(storage)[new_name] = memory_contents(storage)[name]
-
     def allocated_bytes(self, storage: Storage, name: str) -> int:
         return len(memory_contents(storage)[name])
 

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from tierstore.storage.engine import THREAD_NAME
 from tierstore.storage.engine_storage import EngineStorage
-from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
+from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket, sync_files
 
 _THREADS = 8
 
@@ -29,7 +29,7 @@ _THREADS = 8
 class AiofilesTicket(ThreadedTicket):
     """One read, write or sync."""
 
-    work: Callable[[], Coroutine[None, None, tuple[int, int]]]
+    work: Callable[[], Awaitable[tuple[int, int]]]
     """The transfer or sync; gives the outcome that Engine.wait returns."""
     task: asyncio.Task[None]  # The loop itself keeps only a weak reference.
 
@@ -61,7 +61,7 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
 
     @override
     def submit_sync(self, ticket: AiofilesTicket, fds: list[int]) -> None:
-        ticket.work = partial(_sync, fds)
+        ticket.work = partial(self._loop.run_in_executor, None, sync_files, fds)
         self._enqueue(ticket)
 
     @override
@@ -143,16 +143,4 @@ async def _move(is_write: bool, fd: int, memory: memoryview, offset: int) -> tup
             await asyncio.get_running_loop().run_in_executor(None, os.fdatasync, fd)
     except OSError as error:
         return error.errno or errno.EIO, offset + bytes_done
-    return 0, 0
-
-
-async def _sync(fds: list[int]) -> tuple[int, int]:
-    """Sync all files; return (errno or 0, index of the first that failed)."""
-    loop = asyncio.get_running_loop()
-    syncs = (loop.run_in_executor(None, os.fdatasync, fd) for fd in fds)
-    for index, error in enumerate(await asyncio.gather(*syncs, return_exceptions=True)):
-        if isinstance(error, OSError):
-            return error.errno or errno.EIO, index
-        if isinstance(error, BaseException):
-            raise error
     return 0, 0

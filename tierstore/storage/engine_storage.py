@@ -12,8 +12,9 @@ from abc import ABC
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 from typing_extensions import override
 
@@ -45,10 +46,6 @@ from tierstore.storage.paths import (
 )
 from tierstore.units import Extent
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 # Most descriptors of transfers in flight: a start waits for a free one. Every engine has far
 # fewer requests in flight, so the limit costs no speed.
 _OPEN_FILES_MAX = 64
@@ -57,14 +54,6 @@ _OPEN_FILES_MAX = 64
 _FLUSH_FILES_MAX = 256
 
 _LOCK_POLL_S = 0.1
-
-
-@dataclass(slots=True)
-class InUse:
-    """The descriptors and the memory (kept by its export) that a ticket needs until it ends."""
-
-    fds: list[int]
-    memory: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(eq=False)
@@ -120,9 +109,9 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             raise
         self._engine = engine
         self._new_ticket = new_ticket
-        # What a ticket needs until it has ended. Only single dict operations are used, so that
-        # a forked child finds a consistent dict.
-        self._in_use: dict[TicketT, InUse] = {}
+        # Ticket -> descriptors and memory that it needs until it has ended. Only single dict
+        # operations are used, so that a forked child finds a consistent dict.
+        self._in_use: dict[TicketT, tuple[Sequence[int], object]] = {}
         # Makes "registered, then submitted" one act for drain(). A forked child never takes it.
         self._submit_mutex = threading.Lock()
         self._close_mutex = threading.Lock()
@@ -340,11 +329,8 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             fd = os.open(path, flags | os.O_DIRECT if self.direct else flags)
         address, nbytes, offset = memory.ctypes.data, extent.nbytes, extent.offset
         ticket = self._new_ticket()
-        self._submit(
-            ticket,
-            InUse([fd], memory),
-            lambda: self._engine.submit(ticket, is_write, fd, address, nbytes, offset),
-        )
+        submit = partial(self._engine.submit, ticket, is_write, fd, address, nbytes, offset)
+        self._submit(ticket, [fd], memory, submit)
         return _EngineTransfer(self, what, path, extent, ticket)
 
     def _make_room(self) -> None:
@@ -364,10 +350,12 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             self._engine.wait(ticket)
         self._release(ticket)
 
-    def _submit(self, ticket: TicketT, in_use: InUse, submit: Callable[[], None]) -> None:
+    def _submit(
+        self, ticket: TicketT, fds: Sequence[int], memory: object, submit: Callable[[], None]
+    ) -> None:
         with self._submit_mutex:
             # Registered before submitted: an interrupt in between must not free the buffer.
-            self._in_use[ticket] = in_use
+            self._in_use[ticket] = fds, memory
             try:
                 submit()
             except RuntimeError as error:
@@ -375,9 +363,8 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
                 raise StoreClosedError(f"{self.location}: {error}") from error
 
     def _release(self, ticket: TicketT) -> None:
-        in_use = self._in_use.pop(ticket, None)
-        if in_use is not None:
-            _close_all(in_use.fds)
+        fds, _ = self._in_use.pop(ticket, ((), None))
+        _close_all(fds)
 
     def _sync_files(self, paths: Sequence[Path]) -> None:
         fds: list[int] = []
@@ -389,7 +376,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             _close_all(fds)
             raise
         ticket = self._new_ticket()
-        self._submit(ticket, InUse(fds), lambda: self._engine.submit_sync(ticket, fds))
+        self._submit(ticket, fds, None, partial(self._engine.submit_sync, ticket, fds))
         error, index = self.wait_for(ticket)
         if error:
             raise storage_error("flush", paths[index], error)

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,11 +23,9 @@ from typing_extensions import override
 from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES, THREAD_NAME
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.request import RETRIES_MAX, Request, Verdict
-from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
+from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket, sync_files
 
 _REFUSED_PAUSE_S = 0.01
-# Several files are synced at a time, so that their data reaches the device together.
-_SYNC_THREADS = 8
 
 
 class _Context(AIOContext):  # type: ignore[misc]
@@ -49,10 +46,10 @@ class LibaioTicket(ThreadedTicket):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[_Part] = []  # Of a transfer.
-        self.fds: list[int] = []  # Of a sync.
-        self.parts_left = 0  # Requests or descriptors that have not ended.
-        self.workers: list[threading.Thread] = []
+        self.parts: list[_Part] = []  # Of a transfer, until the engine's thread takes them.
+        self.parts_left = 0
+        self.fds: list[int] | None = None  # Of a sync.
+        self.syncing: threading.Thread | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +93,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         self._ready: deque[_Part] = deque()  # Requests to be submitted.
         self._in_flight: dict[AIOBlock, _Part] = {}
         self._refusals = 0
-        self._synced: deque[tuple[LibaioTicket, int, int]] = deque()  # (ticket, index, errno)
+        self._synced: deque[LibaioTicket] = deque()
         super().__init__()
 
     @override
@@ -110,6 +107,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
             _Part(ticket, mode, fd, address - offset, Request(start, min(step, end - start)))
             for start in range(offset, end, step)
         ]
+        ticket.parts_left = len(ticket.parts)
         self._enqueue(ticket)
 
     @override
@@ -135,7 +133,10 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         try:
             while True:
                 for ticket in self._new_tickets():
-                    self._start(ticket)
+                    if ticket.fds is not None:
+                        self._start_sync(ticket, ticket.fds)
+                    self._ready += ticket.parts
+                    ticket.parts = []  # A part refers to its ticket.
                 while len(self._in_flight) < self._queue_depth and self._ready and self._submit():
                     pass
                 if self._may_stop():
@@ -144,14 +145,6 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
                 self._reap()
         finally:
             self._context.close()
-
-    def _start(self, ticket: LibaioTicket) -> None:
-        ticket.parts_left = len(ticket.parts) + len(ticket.fds)
-        self._ready += ticket.parts
-        ticket.parts = []
-        if ticket.fds:
-            self._start_sync(ticket)
-        self._end_if_done(ticket)
 
     def _submit(self) -> bool:
         """Give ready requests to the kernel in one call; return whether to submit more now."""
@@ -186,8 +179,10 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
             self._complete(self._in_flight.pop(block), result)
         while self._synced:
-            ticket, index, error = self._synced.popleft()
-            self._end_part(ticket, error, index)
+            ticket = self._synced.popleft()
+            if ticket.syncing is not None:
+                ticket.syncing.join()  # Ends at once: it has synced all files.
+            self._end(ticket)
 
     def _complete(self, part: _Part, result: int) -> None:
         verdict = part.request.complete(result)
@@ -196,24 +191,20 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         else:
             self._end_part(part.ticket, part.request.error, part.request.offset)
 
-    def _start_sync(self, ticket: LibaioTicket) -> None:
-        """Sync in new threads: most filesystems do not support an asynchronous fdatasync."""
-        todo = deque(enumerate(ticket.fds))
+    def _start_sync(self, ticket: LibaioTicket, fds: list[int]) -> None:
+        """Sync in a new thread: most filesystems do not support an asynchronous fdatasync."""
 
-        def work() -> None:
-            with suppress(IndexError):
-                while True:
-                    index, fd = todo.popleft()
-                    self._synced.append((ticket, index, _fdatasync(fd)))
-                    self._wake()
+        def sync() -> None:
+            ticket.outcome = sync_files(fds)
+            self._synced.append(ticket)
+            self._wake()
 
-        for _ in range(min(_SYNC_THREADS, len(todo))):
-            worker = threading.Thread(target=work, name=THREAD_NAME, daemon=True)
-            with suppress(RuntimeError):  # No more threads can be started.
-                worker.start()
-                ticket.workers.append(worker)
-        if not ticket.workers:
-            work()
+        syncing = threading.Thread(target=sync, name=THREAD_NAME, daemon=True)
+        try:
+            syncing.start()
+            ticket.syncing = syncing
+        except RuntimeError:  # No more threads can be started.
+            sync()
 
     def _end_part(self, ticket: LibaioTicket, error: int, where: int) -> None:
         ticket.parts_left -= 1
@@ -222,12 +213,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
             kept = [part for part in self._ready if part.ticket is not ticket]
             ticket.parts_left -= len(self._ready) - len(kept)
             self._ready = deque(kept)
-        self._end_if_done(ticket)
-
-    def _end_if_done(self, ticket: LibaioTicket) -> None:
         if ticket.parts_left == 0:
-            for worker in ticket.workers:
-                worker.join()  # Ends at once: all descriptors are synced.
             self._end(ticket)
 
 
@@ -247,12 +233,3 @@ class LibaioStorage(EngineStorage[LibaioTicket]):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, LibaioEngine(QUEUE_DEPTH, REQUEST_BYTES), LibaioTicket)
-
-
-def _fdatasync(fd: int) -> int:
-    """Return 0 or an errno."""
-    try:
-        os.fdatasync(fd)
-    except OSError as error:
-        return error.errno or errno.EIO
-    return 0

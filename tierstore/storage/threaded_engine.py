@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from typing_extensions import override
 
 from tierstore.storage.engine import THREAD_NAME, Engine
+
+# Several files are synced at a time, so that their data reaches the device together.
+_SYNC_THREADS = 8
 
 
 class ThreadedTicket:
@@ -123,3 +129,22 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
                 ticket.outcome = (errno.EIO, ticket.offset)
                 self._end(ticket)
             self._thread_ended.set()
+
+
+def sync_files(fds: Sequence[int]) -> tuple[int, int]:
+    """Sync all files, in several threads; return (errno or 0, index of the first that failed)."""
+    with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix=THREAD_NAME) as pool:
+        try:
+            errors = list(pool.map(_fdatasync, fds))
+        except RuntimeError:  # No more threads can be started, or the interpreter is ending.
+            errors = [_fdatasync(fd) for fd in fds]
+    return next(((error, index) for index, error in enumerate(errors) if error), (0, 0))
+
+
+def _fdatasync(fd: int) -> int:
+    """Return 0 or an errno."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

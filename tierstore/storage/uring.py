@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from tierstore.storage._native import Ticket, UringEngine
 from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES
-from tierstore.storage.engine_storage import EngineStorage, InUse
+from tierstore.storage.engine_storage import EngineStorage
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,11 +60,8 @@ class UringStorage(EngineStorage[Ticket]):
         with self._register_mutex:
             self._registered.append(array)
             ticket = Ticket()
-            self._submit(
-                ticket,
-                InUse([], array),
-                lambda: self._ring.submit_register(ticket, array.ctypes.data, array.nbytes),
-            )
+            register = partial(self._ring.submit_register, ticket, array.ctypes.data, array.nbytes)
+            self._submit(ticket, [], array, register)
             error, _ = self.wait_for(ticket)
             self._registered = [] if error else [array]
         if error and not self._refusal_logged:

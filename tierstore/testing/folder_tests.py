@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tierstore.errors import StorageError
 from tierstore.storage.base import Folder, Storage
 from tierstore.testing.storage_sharing import folder_path
-from tierstore.testing.transfers import create_with, random_bytes, read_bytes
+from tierstore.testing.transfers import create_with, fails_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES
 
 CONTENT = random_bytes(3 * SECTOR_BYTES)
@@ -56,6 +55,13 @@ class FolderTests(ABC):
         """Give the folder, empty."""
         return storage.folder(folder_path(storage))
 
+    @pytest.fixture
+    def parent(self, storage: Storage, folder: Folder) -> Folder:
+        """Give the folder, with an empty child "child"; the storage has a file "page"."""
+        create_with(storage, "page", CONTENT)
+        folder.make("child")
+        return folder
+
     def test_location_is_its_path(self, storage: Storage, folder: Folder) -> None:
         assert folder.location == folder_path(storage)
 
@@ -76,89 +82,72 @@ class FolderTests(ABC):
         }
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4097, 3_000_001])
-    def test_put_and_get(self, storage: Storage, folder: Folder, nbytes: int) -> None:
-        folder.make("child")
-        folder.put("child", "file", b"longer content that was there before" * 3)
-        folder.put("child", "file", random_bytes(nbytes))
-        folder.sync("child")
-        assert folder.get("child", "file") == random_bytes(nbytes)
+    def test_put_and_get(self, storage: Storage, parent: Folder, nbytes: int) -> None:
+        parent.put("child", "file", b"longer content that was there before" * 3)
+        parent.put("child", "file", random_bytes(nbytes))
+        parent.sync("child")
+        assert parent.get("child", "file") == random_bytes(nbytes)
         assert self.raw_children(storage) == {"child": {"file": random_bytes(nbytes)}}
 
-    def test_make_refuses_a_name_that_is_taken(self, storage: Storage, folder: Folder) -> None:
-        folder.make("child")
-        folder.put("child", "file", b"kept")
-        with pytest.raises(StorageError) as caught:
-            folder.make("child")
-        assert caught.value.errno == errno.EEXIST
-        assert caught.value.path == f"{folder.location}/child"
+    def test_make_refuses_a_name_that_is_taken(self, storage: Storage, parent: Folder) -> None:
+        parent.put("child", "file", b"kept")
+        with fails_with(errno.EEXIST) as caught:
+            parent.make("child")
+        assert caught.value.path == f"{parent.location}/child"
         assert self.raw_children(storage) == {"child": {"file": b"kept"}}
 
-    def test_append_adds_to_the_end(self, storage: Storage, folder: Folder) -> None:
-        folder.make("child")
+    def test_append_adds_to_the_end(self, storage: Storage, parent: Folder) -> None:
         for piece in (CONTENT[:1], CONTENT[1:5000], b"", CONTENT[5000:]):
-            folder.append("child", "copy", memoryview(piece))
-        folder.flush("child", "copy")
-        folder.sync("child")
+            parent.append("child", "copy", memoryview(piece))
+        parent.flush("child", "copy")
+        parent.sync("child")
         assert self.raw_children(storage) == {"child": {"copy": CONTENT}}
 
-    def test_link_is_the_file_itself(self, storage: Storage, folder: Folder) -> None:
-        create_with(storage, "page", CONTENT)
-        folder.make("child")
-        folder.link(storage, "page", "child", "rank-00000.page-000000")
-        folder.sync("child")
+    def test_link_is_the_file_itself(self, storage: Storage, parent: Folder) -> None:
+        parent.link(storage, "page", "child", "rank-00000.page-000000")
+        parent.sync("child")
         assert self.raw_children(storage) == {"child": {"rank-00000.page-000000": CONTENT}}
         assert storage.is_shared("page")
         assert storage.list() == ["page"]
         storage.unlink("page")
-        assert folder.get("child", "rank-00000.page-000000") == CONTENT
+        assert parent.get("child", "rank-00000.page-000000") == CONTENT
 
     def test_link_stays_when_another_file_takes_the_name(
-        self, storage: Storage, folder: Folder
+        self, storage: Storage, parent: Folder
     ) -> None:
-        create_with(storage, "page", CONTENT)
-        folder.make("child")
-        folder.link(storage, "page", "child", "linked")
+        parent.link(storage, "page", "child", "linked")
         create_with(storage, "page.next", bytes(len(CONTENT)))
         storage.rename("page.next", "page")
         assert self.raw_children(storage) == {"child": {"linked": CONTENT}}
         assert not storage.is_shared("page")
 
-    def test_link_to_a_taken_name_is_an_error(self, storage: Storage, folder: Folder) -> None:
-        create_with(storage, "page", CONTENT)
-        folder.make("child")
-        folder.put("child", "taken", b"kept")
-        with pytest.raises(StorageError) as caught:
-            folder.link(storage, "page", "child", "taken")
-        assert caught.value.errno == errno.EEXIST
+    def test_link_to_a_taken_name_is_an_error(self, storage: Storage, parent: Folder) -> None:
+        parent.put("child", "taken", b"kept")
+        with fails_with(errno.EEXIST):
+            parent.link(storage, "page", "child", "taken")
         assert self.raw_children(storage) == {"child": {"taken": b"kept"}}
         assert not storage.is_shared("page")
 
-    def test_link_of_a_missing_file_is_an_error(self, storage: Storage, folder: Folder) -> None:
-        folder.make("child")
-        with pytest.raises(StorageError) as caught:
-            folder.link(storage, "page", "child", "linked")
-        assert caught.value.errno == errno.ENOENT
+    def test_link_of_a_missing_file_is_an_error(self, storage: Storage, parent: Folder) -> None:
+        with fails_with(errno.ENOENT):
+            parent.link(storage, "missing", "child", "linked")
         assert self.raw_children(storage) == {"child": {}}
 
-    def test_unlink_takes_one_name_away(self, storage: Storage, folder: Folder) -> None:
-        create_with(storage, "page", CONTENT)
-        folder.make("child")
-        folder.link(storage, "page", "child", "linked")
-        folder.put("child", "other", b"")
-        folder.unlink("child", "linked")
+    def test_unlink_takes_one_name_away(self, storage: Storage, parent: Folder) -> None:
+        parent.link(storage, "page", "child", "linked")
+        parent.put("child", "other", b"")
+        parent.unlink("child", "linked")
         assert self.raw_children(storage) == {"child": {"other": b""}}
         assert read_bytes(storage, "page", 0, len(CONTENT)) == CONTENT
 
-    def test_remove_takes_an_empty_child_only(self, storage: Storage, folder: Folder) -> None:
-        folder.make("child")
-        folder.put("child", "file", b"kept")
-        with pytest.raises(StorageError) as caught:
-            folder.remove("child")
-        assert caught.value.errno in _NOT_EMPTY
+    def test_remove_takes_an_empty_child_only(self, storage: Storage, parent: Folder) -> None:
+        parent.put("child", "file", b"kept")
+        with fails_with(*_NOT_EMPTY):
+            parent.remove("child")
         assert self.raw_children(storage) == {"child": {"file": b"kept"}}
-        folder.unlink("child", "file")
-        folder.remove("child")
-        assert folder.children() == []
+        parent.unlink("child", "file")
+        parent.remove("child")
+        assert parent.children() == []
 
     @pytest.mark.parametrize("there", [False, True])
     def test_rename_takes_a_free_or_empty_name(
@@ -177,9 +166,8 @@ class FolderTests(ABC):
         for child in ("new", "old"):
             folder.make(child)
             folder.put(child, "file", child.encode())
-        with pytest.raises(StorageError) as caught:
+        with fails_with(*_NOT_EMPTY):
             folder.rename("new", "old")
-        assert caught.value.errno in _NOT_EMPTY
         assert self.raw_children(storage) == {"new": {"file": b"new"}, "old": {"file": b"old"}}
 
     @pytest.mark.parametrize("operate", _ON_A_CHILD)
@@ -187,43 +175,38 @@ class FolderTests(ABC):
         self, storage: Storage, folder: Folder, operate: Callable[[Storage, Folder], object]
     ) -> None:
         create_with(storage, "page", CONTENT)
-        with pytest.raises(StorageError) as caught:
+        with fails_with(errno.ENOENT):
             operate(storage, folder)
-        assert caught.value.errno == errno.ENOENT
         assert self.raw_children(storage) == {}
 
     @pytest.mark.parametrize("operate", _ON_A_FILE)
     def test_missing_file_is_an_error(
-        self, storage: Storage, folder: Folder, operate: Callable[[Storage, Folder], object]
+        self, storage: Storage, parent: Folder, operate: Callable[[Storage, Folder], object]
     ) -> None:
-        folder.make("child")
-        with pytest.raises(StorageError) as caught:
-            operate(storage, folder)
-        assert caught.value.errno == errno.ENOENT
-        assert caught.value.path == f"{folder.location}/child/file"
+        with fails_with(errno.ENOENT) as caught:
+            operate(storage, parent)
+        assert caught.value.path == f"{parent.location}/child/file"
         assert self.raw_children(storage) == {"child": {}}
 
     @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\0b"])
-    def test_bad_names_are_refused(self, storage: Storage, folder: Folder, name: str) -> None:
-        create_with(storage, "page", CONTENT)
-        folder.make("child")
-        folder.put("child", "file", b"kept")
+    def test_bad_names_are_refused(self, storage: Storage, parent: Folder, name: str) -> None:
+        parent.put("child", "file", b"kept")
         operations: list[Callable[[], object]] = [
-            lambda: folder.files(name),
-            lambda: folder.make(name),
-            lambda: folder.put(name, "file", b""),
-            lambda: folder.put("child", name, b""),
-            lambda: folder.get("child", name),
-            lambda: folder.link(storage, name, "child", "linked"),
-            lambda: folder.link(storage, "page", name, "linked"),
-            lambda: folder.link(storage, "page", "child", name),
-            lambda: folder.append("child", name, memoryview(b"")),
-            lambda: folder.flush("child", name),
-            lambda: folder.unlink("child", name),
-            lambda: folder.remove(name),
-            lambda: folder.rename("child", name),
-            lambda: folder.rename(name, "other"),
-            lambda: folder.sync(name),
+            lambda: parent.files(name),
+            lambda: parent.make(name),
+            lambda: parent.put(name, "file", b""),
+            lambda: parent.put("child", name, b""),
+            lambda: parent.get("child", name),
+            lambda: parent.link(storage, name, "child", "linked"),
+            lambda: parent.link(storage, "page", name, "linked"),
+            lambda: parent.link(storage, "page", "child", name),
+            lambda: parent.append("child", name, memoryview(b"")),
+            lambda: parent.flush("child", name),
+            lambda: parent.unlink("child", name),
+            lambda: parent.remove(name),
+            lambda: parent.rename("child", name),
+            lambda: parent.rename(name, "other"),
+            lambda: parent.sync(name),
         ]
         for operate in operations:
             with pytest.raises(ValueError, match="plain file name"):

@@ -16,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
 from tierstore.testing.transfers import (
     RawAccess,
     create_with,
     exit_code_of_child,
+    fails_with,
     random_bytes,
     read_bytes,
+    resource_limit,
     write_bytes,
 )
 from tierstore.units import SECTOR_BYTES
@@ -37,79 +38,83 @@ def folder_path(storage: Storage) -> str:
     return f"{storage.location}-published"
 
 
+def write_unless_shared(storage: Storage, name: str) -> None:
+    """Write NEW to a file, as a writer does that must leave mapped memory alone."""
+    if not storage.is_shared(name):
+        write_bytes(storage, name, 0, NEW)
+
+
 class SharingTests(RawAccess):
     """Tests of shared files on any storage, a part of StorageTests."""
 
-    def test_link_is_a_second_name_of_one_file(self, storage: Storage) -> None:
+    @pytest.fixture
+    def stored(self, storage: Storage) -> Storage:
+        """Give the storage, with a file "page" of content OLD."""
         create_with(storage, "page", OLD)
-        storage.link("page", "linked")
-        storage.sync_directory()
-        assert storage.list() == ["linked", "page"]
-        assert self.raw_bytes(storage, "linked") == OLD
-        write_bytes(storage, "page", 0, NEW)
-        assert self.raw_bytes(storage, "linked") == NEW
-        storage.unlink("page")
-        assert storage.list() == ["linked"]
-        assert read_bytes(storage, "linked", 0, len(NEW)) == NEW
+        return storage
+
+    def test_link_is_a_second_name_of_one_file(self, stored: Storage) -> None:
+        stored.link("page", "linked")
+        stored.sync_directory()
+        assert stored.list() == ["linked", "page"]
+        assert self.raw_bytes(stored, "linked") == OLD
+        write_bytes(stored, "page", 0, NEW)
+        assert self.raw_bytes(stored, "linked") == NEW
+        stored.unlink("page")
+        assert stored.list() == ["linked"]
+        assert read_bytes(stored, "linked", 0, len(NEW)) == NEW
 
     @pytest.mark.parametrize("new_name", ["taken", "page"])
-    def test_link_to_a_taken_name_is_an_error(self, storage: Storage, new_name: str) -> None:
-        create_with(storage, "page", NEW)
-        create_with(storage, "taken", OLD)
-        with pytest.raises(StorageError) as caught:
-            storage.link("page", new_name)
-        assert caught.value.errno == errno.EEXIST
-        assert self.raw_bytes(storage, "taken") == OLD
-        assert self.raw_bytes(storage, "page") == NEW
-        assert not storage.is_shared("page")
+    def test_link_to_a_taken_name_is_an_error(self, stored: Storage, new_name: str) -> None:
+        create_with(stored, "taken", NEW)
+        with fails_with(errno.EEXIST):
+            stored.link("page", new_name)
+        assert self.raw_bytes(stored, "taken") == NEW
+        assert self.raw_bytes(stored, "page") == OLD
+        assert not stored.is_shared("page")
 
-    def test_link_survives_a_file_that_takes_the_first_name(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        storage.link("page", "kept")
-        create_with(storage, "next", NEW)
-        storage.rename("next", "page")
-        assert self.raw_bytes(storage, "kept") == OLD
-        assert self.raw_bytes(storage, "page") == NEW
-        assert not storage.is_shared("kept")
-        assert not storage.is_shared("page")
+    def test_link_survives_a_file_that_takes_the_first_name(self, stored: Storage) -> None:
+        stored.link("page", "kept")
+        create_with(stored, "next", NEW)
+        stored.rename("next", "page")
+        assert self.raw_bytes(stored, "kept") == OLD
+        assert self.raw_bytes(stored, "page") == NEW
+        assert not stored.is_shared("kept")
+        assert not stored.is_shared("page")
 
-    def test_shared_while_it_has_another_name(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        create_with(storage, "other", OLD)
-        assert not storage.is_shared("page")
-        storage.link("page", "linked")
-        assert storage.is_shared("page")
-        assert storage.is_shared("linked")
-        assert not storage.is_shared("other")  # The same content is not the same file.
-        storage.unlink("page")
-        assert not storage.is_shared("linked")
+    def test_shared_while_it_has_another_name(self, stored: Storage) -> None:
+        create_with(stored, "other", OLD)
+        assert not stored.is_shared("page")
+        stored.link("page", "linked")
+        assert stored.is_shared("page")
+        assert stored.is_shared("linked")
+        assert not stored.is_shared("other")  # The same content is not the same file.
+        stored.unlink("page")
+        assert not stored.is_shared("linked")
 
-    def test_shared_while_a_folder_has_a_link(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        folder = storage.folder(folder_path(storage))
+    def test_shared_while_a_folder_has_a_link(self, stored: Storage) -> None:
+        folder = stored.folder(folder_path(stored))
         folder.make("child")
-        folder.link(storage, "page", "child", "linked")
-        assert storage.is_shared("page")
+        folder.link(stored, "page", "child", "linked")
+        assert stored.is_shared("page")
         folder.rename("child", "published")
-        assert storage.is_shared("page")
+        assert stored.is_shared("page")
         folder.unlink("published", "linked")
-        assert not storage.is_shared("page")
+        assert not stored.is_shared("page")
 
-    def test_reopened_storage_sees_that_a_file_is_linked(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        storage.link("page", "linked")
-        storage.close()
-        with closing(self.open_again(storage)) as again:
+    def test_reopened_storage_sees_that_a_file_is_linked(self, stored: Storage) -> None:
+        stored.link("page", "linked")
+        stored.close()
+        with closing(self.open_again(stored)) as again:
             assert again.is_shared("page")
 
-    def test_fresh_file_of_a_shared_name_is_not_shared(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        storage.link("page", "linked")
-        mapped = storage.map("page")
-        storage.create("page", SECTOR_BYTES)
-        assert not storage.is_shared("page")
-        storage.put("page", b"short")
-        assert bytes(mapped) == self.raw_bytes(storage, "linked") == OLD
+    def test_fresh_file_of_a_shared_name_is_not_shared(self, stored: Storage) -> None:
+        stored.link("page", "linked")
+        mapped = stored.map("page")
+        stored.create("page", SECTOR_BYTES)
+        assert not stored.is_shared("page")
+        stored.put("page", b"short")
+        assert bytes(mapped) == self.raw_bytes(stored, "linked") == OLD
 
     @pytest.mark.parametrize("nbytes", [1, SECTOR_BYTES - 1, 3 * SECTOR_BYTES, 3_000_001])
     def test_map_is_the_whole_content(self, storage: Storage, nbytes: int) -> None:
@@ -118,74 +123,63 @@ class SharingTests(RawAccess):
         assert bytes(mapped) == random_bytes(nbytes)
         assert (mapped.format, mapped.ndim, mapped.readonly) == ("B", 1, False)
 
-    def test_map_is_private(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        mapped = storage.map("page")
+    def test_map_is_private(self, stored: Storage) -> None:
+        mapped = stored.map("page")
         mapped[SECTOR_BYTES:] = NEW[SECTOR_BYTES:]
-        assert self.raw_bytes(storage, "page") == OLD
-        assert read_bytes(storage, "page", 0, len(OLD)) == OLD
-        assert bytes(storage.map("page")) == OLD
+        assert self.raw_bytes(stored, "page") == OLD
+        assert read_bytes(stored, "page", 0, len(OLD)) == OLD
+        assert bytes(stored.map("page")) == OLD
         assert bytes(mapped) == OLD[:SECTOR_BYTES] + NEW[SECTOR_BYTES:]
 
     @pytest.mark.parametrize("touched", [False, True])
     def test_map_stays_when_another_file_takes_the_name(
-        self, storage: Storage, touched: bool
+        self, stored: Storage, touched: bool
     ) -> None:
-        create_with(storage, "page", OLD)
-        mapped = storage.map("page")
+        mapped = stored.map("page")
         if touched:
             assert bytes(mapped) == OLD
-        create_with(storage, "next", NEW)
-        storage.rename("next", "page")
-        assert not storage.is_shared("page")  # The new file is not mapped.
-        write_bytes(storage, "page", 0, NEW)
-        storage.flush(["page"])
+        create_with(stored, "next", NEW)
+        stored.rename("next", "page")
+        assert not stored.is_shared("page")  # The new file is not mapped.
+        write_bytes(stored, "page", 0, NEW)
+        stored.flush(["page"])
         assert bytes(mapped) == OLD
-        storage.unlink("page")
-        assert bytes(mapped) == OLD
-
-    def test_mapped_file_is_shared_or_copied(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        mapped = storage.map("page")
-        if not storage.is_shared("page"):
-            write_bytes(storage, "page", 0, NEW)
-            assert bytes(mapped) == OLD
-
-    def test_mapped_file_is_shared_under_every_name(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        storage.link("page", "linked")
-        mapped = storage.map("page")
-        storage.unlink("page")
-        if not storage.is_shared("linked"):
-            write_bytes(storage, "linked", 0, NEW)
+        stored.unlink("page")
         assert bytes(mapped) == OLD
 
-    def test_reopened_storage_sees_that_a_file_is_mapped(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        mapped = storage.map("page")
-        storage.close()
-        with closing(self.open_again(storage)) as again:
-            if not again.is_shared("page"):
-                write_bytes(again, "page", 0, NEW)
+    def test_mapped_file_is_shared_or_copied(self, stored: Storage) -> None:
+        mapped = stored.map("page")
+        write_unless_shared(stored, "page")
+        assert bytes(mapped) == OLD
+
+    def test_mapped_file_is_shared_under_every_name(self, stored: Storage) -> None:
+        stored.link("page", "linked")
+        mapped = stored.map("page")
+        stored.unlink("page")
+        write_unless_shared(stored, "linked")
+        assert bytes(mapped) == OLD
+
+    def test_reopened_storage_sees_that_a_file_is_mapped(self, stored: Storage) -> None:
+        mapped = stored.map("page")
+        stored.close()
+        with closing(self.open_again(stored)) as again:
+            write_unless_shared(again, "page")
             assert bytes(mapped) == OLD
             del mapped
             gc.collect()
             assert not again.is_shared("page")
 
-    def test_forked_child_sees_that_a_file_is_mapped(self, storage: Storage) -> None:
+    def test_forked_child_sees_that_a_file_is_mapped(self, stored: Storage) -> None:
         """The child has dropped the memory, but its parent still uses it."""
-        create_with(storage, "page", OLD)
-        mapped = [storage.map("page")]
-        storage.close()
+        mapped = [stored.map("page")]
+        stored.close()
 
-        def write_unless_shared() -> None:
+        def drop_and_write() -> None:
             mapped.clear()
             gc.collect()
-            again = self.open_again(storage)
-            if not again.is_shared("page"):
-                write_bytes(again, "page", 0, NEW)
+            write_unless_shared(self.open_again(stored), "page")
 
-        assert exit_code_of_child(write_unless_shared) == 0
+        assert exit_code_of_child(drop_and_write) == 0
         assert bytes(mapped[0]) == OLD
 
     def test_fresh_file_is_not_shared(self, storage: Storage) -> None:
@@ -199,44 +193,38 @@ class SharingTests(RawAccess):
             del mapped
             gc.collect()
 
-    def test_dropped_map_is_not_shared(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        mapped = [storage.map("page") for _ in range(2)]
+    def test_dropped_map_is_not_shared(self, stored: Storage) -> None:
+        mapped = [stored.map("page") for _ in range(2)]
         assert [bytes(memory) for memory in mapped] == [OLD, OLD]
         mapped.clear()
         gc.collect()
-        assert not storage.is_shared("page")
+        assert not stored.is_shared("page")
 
     @pytest.mark.parametrize("nbytes", [1, SECTOR_BYTES, 3_000_001])
-    def test_scratch_is_zeroed_and_writable(self, storage: Storage, nbytes: int) -> None:
+    def test_scratch_is_zeroed_writable_and_without_a_name(
+        self, storage: Storage, nbytes: int
+    ) -> None:
         one, other = storage.scratch(nbytes), storage.scratch(nbytes)
         assert (one.format, one.ndim, one.readonly) == ("B", 1, False)
         assert bytes(one) == bytes(nbytes)
         one[:] = random_bytes(nbytes)
         assert bytes(one) == random_bytes(nbytes)
         assert bytes(other) == bytes(nbytes)
+        assert storage.list() == []
 
-    def test_scratch_has_no_name(self, storage: Storage) -> None:
-        storage.put("file", b"")
-        scratch = storage.scratch(SECTOR_BYTES)
-        scratch[0] = 1
-        assert storage.list() == ["file"]
-
-    def test_memory_outlives_the_storage(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        mapped, scratch = storage.map("page"), storage.scratch(len(NEW))
+    def test_memory_outlives_the_storage(self, stored: Storage) -> None:
+        mapped, scratch = stored.map("page"), stored.scratch(len(NEW))
         scratch[:] = NEW
-        storage.close()
+        stored.close()
         gc.collect()
         assert (bytes(mapped), bytes(scratch)) == (OLD, NEW)
         mapped[:1] = scratch[:1] = b"x"
 
-    def test_memory_stays_valid_in_a_forked_child(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        mapped = storage.map("page")
+    def test_memory_stays_valid_in_a_forked_child(self, stored: Storage) -> None:
+        mapped = stored.map("page")
 
         def compare() -> int:
-            storage.abandon()
+            stored.abandon()
             return bytes(mapped) != OLD
 
         assert exit_code_of_child(compare) == 0
@@ -254,25 +242,23 @@ class SharingTests(RawAccess):
 class FileSharingTests(SharingTests):
     """Tests of shared files on a filesystem, where map() does not copy."""
 
-    def test_mapped_file_is_shared_while_its_memory_is_referenced(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
-        whole = storage.map("page")
+    def test_mapped_file_is_shared_while_its_memory_is_referenced(self, stored: Storage) -> None:
+        whole = stored.map("page")
         array = np.frombuffer(whole, np.uint8)
         part = array[SECTOR_BYTES:].data
-        assert storage.is_shared("page")
+        assert stored.is_shared("page")
         del whole, array
         gc.collect()
-        assert storage.is_shared("page")
+        assert stored.is_shared("page")
         assert bytes(part) == OLD[SECTOR_BYTES:]
         del part
         gc.collect()
-        assert not storage.is_shared("page")
+        assert not stored.is_shared("page")
 
-    def test_mappings_hold_no_descriptors(self, storage: Storage) -> None:
-        create_with(storage, "page", OLD)
+    def test_mappings_hold_no_descriptors(self, stored: Storage) -> None:
         opened = len(os.listdir("/proc/self/fd"))
-        memory = [storage.map("page") for _ in range(20)]
-        memory += [storage.scratch(SECTOR_BYTES) for _ in range(20)]
+        memory = [stored.map("page") for _ in range(20)]
+        memory += [stored.scratch(SECTOR_BYTES) for _ in range(20)]
         assert len(os.listdir("/proc/self/fd")) <= opened
         assert bytes(memory[0]) == OLD
 
@@ -300,41 +286,28 @@ class FileSharingTests(SharingTests):
             del scratch
 
     def test_file_size_limit_is_an_error_of_scratch(self, storage: Storage) -> None:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         opened = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 * SECTOR_BYTES, limits[1]))
-        try:
-            with pytest.raises(StorageError) as caught:
-                storage.scratch(64 * SECTOR_BYTES)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert caught.value.errno == errno.EFBIG
+        limit = resource_limit(resource.RLIMIT_FSIZE, 16 * SECTOR_BYTES)
+        with limit, fails_with(errno.EFBIG) as caught:
+            storage.scratch(64 * SECTOR_BYTES)
         assert caught.value.path == storage.location
         assert list(Path(storage.location).iterdir()) == []
         assert len(os.listdir("/proc/self/fd")) == opened
         assert bytes(storage.scratch(64 * SECTOR_BYTES)) == bytes(64 * SECTOR_BYTES)
 
     @pytest.mark.parametrize("operation", ["map", "scratch"])
-    def test_descriptors_exhausted_is_an_error(self, storage: Storage, operation: str) -> None:
-        create_with(storage, "page", OLD)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-        try:
-            with pytest.raises(StorageError) as caught:
-                storage.map("page") if operation == "map" else storage.scratch(SECTOR_BYTES)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert caught.value.errno == errno.EMFILE
-        assert not storage.is_shared("page")
+    def test_descriptors_exhausted_is_an_error(self, stored: Storage, operation: str) -> None:
+        with resource_limit(resource.RLIMIT_NOFILE, 3), fails_with(errno.EMFILE):
+            stored.map("page") if operation == "map" else stored.scratch(SECTOR_BYTES)
+        assert not stored.is_shared("page")
 
     def test_links_are_not_followed_by_map_and_link(self, storage: Storage) -> None:
         directory = Path(storage.location)
         target = directory.parent / "target"
         target.write_bytes(OLD)
         (directory / "symbolic").symlink_to(target)
-        with pytest.raises(StorageError) as caught:
+        with fails_with(errno.ELOOP):
             storage.map("symbolic")
-        assert caught.value.errno == errno.ELOOP
         storage.link("symbolic", "second")
         assert (directory / "second").is_symlink()  # It links the symbolic link, not its target.
         assert target.stat().st_nlink == 1

@@ -8,7 +8,9 @@ import os
 import time
 from abc import abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,13 @@ from tierstore.testing.transfers import (
     RawAccess,
     aligned_buffer,
     create_with,
+    exit_code,
+    fails_with,
     random_bytes,
     read_bytes,
+    start_child,
+    start_pieces,
+    wait_all,
     write_bytes,
 )
 from tierstore.units import SECTOR_BYTES, Extent
@@ -42,18 +49,8 @@ class TransferTests(RawAccess):
     def test_read_sees_bytes_of_the_medium(self, storage: Storage) -> None:
         content = random_bytes(5 * SECTOR_BYTES)
         storage.put("page", content)
-        assert (
-            read_bytes(storage, "page", SECTOR_BYTES, 3 * SECTOR_BYTES)
-            == (content[SECTOR_BYTES : 4 * SECTOR_BYTES])
-        )
-
-    def test_write_in_the_middle_leaves_the_rest(self, storage: Storage) -> None:
-        expected = bytearray(random_bytes(9 * SECTOR_BYTES))
-        create_with(storage, "page", bytes(expected))
-        patch = random_bytes(3 * SECTOR_BYTES, seed=1)
-        write_bytes(storage, "page", 4 * SECTOR_BYTES, patch)
-        expected[4 * SECTOR_BYTES : 7 * SECTOR_BYTES] = patch
-        assert self.raw_bytes(storage, "page") == expected
+        found = read_bytes(storage, "page", SECTOR_BYTES, 3 * SECTOR_BYTES)
+        assert found == content[SECTOR_BYTES : 4 * SECTOR_BYTES]
 
     def test_read_fills_its_buffer_only(self, storage: Storage) -> None:
         create_with(storage, "page", b"\xff" * (3 * SECTOR_BYTES))
@@ -69,16 +66,10 @@ class TransferTests(RawAccess):
         assert self.raw_bytes(storage, "page") == content
 
     def test_transfers_overlap(self, storage: Storage) -> None:
-        contents = [random_bytes(65 * SECTOR_BYTES, seed) for seed in range(6)]
-        nbytes = len(contents[0])
-        storage.create("page", nbytes * len(contents))
-        writes = [
-            storage.write("page", Extent(i * nbytes, nbytes), aligned_buffer(content))
-            for i, content in enumerate(contents)
-        ]
-        for transfer in reversed(writes):
-            transfer.wait()
-        assert self.raw_bytes(storage, "page") == b"".join(contents)
+        content = random_bytes(6 * 65 * SECTOR_BYTES)
+        storage.create("page", len(content))
+        wait_all(start_pieces(storage.write, "page", aligned_buffer(content), 6)[::-1])
+        assert self.raw_bytes(storage, "page") == content
 
     def test_transfers_from_several_threads(self, storage: Storage) -> None:
         def work(seed: int) -> bool:
@@ -103,14 +94,13 @@ class TransferTests(RawAccess):
             storage.register(part)
             memory[:] = bytes(len(memory))
             # Inside the registered memory, across its edges, and outside.
-            pieces = [(0, 6), (6, 10), (10, 24)]
-            transfers = []
-            for first, last in pieces:
-                start, end = first * SECTOR_BYTES, last * SECTOR_BYTES
-                extent = Extent(start, end - start)
-                transfers.append(storage.read("page", extent, memory[start:end]))
-            for transfer in transfers:
-                transfer.wait()
+            ends = [sectors * SECTOR_BYTES for sectors in (0, 6, 10, 24)]
+            wait_all(
+                [
+                    storage.read("page", Extent(start, end - start), memory[start:end])
+                    for start, end in pairwise(ends)
+                ]
+            )
             assert bytes(memory) == content
             content = content[::-1]
             memory[:] = content
@@ -127,8 +117,7 @@ class TransferTests(RawAccess):
             part = memory[extent.offset : extent.offset + nbytes]
             transfers.append(storage.write("page", extent, part))
             storage.register(memory[: index * nbytes])
-        for transfer in transfers:
-            transfer.wait()
+        wait_all(transfers)
         assert self.raw_bytes(storage, "page") == memory
 
     def test_registered_memory_is_kept_alive(self, storage: Storage) -> None:
@@ -152,31 +141,25 @@ class TransferTests(RawAccess):
         assert transfer.done()
         assert self.raw_bytes(storage, "page") == content
 
-    def test_close_waits_for_transfers(self, storage: Storage) -> None:
+    @pytest.mark.parametrize("finish", ["drain", "close"])
+    def test_drain_and_close_wait_for_dropped_transfers(
+        self, storage: Storage, finish: str
+    ) -> None:
         content = random_bytes(2048 * SECTOR_BYTES)
         storage.create("page", len(content))
-        storage.write("page", Extent(0, len(content)), aligned_buffer(content))
-        storage.close()
+        start_pieces(storage.write, "page", aligned_buffer(content), 4)
+        getattr(storage, finish)()
         assert self.raw_bytes(storage, "page") == content
-
-    def test_drain_waits_for_dropped_transfers(self, storage: Storage) -> None:
-        content = random_bytes(2048 * SECTOR_BYTES)
-        storage.create("page", len(content))
-        for start in range(0, len(content), len(content) // 4):
-            part = content[start : start + len(content) // 4]
-            storage.write("page", Extent(start, len(part)), aligned_buffer(part))
-        storage.drain()
-        assert self.raw_bytes(storage, "page") == content
-        storage.drain()
-        assert read_bytes(storage, "page", 0, len(content)) == content
 
     def test_drain_leaves_a_failure_to_wait(self, storage: Storage) -> None:
-        storage.create("page", SECTOR_BYTES)
+        create_with(storage, "page", b"x" * SECTOR_BYTES)
         transfer = storage.read("page", Extent(0, 2 * SECTOR_BYTES), aligned_buffer(8192))
-        storage.drain()
-        assert transfer.done()
+        for _ in range(2):
+            storage.drain()
+            assert transfer.done()
         with pytest.raises(StorageError):
             transfer.wait()
+        assert read_bytes(storage, "page", 0, SECTOR_BYTES) == b"x" * SECTOR_BYTES
 
     def test_drain_of_a_closed_storage_returns(self, storage: Storage) -> None:
         create_with(storage, "page", bytes(SECTOR_BYTES))
@@ -211,15 +194,17 @@ class TransferTests(RawAccess):
         with pytest.raises(ValueError, match="multiple of 4096"):
             storage.read("page", Extent(offset, nbytes), aligned_buffer(SECTOR_BYTES))
 
-    @pytest.mark.parametrize("offset_sectors", [1, 3, 900])
-    def test_read_past_the_end_is_an_error(self, storage: Storage, offset_sectors: int) -> None:
-        storage.create("page", 3 * SECTOR_BYTES)
+    @pytest.mark.parametrize("offset_sectors", [0, 1, 3, 900])
+    @pytest.mark.parametrize("nbytes", [3 * SECTOR_BYTES, SECTOR_BYTES + 100])
+    def test_read_past_the_end_is_an_error(
+        self, storage: Storage, nbytes: int, offset_sectors: int
+    ) -> None:
+        storage.put("page", bytes(nbytes))
         extent = Extent(offset_sectors * SECTOR_BYTES, 4 * SECTOR_BYTES)
         transfer = storage.read("page", extent, aligned_buffer(extent.nbytes))
         for _ in range(2):
-            with pytest.raises(StorageError) as caught:
+            with fails_with(errno.EIO) as caught:
                 transfer.wait()
-            assert caught.value.errno == errno.EIO
             assert (caught.value.offset, caught.value.nbytes) == (extent.offset, extent.nbytes)
             assert caught.value.path.endswith("page")
             assert transfer.done()
@@ -232,12 +217,6 @@ class TransferTests(RawAccess):
         while not transfer.done():
             assert time.monotonic() < deadline_s
         assert self.raw_bytes(storage, "page") == content
-
-    def test_read_of_a_file_that_ends_in_a_sector_is_an_error(self, storage: Storage) -> None:
-        storage.put("page", b"x" * (SECTOR_BYTES + 100))
-        with pytest.raises(StorageError) as caught:
-            read_bytes(storage, "page", 0, 2 * SECTOR_BYTES)
-        assert caught.value.errno == errno.EIO
 
     def test_failed_transfer_leaves_others_alone(self, storage: Storage) -> None:
         content = random_bytes(600 * SECTOR_BYTES)
@@ -253,7 +232,7 @@ class TransferTests(RawAccess):
             bad.wait()
 
     @pytest.mark.parametrize(
-        ("first", "sectors"), [(1, 2047), (3, 2048), (2047, 2), (2, 4098), (4098, 1)]
+        ("first", "sectors"), [(4, 3), (1, 2047), (3, 2048), (2047, 2), (2, 4098), (4098, 1)]
     )
     def test_any_part_of_a_file(self, storage: Storage, first: int, sectors: int) -> None:
         expected = bytearray(random_bytes(4100 * SECTOR_BYTES))
@@ -266,19 +245,12 @@ class TransferTests(RawAccess):
 
     def test_several_storages_move_at_once(self, storage: Storage) -> None:
         assert moves_right(storage, "page", seed=9)  # Before the others: some work happens once.
-        storages = [self.open_again(storage) for _ in range(6)]
-
-        def work(index: int) -> bool:
-            return moves_right(storages[index], f"page-{index}", seed=index)
-
-        try:
-            with ThreadPoolExecutor(len(storages)) as executor:
-                assert all(executor.map(work, range(len(storages))))
-        finally:
-            for other in storages:
-                other.close()
-        for index in range(len(storages)):
-            assert self.raw_bytes(storage, f"page-{index}") == random_bytes(3 * _MIB, seed=index)
+        names = [f"page-{index}" for index in range(6)]
+        with ExitStack() as stack, ThreadPoolExecutor(len(names)) as executor:
+            storages = [stack.enter_context(closing(self.open_again(storage))) for _ in names]
+            assert all(executor.map(moves_right, storages, names, range(len(names))))
+        for seed, name in enumerate(names):
+            assert self.raw_bytes(storage, name) == random_bytes(3 * _MIB, seed)
 
 
 class FileTransferTests(TransferTests):
@@ -289,21 +261,20 @@ class FileTransferTests(TransferTests):
         """Return an open storage of the directory."""
 
     def test_several_processes_move_at_once(self, storage: Storage) -> None:
-        children = []
-        for index in range(4):
-            child = os.fork()
-            if child == 0:
-                os._exit(self._move_as_a_process(Path(storage.location), index))
-            children.append(child)
+        def move_elsewhere(index: int) -> bool:
+            directory = Path(storage.location).with_name(f"other-{index}")
+            with closing(self.open_storage(directory)) as other:
+                return not moves_right(other, "page", seed=index)
+
+        children = [start_child(partial(move_elsewhere, index)) for index in range(4)]
         assert moves_right(storage, "page", seed=9)
-        for child in children:
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [exit_code(child) for child in children] == [0] * 4
 
     def test_open_files_are_bounded(self, storage: Storage) -> None:
         names = [f"page-{index}" for index in range(300)]
         contents = [random_bytes(4 * SECTOR_BYTES, seed) for seed in range(len(names))]
-        for name, content in zip(names, contents, strict=True):
-            storage.create(name, len(content))
+        for name in names:
+            storage.create(name, 4 * SECTOR_BYTES)
         opened = len(os.listdir("/proc/self/fd"))
         opened_most = 0
         for move in (storage.write, storage.read):
@@ -332,28 +303,14 @@ class FileTransferTests(TransferTests):
         assert np.array_equal(again, buffer)
         storage.unlink("page")
 
-    def _move_as_a_process(self, directory: Path, index: int) -> int:
-        """Move files in another directory, in a forked child; return 0 on success."""
-        try:
-            with closing(self.open_storage(directory.with_name(f"other-{index}"))) as storage:
-                return 0 if moves_right(storage, "page", seed=index) else 1
-        except BaseException:
-            return 2
-
 
 def moves_right(storage: Storage, name: str, seed: int) -> bool:
     """Write and read a file in pieces that overlap in time; return whether all bytes match."""
     content = random_bytes(3 * _MIB, seed)
     storage.create(name, len(content))
-    extents = [Extent(start, _MIB // 2) for start in range(0, len(content), _MIB // 2)]
     memory = aligned_buffer(content)
     for move in (storage.write, storage.read):
-        transfers = []
-        for extent in extents:
-            part = memory[extent.offset : extent.offset + extent.nbytes]
-            transfers.append(move(name, extent, part))
-        for transfer in transfers:
-            transfer.wait()
+        wait_all(start_pieces(move, name, memory, 6))
         if memory != content:
             return False
         memory[:] = bytes(len(memory))

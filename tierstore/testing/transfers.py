@@ -1,14 +1,19 @@
-"""Helpers of the conformance suite: whole transfers, raw access to files, forked children."""
+"""Helpers of the conformance suite: transfers, raw access to files, errors, forked children."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import random
+import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from tierstore.storage.base import Storage
+import pytest
+
+from tierstore.errors import StorageError
+from tierstore.storage.base import Storage, Transfer
 from tierstore.units import Extent
 
 
@@ -18,10 +23,6 @@ class RawAccess(ABC):
     @abstractmethod
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         """Return a file's content without using the storage."""
-
-    @abstractmethod
-    def hard_link(self, storage: Storage, name: str, new_name: str) -> None:
-        """Give a file a second name without using the storage."""
 
     @abstractmethod
     def allocated_bytes(self, storage: Storage, name: str) -> int:
@@ -64,8 +65,44 @@ def create_with(storage: Storage, name: str, content: bytes) -> None:
     write_bytes(storage, name, 0, content)
 
 
-def exit_code_of_child(run: Callable[[], int | None]) -> int:
-    """Call ``run`` in a forked child; return its result (None: 0), or 100 if it raised."""
+def start_pieces(
+    move: Callable[[str, Extent, memoryview], Transfer], name: str, memory: memoryview, count: int
+) -> list[Transfer]:
+    """Start ``count`` reads or writes of equal length, of a file into or from ``memory``."""
+    nbytes = len(memory) // count
+    return [
+        move(name, Extent(start, nbytes), memory[start : start + nbytes])
+        for start in range(0, len(memory), nbytes)
+    ]
+
+
+def wait_all(transfers: list[Transfer]) -> None:
+    """Wait for all transfers."""
+    for transfer in transfers:
+        transfer.wait()
+
+
+@contextmanager
+def fails_with(*errnos: int) -> Iterator[pytest.ExceptionInfo[StorageError]]:
+    """Expect that the block raises a StorageError with an errno among ``errnos``."""
+    with pytest.raises(StorageError) as caught:
+        yield caught
+    assert caught.value.errno in errnos
+
+
+@contextmanager
+def resource_limit(kind: int, limit: int) -> Iterator[None]:
+    """Lower a limit of this process, such as ``resource.RLIMIT_NOFILE``, during the block."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def start_child(run: Callable[[], int | None]) -> int:
+    """Call ``run`` in a forked child; return its process id, for exit_code()."""
     child = os.fork()
     if child == 0:
         code = 100
@@ -73,4 +110,14 @@ def exit_code_of_child(run: Callable[[], int | None]) -> int:
             code = run() or 0
         finally:
             os._exit(code)
+    return child
+
+
+def exit_code(child: int) -> int:
+    """Wait for a child; return the result of its ``run`` (None: 0), or 100 if it raised."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def exit_code_of_child(run: Callable[[], int | None]) -> int:
+    """Call ``run`` in a forked child; return its result (None: 0), or 100 if it raised."""
+    return exit_code(start_child(run))
