@@ -6,7 +6,7 @@ RETRIES_MAX: int
 """How often one request may end in EINTR or EAGAIN before it fails."""
 
 class Verdict(Enum):
-    """What to do with a request after a completion."""
+    """Decision about a request after a completion."""
 
     DONE = ...
     RESUBMIT = ...
@@ -27,15 +27,15 @@ class Request:
         """The errno of a failed request, otherwise 0."""
 
 class Ticket:
-    """One transfer or sync; see tierstore.storage.engine_storage.Ticket."""
+    """One transfer or sync; see tierstore.storage.engine.Ticket."""
 
     def __init__(self) -> None: ...
     @property
     def ended(self) -> bool:
-        """Whether the kernel has stopped using the memory and the descriptors."""
+        """True when the kernel has stopped using the memory and the descriptors."""
 
 class UringEngine:
-    """One io_uring and the thread that owns it; see tierstore.storage.engine_storage.Engine.
+    """One io_uring and the thread that owns it; see tierstore.storage.engine.Engine.
 
     Raises:
         OSError: the kernel refused the ring (EPERM, ENOSYS, ENOMEM, ...).

@@ -71,8 +71,8 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
 
     @override
     def abandon(self) -> None:
-        # The loop counts as running here, so it cannot be closed; its pair of wake-up
-        # sockets, which reach no file, goes with the process.
+        # The loop counts as running here, so it cannot be closed. Its pair of wake-up sockets,
+        # which reach no file, stays open until the process ends.
         self._selector.close()
 
     @override
@@ -99,8 +99,8 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
         try:
             ticket.outcome = await ticket.work()
         except RuntimeError:
-            # No thread can be started, or the interpreter is ending. A call that is queued
-            # all the same must not run later, when its memory and descriptor are gone.
+            # No thread can be started, or the interpreter is ending. The pool may have queued
+            # the call, which must not run later, when its memory and descriptor are gone.
             self._executor.shutdown(cancel_futures=True)
             ticket.outcome = (errno.EAGAIN, ticket.offset)
         finally:
@@ -129,7 +129,7 @@ async def _move(is_write: bool, fd: int, memory: memoryview, offset: int) -> tup
     """Move all bytes between memory and file; return (errno or 0, file offset reached)."""
     bytes_done = 0
     try:
-        # The mode decides which methods exist; what may be done the descriptor decides.
+        # The mode decides only which methods exist; the descriptor allows one direction.
         async with aiofiles.open(fd, "r+b", buffering=0, closefd=False) as file:
             await file.seek(offset)
             while bytes_done < len(memory):
@@ -139,7 +139,7 @@ async def _move(is_write: bool, fd: int, memory: memoryview, offset: int) -> tup
                     return errno.EIO, offset + bytes_done
                 bytes_done += count
         if is_write:
-            # Only descriptors open at the time of a failed write-back are told of it.
+            # A failed write-back is reported only to descriptors that are open at that time.
             await asyncio.get_running_loop().run_in_executor(None, os.fdatasync, fd)
     except OSError as error:
         return error.errno or errno.EIO, offset + bytes_done

@@ -46,7 +46,7 @@ class Folder(Protocol):
 
     @abstractmethod
     def files(self, child: str) -> list[str]:
-        """Return the names of everything in a child, sorted; ENOTDIR if it is not a directory."""
+        """Return all names in a child, sorted; ENOTDIR if the child is not a directory."""
 
     @abstractmethod
     def make(self, child: str) -> None:
@@ -101,22 +101,23 @@ class Storage(Protocol):
     """Named files of one directory. All methods may be called from several threads.
 
     Names are plain file names without a slash. A method that fails raises StorageError
-    with the errno of the operating system, and never retries what may have half happened.
+    with the errno of the operating system, and never retries an operation that may have
+    happened in part.
     """
 
     @property
     @abstractmethod
     def engine(self) -> str:
-        """What moves the bytes: "io_uring", "libaio", "aiofiles" or "memory"."""
+        """Name of the engine: "io_uring", "libaio", "aiofiles" or "memory"."""
 
     @property
     @abstractmethod
     def location(self) -> str:
         """Path of the directory, for messages."""
 
-    @abstractmethod
     def home(self, name: str) -> Storage:
         """Return the storage of the single directory that holds a file of this name."""
+        return self
 
     @abstractmethod
     def lock(self, timeout_s: float) -> None:
@@ -128,10 +129,10 @@ class Storage(Protocol):
 
     @abstractmethod
     def register(self, memory: memoryview) -> None:
-        """Announce the memory that most transfers will use until the next call; empty: none.
+        """Announce the memory of most transfers until the next call; empty memory: none.
 
-        Transfers become cheaper if the engine supports it; nothing else changes. ``memory`` is
-        writable and contiguous, and is kept alive until it is replaced or the storage is closed.
+        Transfers become cheaper if the engine supports registration; nothing else changes.
+        ``memory`` is writable and contiguous, and is kept alive until the next call or close().
         """
 
     @abstractmethod
@@ -201,8 +202,8 @@ class Storage(Protocol):
         """Return the content of a file that is not empty as private memory.
 
         The file is read when the memory is first touched. The memory is writable, but writes do
-        not reach the file. It keeps its content when another file takes the name; a write to
-        this very file may show in it, see is_shared().
+        not reach the file. The memory keeps its content when another file takes the name; a
+        write to this very file may change it, see is_shared().
         """
 
     @abstractmethod
@@ -229,7 +230,8 @@ class Storage(Protocol):
     def drain(self) -> None:
         """Block until every transfer started so far has ended, successfully or not.
 
-        For a caller that was interrupted between the start of a transfer and keeping it.
+        For a caller whose interrupt came after the start of a transfer and before the
+        transfer was kept.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ class Ticket(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the kernel has stopped using the memory and the descriptors."""
+        """True when the kernel has stopped using the memory and the descriptors."""
 
 
 TicketT = TypeVar("TicketT", bound=Ticket)
@@ -52,8 +52,8 @@ class Engine(Protocol[_SubmittedT]):
         A KeyboardInterrupt passes to the caller, and the transfer continues.
 
         Returns:
-            (errno or 0, where it failed): the file offset, or for a sync the descriptor's
-            index.
+            (errno or 0, position of the failure): the file offset, for a sync the index of the
+            descriptor.
 
         Raises:
             ValueError: the ticket was never submitted.

@@ -46,8 +46,8 @@ from tierstore.storage.paths import (
 )
 from tierstore.units import Extent
 
-# Most descriptors of transfers in flight: a start waits for a free one. Every engine has far
-# fewer requests in flight, so the limit costs no speed.
+# Most descriptors of transfers in flight; a further transfer waits before it starts. Every
+# engine has far fewer requests in flight, so the limit costs no speed.
 _OPEN_FILES_MAX = 64
 
 # Most descriptors of one flush, well below the usual limit of 1024 per process.
@@ -82,7 +82,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     """Files of one directory, moved by one engine. A subclass sets ``engine`` and ``direct``.
 
     A transfer needs its descriptor and its buffer until the kernel no longer uses them, even
-    if the caller drops the transfer. The storage keeps both, by the engine's ticket.
+    if the caller drops the transfer. The storage keeps both under the engine's ticket.
 
     Args:
         directory: made with mode 0700 where absent.
@@ -94,7 +94,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     """
 
     direct: bool
-    """Whether files are opened for direct I/O (O_DIRECT)."""
+    """True if files are opened for direct I/O (O_DIRECT)."""
 
     _released = True  # Until __init__ has made everything that close() releases.
 
@@ -123,8 +123,8 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
 
     def __del__(self) -> None:
         """Close a storage that was dropped unclosed, whose engine has Python threads."""
-        # When the interpreter ends, its threads have stopped already, and the system takes
-        # everything back.
+        # At the end of the interpreter its threads have stopped already, and the system
+        # releases everything.
         if sys.is_finalizing():
             return
         if threading.current_thread().name.startswith(THREAD_NAME):
@@ -137,10 +137,6 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     @override
     def location(self) -> str:
         return str(self._directory)
-
-    @override
-    def home(self, name: str) -> Storage:
-        return self
 
     @override
     def lock(self, timeout_s: float) -> None:
@@ -334,7 +330,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         return _EngineTransfer(self, what, path, extent, ticket)
 
     def _make_room(self) -> None:
-        """Release what ended transfers used; wait for some while too many have not ended."""
+        """Release ended transfers; while too many have not ended, wait for the oldest."""
         for ticket in list(self._in_use):
             if ticket.ended:
                 self._release(ticket)
@@ -345,7 +341,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
                 self._wait_until_ended(oldest)
 
     def _wait_until_ended(self, ticket: TicketT) -> None:
-        # After an interrupt in between, the ticket was never submitted: nothing to wait for.
+        # An interrupt between registering and submitting leaves a ticket that never starts.
         with suppress(ValueError):
             self._engine.wait(ticket)
         self._release(ticket)

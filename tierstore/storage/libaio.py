@@ -29,7 +29,7 @@ _REFUSED_PAUSE_S = 0.01
 
 
 class _Context(AIOContext):  # type: ignore[misc]
-    """A context that a forked child, which does not inherit it, does not destroy."""
+    """A context that only its own process destroys: forked children do not inherit it."""
 
     def __init__(self, requests: int) -> None:
         self._owner_pid = os.getpid()
@@ -167,7 +167,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         return True
 
     def _pause_or_fail(self, error: int) -> None:
-        """Pause, because nothing in flight would wake us; after too many pauses fail a request."""
+        """Pause, because no completion would wake the thread; after too many pauses fail."""
         self._refusals += 1
         if self._refusals <= RETRIES_MAX:
             time.sleep(_REFUSED_PAUSE_S)
@@ -181,7 +181,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         while self._synced:
             ticket = self._synced.popleft()
             if ticket.syncing is not None:
-                ticket.syncing.join()  # Ends at once: it has synced all files.
+                ticket.syncing.join()  # The thread has synced all files and ends at once.
             self._end(ticket)
 
     def _complete(self, part: _Part, result: int) -> None:

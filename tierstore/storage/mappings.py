@@ -45,7 +45,7 @@ class Mappings:
             self._forked.discard(_file(status))
 
     def keep_for_children(self) -> None:
-        """Count all current mappings as in use for ever: a child may use them unseen."""
+        """Count all current mappings as in use for ever: this process cannot see a child's use."""
         self._forked.update(file for file, maps in list(self._memory.items()) if maps)
 
     def begin_child(self) -> None:

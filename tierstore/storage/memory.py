@@ -78,10 +78,6 @@ class MemoryStorage(Storage):
         self._owner_pid = os.getpid()
 
     @override
-    def home(self, name: str) -> Storage:
-        return self
-
-    @override
     def lock(self, timeout_s: float) -> None:
         self._check_usable()
         files = self.files

@@ -127,10 +127,8 @@ def get_file(path: Path, nbytes_max: int | None = None) -> bytes:
             raise OSError(errno.EINVAL, "not a file")
         if nbytes_max is not None and status.st_size > nbytes_max:
             raise OSError(errno.EFBIG, "too large")
-        parts = []
-        while part := os.read(fd, 1 << 20):
-            parts.append(part)
-        return b"".join(parts)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
 
 
 def map_file(fd: int, nbytes: int, *, shared: bool) -> mmap.mmap:

@@ -1,7 +1,7 @@
 """Decision after the completion of one I/O request.
 
-The native engine has the same code in C++ (native/request.hpp), under the same test: the
-extension may be absent just where the libaio engine is needed.
+The native engine has the same code in C++ (native/request.hpp), and one test covers both. The
+libaio engine cannot use the C++ code, because it serves machines without the extension.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from enum import Enum, auto
 
 from tierstore.units import SECTOR_BYTES
 
-# How often one request may end in EINTR or EAGAIN before it fails.
+# Most retries of one request that ends in EINTR or EAGAIN.
 RETRIES_MAX = 16
 
 _ERRNO_MAX = 4095
 
 
 class Verdict(Enum):
-    """What to do with a request after a completion."""
+    """Decision about a request after a completion."""
 
     DONE = auto()
     RESUBMIT = auto()

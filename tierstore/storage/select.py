@@ -118,7 +118,7 @@ def _open(directory: Path, name: str) -> EngineStorage[Any]:
     module, storage_type, absent = _ENGINES[name]
     try:
         open_engine = getattr(import_module(module), storage_type)
-    except (ImportError, OSError) as error:  # Of the package, or of the library it loads.
+    except (ImportError, OSError) as error:  # The package or its shared library is missing.
         raise _EngineError(absent.format(error=error)) from error
     try:
         storage: EngineStorage[Any] = open_engine(directory)

@@ -1,4 +1,4 @@
-"""Engine whose work is done by one Python thread, which callers wake up."""
+"""Base of the engines whose work one Python thread does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ThreadedTicket:
     """One read, write or sync. Serves once; all but ``ended`` belongs to the engine."""
 
     def __init__(self) -> None:
-        self.offset = 0  # Where a transfer begins.
-        self.started = False  # The engine's thread has seen it.
+        self.offset = 0  # First byte of a transfer.
+        self.started = False  # Set by the engine's thread.
         self.outcome = (0, 0)
         self.end = threading.Event()
 
     @property
     def ended(self) -> bool:
-        """Whether the kernel has stopped using the memory and the descriptors."""
+        """True when the kernel has stopped using the memory and the descriptors."""
         return self.end.is_set()
 
 
@@ -59,11 +59,11 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
 
     @override
     def wait(self, ticket: ThreadedTicketT) -> tuple[int, int]:
-        # In this order: a ticket is removed after it has ended.
+        # Checked in this order, because a ticket is removed after its end.
         if ticket not in self._unfinished and not ticket.ended:
             raise ValueError("the ticket was never submitted")
         if not ticket.started:
-            self._wake()  # An interrupt may have kept submit() from doing so.
+            self._wake()  # An interrupt may have prevented the wake-up in submit().
         ticket.end.wait()
         return ticket.outcome
 
@@ -72,7 +72,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         with self._mutex:
             self._stopping = True
         self._wake()
-        # After an interrupt join() would take the thread for ended.
+        # After an interrupt, join() alone would return at once though the thread runs.
         self._thread_ended.wait()
         self._thread.join()
 
@@ -82,11 +82,11 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
 
     @abstractmethod
     def _send_wake_up(self) -> None:
-        """Make the engine's thread look at _new_tickets() and _may_stop()."""
+        """Make the engine's thread call _new_tickets() and _may_stop(). Called with the mutex."""
 
     @abstractmethod
     def _release_wake_up(self) -> None:
-        """Release what _send_wake_up() needs."""
+        """Release the resources of _send_wake_up()."""
 
     def _enqueue(self, ticket: ThreadedTicketT) -> None:
         with self._mutex:
@@ -103,7 +103,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
                 self._send_wake_up()
 
     def _new_tickets(self) -> list[ThreadedTicketT]:
-        """Return the tickets submitted since the last call, as started."""
+        """Return the tickets submitted since the last call, and mark them as started."""
         new = [ticket for ticket in list(self._unfinished) if not ticket.started]
         for ticket in new:
             ticket.started = True
@@ -124,7 +124,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
             with self._mutex:
                 self._stopping, self._can_wake = True, False
                 self._release_wake_up()
-            # Empty unless an error ended the thread. The kernel no longer uses their memory.
+            # Empty unless an error ended the thread. The kernel no longer uses the memory.
             for ticket in list(self._unfinished):
                 ticket.outcome = (errno.EIO, ticket.offset)
                 self._end(ticket)

@@ -1,7 +1,7 @@
 """Fault injection: a storage that wraps any storage and fails on command.
 
-Without an armed fault it behaves as the inner storage. Random choices depend on the seed
-alone, so that a failing test can be repeated::
+Without an armed fault the inner storage alone decides. Random choices depend on the seed only,
+so that a failing test can be repeated::
 
     storage = FaultyStorage(MemoryStorage(), seed=7)
     storage.arm(Fault("error", "write", call=3, errno=errno.ENOSPC))
@@ -53,7 +53,7 @@ _OPERATIONS_OF_KIND: dict[FaultKind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fault:
-    """One kind of failure, and the calls that it strikes.
+    """A kind of failure, and the calls that the failure strikes.
 
     Raises:
         ValueError: the kind does not apply to the operation; ``call`` and ``probability``
@@ -161,8 +161,8 @@ _R = TypeVar("_R")
 def _struck(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a method that calls ``method`` of ``self.inner`` inside of ``self._around()``.
 
-    The parameter ``name`` or ``names`` of the method, or otherwise ``path`` or ``child``, is
-    what the fault and the callback know as the name of the file.
+    Faults and the callback get the parameter ``name`` or ``names`` of the method as the name of
+    the file; without such a parameter ``path`` or ``child``, or no name.
     """
     operation, signature = method.__name__, inspect.signature(method)
 
@@ -292,7 +292,7 @@ class FaultyStorage(Storage):
             self._on_operation(operation, name, when)
 
     def _strike(self, operation: str, names: Sequence[str]) -> Fault | None:
-        """Count the call for every fault that it matches; return the first that strikes."""
+        """Count the call for every matching fault; return the first fault that strikes."""
         struck = None
         with self._mutex:
             for fault in self._calls_of_fault:

@@ -35,7 +35,7 @@ _ON_A_CHILD: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.rename("child", "other"),
     lambda _, folder: folder.sync("child"),
 ]
-# Every operation that needs a file "file" in it.
+# Every operation that needs a file "file" in the child.
 _ON_A_FILE: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.get("child", "file"),
     lambda _, folder: folder.flush("child", "file"),

@@ -6,6 +6,7 @@ Two names of one file are two keys of one bytearray.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from hypothesis import strategies as st
@@ -37,6 +38,10 @@ class StorageMachine(RuleBasedStateMachine):
         super().__init__()
         self.model: dict[str, bytearray] = {}
 
+    def fails_unless(self, possible: bool) -> AbstractContextManager[object]:
+        """Expect a StorageError from the block unless the operation is possible."""
+        return nullcontext() if possible else pytest.raises(StorageError)
+
     @rule(name=names, sectors=sectors)
     def create(self, name: str, sectors: int) -> None:
         self.tested.create(name, sectors * SECTOR_BYTES)
@@ -59,50 +64,38 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors)
     def read(self, name: str, first: int, sectors: int) -> None:
         start, nbytes = first * SECTOR_BYTES, sectors * SECTOR_BYTES
-        if name in self.model and start + nbytes <= len(self.model[name]):
-            expected = self.model[name][start : start + nbytes]
+        expected = self.model.get(name, b"")[start : start + nbytes]
+        with self.fails_unless(len(expected) == nbytes):
             assert read_bytes(self.tested, name, start, nbytes) == expected
-        else:
-            with pytest.raises(StorageError):
-                read_bytes(self.tested, name, start, nbytes)
 
     @rule(name=names, new_name=names)
     def link(self, name: str, new_name: str) -> None:
-        if name in self.model and new_name not in self.model:
+        possible = name in self.model and new_name not in self.model
+        with self.fails_unless(possible):
             self.tested.link(name, new_name)
+        if possible:
             self.model[new_name] = self.model[name]
-        else:
-            with pytest.raises(StorageError):
-                self.tested.link(name, new_name)
 
     @rule(name=names)
     def is_shared(self, name: str) -> None:
-        if name in self.model:
-            links = sum(content is self.model[name] for content in self.model.values())
+        links = sum(content is self.model.get(name) for content in self.model.values())
+        with self.fails_unless(links > 0):
             assert self.tested.is_shared(name) == (links > 1)
-        else:
-            with pytest.raises(StorageError):
-                self.tested.is_shared(name)
 
     @rule(name=names, new_name=names)
     def rename(self, name: str, new_name: str) -> None:
         if name != new_name and self.model.get(name) is self.model.get(new_name, b""):
             return  # The system then keeps both names of the file.
-        if name in self.model:
+        with self.fails_unless(name in self.model):
             self.tested.rename(name, new_name)
+        if name in self.model:
             self.model[new_name] = self.model.pop(name)
-        else:
-            with pytest.raises(StorageError):
-                self.tested.rename(name, new_name)
 
     @rule(name=names)
     def unlink(self, name: str) -> None:
-        if name in self.model:
+        with self.fails_unless(name in self.model):
             self.tested.unlink(name)
-            del self.model[name]
-        else:
-            with pytest.raises(StorageError):
-                self.tested.unlink(name)
+        self.model.pop(name, None)
 
     def teardown(self) -> None:
         """Compare all files, then remove them for the next sequence."""

@@ -1,7 +1,7 @@
 """Conformance tests of shared files: link, is_shared, map, scratch and folder.
 
-A file is shared if it has a second name, in the directory or in a folder, or is mapped. A writer
-must be able to tell, and mapped memory must keep its content.
+A file is shared if it has a second name, in the directory or in a folder, or is mapped. Writers
+must be able to find out, and mapped memory must keep its content.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class TransferTests(RawAccess):
         content = random_bytes(8 * SECTOR_BYTES)
         storage.register(aligned_buffer(8 * SECTOR_BYTES))
         gc.collect()
-        # New buffers would get the addresses of the registered memory if it were freed.
+        # If the registered memory were freed, new buffers would get its addresses.
         create_with(storage, "page", content)
         assert self.raw_bytes(storage, "page") == content
         storage.register(memoryview(b""))
