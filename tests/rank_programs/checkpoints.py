@@ -35,10 +35,10 @@ EXTRA = {"position": (7, [torch.arange(3)])}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What all ranks do: open a run, begin or go on, train, publish."""
+    """Work of all ranks: open a run, start or resume, train, publish."""
 
     run: Path | list[Path]
-    """The directory, or several."""
+    """The run directory, or several directories."""
     layout: str
     """One of LAYOUTS: how ranks hold the model."""
     steps: tuple[int, ...]
@@ -48,13 +48,13 @@ class Job:
     seed: int = 0
     partition: str = "auto"
     awkward: bool = True
-    """Whether the model has frozen and tied parameters."""
+    """True: the model has frozen and tied parameters."""
     bias_of_head: bool = False
-    """Whether it has a parameter that it has not otherwise."""
+    """True: the model has an additional parameter."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Those of checkpoint()."""
+    """Options of checkpoint()."""
     store: dict[str, Any] = field(default_factory=dict)
-    """Those of TierStore."""
+    """Options of TierStore."""
 
 
 def make_model(job: Job) -> nn.Module:
@@ -233,7 +233,7 @@ def paged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def on_disk(directory: Path, disks: tuple[int, ...]) -> Path:
-    """What stands for the disk of this rank."""
+    """Return the directory that stands for the disk of this rank."""
     return directory / f"disk-{disks[dist.get_rank()]}"
 
 

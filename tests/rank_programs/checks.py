@@ -1,4 +1,4 @@
-"""What ranks have after a training, compared with one process."""
+"""Comparison of ranks after a training with a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of known failures."""
+"""Calls that differ between ranks, for the tests of known failures."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a rank went back to, and what became of it."""
+    """The step that a rank restored, and the result of the restore."""
 
     step: int
     extra: object

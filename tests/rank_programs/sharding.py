@@ -24,7 +24,7 @@ ROWS = (4, 5, 1, 2, 7, 9, 13, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """What one rank holds of a tensor whose elements are their own flat positions."""
+    """Part of a tensor on one rank; the elements of the tensor are their flat positions."""
 
     world_size: int
     case: str

@@ -63,7 +63,7 @@ class Training:
         return module
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a tensor of the shape of a parameter."""
+        """Return this rank's part of a tensor of the shape of a parameter."""
         return whole.flatten()[self.model.positions[name]]
 
     def assert_values(self, expected: Training) -> None:
@@ -245,7 +245,7 @@ def stock_muon(case: Case) -> None:
 
 
 def _message(call: Callable[[], Any]) -> str:
-    """What a call raises, by its class and message."""
+    """Return class and message of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -254,7 +254,7 @@ def _message(call: Callable[[], Any]) -> str:
 
 
 def refused(case: Case) -> dict[str, str]:
-    """What is said of calls that one rank makes otherwise than the others; all go on."""
+    """Return the errors of calls that differ on one rank; all ranks continue."""
     rank = dist.get_rank()
     messages = {}
     with tierstore.TierStore(None, peer_timeout=30.0) as store:

@@ -66,15 +66,15 @@ class Case:
     """One of LAYOUTS."""
     shapes: Shapes = field(default_factory=lambda: SHAPES)
     uniform: bool = False
-    """Whether all parameters are float32."""
+    """True: all parameters are float32."""
     directory: Path | None = None
-    """Of the run; None: a store without one."""
+    """Run directory; None: a store without files."""
     store: dict[str, Any] = field(default_factory=dict)
     """Options of TierStore."""
     of_ranks: list[dict[str, Any]] = field(default_factory=list)
-    """More of them for each rank."""
+    """Further options of TierStore, one dict per rank."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Those of Muon."""
+    """Options of Muon."""
     first: int = 1
     last: int = STEPS
     absent_on: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What one rank has after a training."""
+    """State of one rank after a training."""
 
     positions: dict[str, torch.Tensor]
     """Parameter name -> the flat position in the whole parameter of each element held."""
@@ -99,10 +99,10 @@ class Trained:
     issued: list[Issued]
     """Every collective that the thread that trains issued."""
     window: int
-    """How many pages are stepped at once."""
+    """Number of pages that are stepped at once."""
     pages: int
     resting: int
-    """How many of them rest in memory."""
+    """Number of pages that rest in memory."""
     bytes_spread: int
     bytes_exchanged: int
 
@@ -234,7 +234,7 @@ def _stage(wholes: Tensors) -> Tensors:
 
 @functools.cache
 def stage_mesh() -> DeviceMesh:
-    """Those of the ranks that have this rank's stage; of one world alone."""
+    """Return the mesh of the ranks with this rank's stage, in a world of four ranks."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "other"))["stage"]
 
 
@@ -307,7 +307,7 @@ class Model:
 def owned_states(
     optimizer: muon.Muon, parameters: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, str], list[tuple[tierstore.Chunk, torch.Tensor]]]:
-    """What this rank owns of every state, as a sweep that changes nothing shows it."""
+    """Return the chunks of every state that this rank owns, from a sweep that changes nothing."""
     found: dict[tuple[str, str], list[tuple[tierstore.Chunk, torch.Tensor]]] = {}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)

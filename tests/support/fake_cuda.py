@@ -172,7 +172,7 @@ class _OnStream(TorchFunctionMode):
 
 
 class FakeCuda:
-    """What torch.cuda is to CudaDevice.
+    """Replacement of torch.cuda for CudaDevice.
 
     Args:
         seed: decides what ends when.

@@ -32,7 +32,7 @@ ITEM_BYTES = {
 
 
 class FormatError(Exception):
-    """What is read is not what the format says."""
+    """The bytes read violate the format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Record:
-    """Where a chunk of one state lies in a page."""
+    """Position of a chunk of one state in a page."""
 
     name: str
     state: str
@@ -306,7 +306,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where in one page."""
+    """Positions of all sections of one page."""
 
     sections: list[Section]
 

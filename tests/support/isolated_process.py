@@ -20,13 +20,13 @@ from tests.support import killed_processes
 
 @dataclass(frozen=True)
 class Outcome:
-    """What some work returned or raised; text and values only, so that it can be sent."""
+    """Result or error of some work, as text and values only, so that processes can send it."""
 
     value: Any = None
     error: str = ""
     """The name of the class, the message and the notes."""
     typed: bool = False
-    """Whether the error is one that tierstore raises on purpose."""
+    """True if tierstore raises the error on purpose."""
 
 
 def apart(work: Callable[..., Any], *arguments: Any, within_s: float = 60.0) -> Outcome:

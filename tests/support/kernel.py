@@ -1,4 +1,4 @@
-"""What the kernel counts of this process: bytes to and from disks, anonymous memory."""
+"""Counters of the kernel for this process: bytes read and written, anonymous memory."""
 
 from __future__ import annotations
 

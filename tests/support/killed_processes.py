@@ -56,7 +56,7 @@ def open_store(
 
 
 def places(directory: Path, directories: int) -> list[Path]:
-    """Where a run in so many directories lies."""
+    """Return the directories of a run that has ``directories`` of them under ``directory``."""
     if directories == 1:
         return [directory]
     return [directory / str(number) for number in range(directories)]

@@ -62,7 +62,7 @@ EXTRA = {
 
 
 def initial(name: str, dtype: Any = np.float64) -> np.ndarray:
-    """What a parameter starts from: numbers that all dtypes hold exactly."""
+    """Return the initial value of a parameter: numbers that all dtypes represent exactly."""
     shape = SPECS[name][0]
     count = np.arange(np.prod(shape, dtype=int)) * 7 + len(name)
     return ((count % 97 - 48) / 8).reshape(shape).astype(dtype)
@@ -78,7 +78,7 @@ def gradient(name: str, step: int) -> np.ndarray | None:
 
 
 def expected_states() -> dict[str, dict[str, np.ndarray]]:
-    """What the states are in the end: sums of gradients, which no rounding changes."""
+    """Return the final states: sums of gradients, which no rounding changes."""
     expected = {}
     for group, options in zip(GROUPS, HYPERPARAMETERS, strict=True):
         for name, (shape, _, states, _) in group.items():

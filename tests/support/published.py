@@ -111,7 +111,7 @@ class Reference:
 
 
 def save_with_dcp(reference: Reference, path: Path, *, flat: bool, prefix: bool) -> None:
-    """What a stock program saves."""
+    """Save a reference as a stock program does."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     optimizer = get_optimizer_state_dict(reference.model, reference.optimizers, options=options)
     model = get_model_state_dict(reference.model)

@@ -1,4 +1,4 @@
-"""What reads published checkpoints with stock PyTorch alone, in a process of its own.
+"""Reader of published checkpoints with stock PyTorch alone, in a separate process.
 
 Run as ``python -m tests.support.stock_reader JOBS RESULTS``: JOBS is a JSON list of the arguments
 of load(), RESULTS is written with torch.save(). Nothing here imports tierstore or muon, so that

@@ -55,5 +55,5 @@ def resumed(directories: Sequence[Path] | Path, step: int = 3) -> Toy:
 
 
 def numbers(directory: Path) -> list[int]:
-    """Which pages are in a directory."""
+    """Return the numbers of the pages in a directory."""
     return [int(path.name[5:11]) for path in sorted((directory / RANK).glob("page-*.a"))]

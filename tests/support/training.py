@@ -128,7 +128,7 @@ def assert_identical(actual: dict[str, torch.Tensor], expected: dict[str, torch.
 def resident_run(
     steps: int, dtype: torch.dtype = torch.float32, *, page_bytes: int | str = "256MiB"
 ) -> dict[str, torch.Tensor]:
-    """What the same training gives with everything in memory: the reference of many tests."""
+    """Run the same training with everything in memory: the reference of many tests."""
     parameters = make_parameters(dtype)
     store = tierstore.TierStore(None, page_bytes=page_bytes)
     optimizer = muon.Muon(make_groups(parameters), store=store)
