@@ -6,14 +6,18 @@ nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 import tierstore
 from muon.rounds import Round
+
+Parts = Mapping[int, Sequence[torch.Tensor]]
+"""For each matrix of a round one tensor per chunk of this rank, in the chunk's shape."""
 
 
 class Exchange:
@@ -43,17 +47,67 @@ class Exchange:
         self._rank = dist.get_rank(group)
         self._wait = wait
         self._device = device
-        # Buffers of released rounds: touching new memory takes about as long as sending it.
+        # Buffers of ended rounds: touching new memory takes about as long as sending it.
         self._free: list[torch.Tensor] = []
 
-    def begin(self, round_: Round, dtype: torch.dtype) -> RoundInFlight:
-        """Begin a round: the caller may write the inputs. Nothing is sent yet.
+    def stages(
+        self,
+        round_: Round,
+        dtype: torch.dtype,
+        *,
+        write_inputs: Callable[[Parts], None],
+        orthogonalize: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        apply_updates: Callable[[Parts], None],
+    ) -> Iterator[None]:
+        """Exchange the matrices of one round in three stages.
+
+        Yields where a collective is in flight: first the inputs travel to the owners of their
+        matrices, then the updates travel back. Kernels that read the updates may still be queued
+        on the current stream of a GPU when the last stage ends.
 
         Args:
             round_: the matrices to exchange.
             dtype: dtype of inputs and updates on the wire.
+            write_inputs: writes the parts that this rank sends.
+            orthogonalize: returns the updates of the matrices that this rank owns, both of shapes
+                (rows, columns). The matrices are contiguous, share no memory, and may be
+                overwritten.
+            apply_updates: reads the updates of the parts that this rank sent.
         """
-        return RoundInFlight(self, round_, dtype)
+        sent, received = round_.sent(self._rank), round_.received(self._rank)
+        sent_counts, received_counts = _counts(sent), _counts(received)
+        # First the parts that this rank sends, then the parts of the matrices that it owns.
+        numels = [sum(sent_counts), sum(received_counts)]
+        buffer = self._take(sum(numels) * dtype.itemsize)  # (nbytes or more,)
+        both = buffer[: sum(numels) * dtype.itemsize].view(dtype)  # (sent + received,)
+        parts, owned = torch.split(both, numels)  # (sent,), (received,)
+        own_parts: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
+        for index, _, view in _views(parts, sent):
+            own_parts[index].append(view)
+        owned_parts = list(_views(owned, received))
+        write_inputs(own_parts)
+        with record_function("muon::gather"):
+            work = self._start(owned, received_counts, parts, sent_counts)
+        yield
+        with record_function("muon::gather"):
+            self._wait(work)
+            matrices = {
+                index: owned.new_empty(round_.matrices[index].shape)  # (rows, columns)
+                for index in round_.owned(self._rank)
+            }
+            for index, chunk, view in owned_parts:
+                chunk.select(matrices[index]).copy_(view)
+        updates = dict(zip(matrices, orthogonalize([*matrices.values()]), strict=True))
+        with record_function("muon::scatter"):
+            for index, chunk, view in owned_parts:
+                view.copy_(chunk.select(updates[index]))
+            work = self._start(parts, sent_counts, owned, received_counts)
+        del matrices, updates  # Their memory is free while the updates travel.
+        yield
+        with record_function("muon::scatter"):
+            self._wait(work)
+        apply_updates(own_parts)
+        self._free.append(buffer)
 
     def _take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least ``nbytes`` bytes."""
@@ -77,87 +131,19 @@ class Exchange:
         return work
 
 
-class RoundInFlight:
-    """One round in flight. Call each method once, in the order of their definition."""
-
-    def __init__(self, exchange: Exchange, round_: Round, dtype: torch.dtype) -> None:
-        rank = exchange._rank
-        sent, received = round_.sent(rank), round_.received(rank)
-        self._exchange = exchange
-        self._shapes = {index: round_.matrices[index].shape for index in round_.owned(rank)}
-        self._work: dist.Work
-        self._sent_counts = [_numel(parts) for parts in sent]
-        self._received_counts = [_numel(parts) for parts in received]
-        # First the parts that this rank sends, then the parts of the matrices that it owns.
-        numels = [sum(self._sent_counts), sum(self._received_counts)]
-        self._buffer = exchange._take(sum(numels) * dtype.itemsize)  # (nbytes or more,)
-        both = self._buffer[: sum(numels) * dtype.itemsize].view(dtype)  # (sent + received,)
-        self._sent, self._received = torch.split(both, numels)  # (sent,), (received,)
-        self._received_parts = _views(self._received, received)
-        self.inputs: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
-        """For each matrix of the round one tensor per chunk of this rank, in the chunk's shape.
-
-        The caller writes them before send_inputs().
-        """
-        for index, _, view in _views(self._sent, sent):
-            self.inputs[index].append(view)
-
-    def send_inputs(self) -> None:
-        """Start sending the inputs to the owners of their matrices."""
-        self._work = self._exchange._start(
-            self._received, self._received_counts, self._sent, self._sent_counts
-        )
-
-    def receive_matrices(self) -> dict[int, torch.Tensor]:
-        """Wait for the matrices that this rank owns and return them whole.
-
-        The matrices are contiguous, share no memory, and may be overwritten.
-        """
-        self._exchange._wait(self._work)
-        matrices = {
-            index: self._received.new_empty(shape)  # (rows, columns)
-            for index, shape in self._shapes.items()
-        }
-        for index, chunk, view in self._received_parts:
-            chunk.select(matrices[index]).copy_(view)
-        return matrices
-
-    def send_updates(self, updates: Mapping[int, torch.Tensor]) -> None:
-        """Start sending the updates to the ranks that hold parts of their matrices.
-
-        Args:
-            updates: one for each matrix that this rank owns, of shape (rows, columns).
-        """
-        for index, chunk, view in self._received_parts:
-            view.copy_(chunk.select(updates[index]))
-        self._work = self._exchange._start(
-            self._sent, self._sent_counts, self._received, self._received_counts
-        )
-
-    def receive_updates(self) -> dict[int, list[torch.Tensor]]:
-        """Wait for the updates of this rank's chunks; they replace the content of ``inputs``."""
-        self._exchange._wait(self._work)
-        return self.inputs
-
-    def release(self) -> None:
-        """Give the memory of the updates to a later round.
-
-        Kernels that read the updates may still be queued on the current stream of a GPU.
-        """
-        self._exchange._free.append(self._buffer)
+_Chunks = Sequence[Sequence[tuple[int, tierstore.Chunk]]]
 
 
-def _numel(parts: Sequence[tuple[int, tierstore.Chunk]]) -> int:
-    return sum(chunk.numel for _, chunk in parts)
+def _counts(chunks: _Chunks) -> list[int]:
+    """Return the number of elements that travel to or from each rank."""
+    return [sum(chunk.numel for _, chunk in rank_chunks) for rank_chunks in chunks]
 
 
 def _views(
-    buffer: torch.Tensor, parts: Sequence[Sequence[tuple[int, tierstore.Chunk]]]
-) -> list[tuple[int, tierstore.Chunk, torch.Tensor]]:
-    """Return (matrix, chunk, view) for each chunk, with chunks consecutive in the buffer."""
-    flat = list(chain.from_iterable(parts))
+    buffer: torch.Tensor, chunks: _Chunks
+) -> Iterator[tuple[int, tierstore.Chunk, torch.Tensor]]:
+    """Yield (matrix, chunk, view) for each chunk, with chunks consecutive in the buffer."""
+    flat = list(chain.from_iterable(chunks))
     pieces = torch.split(buffer, [chunk.numel for _, chunk in flat])  # (chunk.numel,) of each
-    return [
-        (index, chunk, piece.view(chunk.sizes))  # (chunk rows, chunk columns)
-        for (index, chunk), piece in zip(flat, pieces, strict=True)
-    ]
+    for (index, chunk), piece in zip(flat, pieces, strict=True):
+        yield index, chunk, piece.view(chunk.sizes)  # (chunk rows, chunk columns)

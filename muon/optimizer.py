@@ -38,6 +38,9 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
 # The layout of pages depends on these keys, so a state dict does not change them in a group.
 _FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
 
+# None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
+_NOT_NONE = ("ns_dtype", "ns_batched")
+
 
 class Muon(torch.optim.Optimizer):
     """Muon for matrices, and AdamW for groups with ``algorithm="adamw"``.
@@ -258,9 +261,8 @@ class Muon(torch.optim.Optimizer):
             }
             packed["params"] = list(range(index, index + len(group["params"])))
             packed_groups.append(packed)
-            for paged in self._paged_group(number).parameters:
-                scalars = self._scalar_states(number, paged.name)
-                packed_states[index] = {**scalars, **states[paged.name]}
+            for name, _ in self._named(number):
+                packed_states[index] = {**self._scalar_states(number, name), **states[name]}
                 index += 1
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -309,17 +311,16 @@ class Muon(torch.optim.Optimizer):
         device = compute_device(self.store, parameters[0])
         shape = max((parameter.shape for parameter in parameters), key=math.prod)
         ranks = self.store.ranks
-        if ranks is None:
-            return newton_schulz.fastest_dtype(shape, device)
+        dtype = torch.bfloat16
+        if ranks is None or ranks.rank == 0:
+            dtype = newton_schulz.fastest_dtype(shape, device)
         # Measurements of ranks may differ, but all ranks must compute in the same dtype.
-        measured = newton_schulz.fastest_dtype(shape, device) if ranks.rank == 0 else None
-        dtype: torch.dtype = ranks.gather(measured)[0]
-        return dtype
+        return dtype if ranks is None else ranks.gather(dtype)[0]
 
     def _check_parameters(self, number: int) -> None:
         """Check that the parameters of a group can be stepped and paged, under unique names."""
-        earlier = [name for before in range(number) for name, _ in self._named(before)]
-        names, tensors = set(earlier), set[torch.Tensor]()
+        names = {name for before in range(number) for name, _ in self._named(before)}
+        tensors = set[torch.Tensor]()
         for name, parameter in self._named(number):
             if name in names or parameter in tensors:
                 raise ValueError(f"parameter {name!r} is there twice: names must be unique")
@@ -365,15 +366,13 @@ class Muon(torch.optim.Optimizer):
                     f"group {number} of the state dict is for {saved['algorithm']!r}, but this "
                     f"optimizer's group is for {group['algorithm']!r}"
                 )
+            loaded = {
+                key: value
+                for key, value in saved.items()
+                if key not in _FIXED and (value is not None or key not in _NOT_NONE)
+            }
             # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
-            groups.append(
-                with_dtypes(
-                    deepcopy({key: value for key, value in saved.items() if key not in _FIXED})
-                )
-            )
-            for key in ("ns_dtype", "ns_batched"):
-                if groups[-1].get(key) is None:  # torch's helpers add None for missing keys.
-                    groups[-1].pop(key, None)
+            groups.append(with_dtypes(deepcopy(loaded)))
             check_hyperparameters({**group, **groups[-1]})
             paged = self._paged_group(number).parameters
             for saved_id, parameter in zip(saved["params"], paged, strict=True):
@@ -407,8 +406,7 @@ class Muon(torch.optim.Optimizer):
         self._attached += paged
         for number in numbers:
             if self.param_groups[number]["algorithm"] == "adamw":
-                for name, _ in self._named(number):
-                    self.store.scalars[name] = {"step": 0.0}
+                self.store.scalars.update({name: {"step": 0.0} for name, _ in self._named(number)})
 
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
         """Return a group as the store has it, or as it would be attached now.

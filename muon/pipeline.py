@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 import tierstore
-from muon.exchange import Exchange
+from muon.exchange import Exchange, Parts
 from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
 from muon.rules import apply_updates, orthogonalize, step_adamw, step_whole, write_inputs
 
@@ -181,9 +181,24 @@ class Pipeline:
         """Step the matrices of a page that this rank has whole, and begin the exchanged ones."""
         exchanged = {index for round_ in rounds for index in round_.matrices}
         whole = [s for i, s in enumerate(shards) if i not in exchanged and s.chunks]
+
+        def write_parts(parts: Parts) -> None:
+            for index, inputs in parts.items():
+                write_inputs(shards[index], group, inputs)
+
+        def apply_parts(parts: Parts) -> None:
+            for index, updates in parts.items():
+                apply_updates(shards[index], group, updates)
+
         for round_ in rounds:
             assert self._exchange is not None
-            stages = _round_stages(self._exchange, round_, shards, group)
+            stages = self._exchange.stages(
+                round_,
+                group["ns_dtype"],
+                write_inputs=write_parts,
+                orthogonalize=partial(orthogonalize, group=group),
+                apply_updates=apply_parts,
+            )
             in_flight.append((number, stages))
             next(stages)
             step_whole(whole, group)  # While the first round is gathered.
@@ -213,40 +228,6 @@ class Pipeline:
             )
             self._planned = key, rounds
         return self._planned[1]
-
-
-def _round_stages(
-    exchange: Exchange,
-    round_: Round,
-    shards: Sequence[tierstore.ShardView],
-    group: Mapping[str, Any],
-) -> Iterator[None]:
-    """Step the matrices of one round in three stages; yields where a collective is in flight.
-
-    Args:
-        exchange: the way to the other ranks.
-        round_: the matrices, numbered as ``shards`` are.
-        shards: the shards of the page that have a gradient.
-        group: the hyperparameters of the page.
-    """
-    flight = exchange.begin(round_, group["ns_dtype"])
-    for index, inputs in flight.inputs.items():
-        write_inputs(shards[index], group, inputs)
-    with record_function("muon::gather"):
-        flight.send_inputs()
-    yield  # The inputs travel to the owners of their matrices.
-    with record_function("muon::gather"):
-        matrices = flight.receive_matrices()
-    updates = orthogonalize(list(matrices.values()), group)
-    with record_function("muon::scatter"):
-        flight.send_updates(dict(zip(matrices, updates, strict=True)))
-    del matrices, updates  # Their memory is free while the updates travel.
-    yield  # The updates travel back to the shards.
-    with record_function("muon::scatter"):
-        received = flight.receive_updates()
-    for index, parts in received.items():
-        apply_updates(shards[index], group, parts)
-    flight.release()
 
 
 def _end(stages: Iterator[None]) -> None:

@@ -28,14 +28,8 @@ class ParamGroups(list[dict[str, Any]]):
         for index, group in enumerate(self):
             for position, (name, tensor) in enumerate(group["params"]):
                 shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
-                heading = ("", "", "", "")
-                if position == 0:
-                    heading = (
-                        str(index),
-                        group["algorithm"],
-                        f"{group['lr']:g}",
-                        f"{group['weight_decay']:g}",
-                    )
+                rates = (f"{group['lr']:g}", f"{group['weight_decay']:g}")
+                heading = (str(index), group["algorithm"], *rates) if position == 0 else [""] * 4
                 table.add_row(*heading, name, shape)
         # The console is as wide as the table, so that no name is cut.
         width = Console(width=sys.maxsize).measure(table).maximum
@@ -94,23 +88,14 @@ def param_groups(
                 f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
                 "two-dimensional parameters. Name it in adamw_names"
             )
-    groups = ParamGroups()
-    if matrices:
-        groups.append(
-            {"params": matrices, "algorithm": "muon", "lr": lr, "weight_decay": weight_decay}
-        )
-    if others:
-        groups.append(
-            {
-                "params": others,
-                "algorithm": "adamw",
-                "lr": adamw_lr,
-                "weight_decay": adamw_weight_decay,
-            }
-        )
-    if not groups:
+    if not parameters:
         raise ValueError("the model has no parameter that requires a gradient")
-    return groups
+    rates = {"muon": (matrices, lr, weight_decay), "adamw": (others, adamw_lr, adamw_weight_decay)}
+    return ParamGroups(
+        {"params": params, "algorithm": algorithm, "lr": rate, "weight_decay": decay}
+        for algorithm, (params, rate, decay) in rates.items()
+        if params
+    )
 
 
 def _embeddings_and_head(model: nn.Module) -> set[int]:

@@ -57,12 +57,14 @@ class _ParameterState(Mapping[str, torch.Tensor]):
         self._optimizer = optimizer
         self._paged = optimizer._paged_group(number).parameters[index]
         self._scalars = optimizer._scalar_states(number, self._paged.name)
-        self._dtypes = _state_dtypes(self._paged)
+        spec = self._paged.spec  # A float32 parameter has no separate master.
+        states = spec.states if spec.owns_master else spec.all_states
+        self._names = [name for name, _ in states]
 
     def __getitem__(self, state: str) -> torch.Tensor:
         if state in self._scalars:
             return self._scalars[state]
-        if state not in self._dtypes:
+        if state not in self._names:
             raise KeyError(state)
         if self._optimizer.store.ranks is not None:
             raise RuntimeError(
@@ -73,16 +75,10 @@ class _ParameterState(Mapping[str, torch.Tensor]):
         return self._optimizer.store.read_states([self._paged.name])[self._paged.name][state]
 
     def __iter__(self) -> Iterator[str]:
-        return chain(self._scalars, self._dtypes)
+        return chain(self._scalars, self._names)
 
     def __len__(self) -> int:
-        return len(self._scalars) + len(self._dtypes)
+        return len(self._scalars) + len(self._names)
 
     def __contains__(self, state: object) -> bool:
-        return state in self._scalars or state in self._dtypes
-
-
-def _state_dtypes(paged: tierstore.PagedParameter) -> dict[str, torch.dtype]:
-    """Return the paged states of a parameter. A float32 parameter has no separate master."""
-    spec = paged.spec
-    return dict(spec.states if spec.owns_master else spec.all_states)
+        return state in self._scalars or state in self._names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 from unittest import mock
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muon.exchange import Exchange, RoundInFlight
+from muon.exchange import Exchange, Parts
 from muon.rounds import Round, SharedMatrix, assign_owners, plan_rounds
 from tests.rank_programs import exchange
 from tests.rank_programs.exchange import Outcome
 from tests.support.rank_pool import RankPool
 from tests.support.tilings import any_matrix, by_rows
+from tierstore.layout.chunks import Chunk
 
 
 class Wire:
@@ -93,51 +95,47 @@ class CheckedRound:
 
     def __init__(self, round_: Round, exchanges: list[Exchange], wholes: list[torch.Tensor]):
         self._round, self._wholes = round_, wholes
-        self._in_flight: list[RoundInFlight] = []
-        self.steps = [
-            lambda: self._in_flight.extend(
-                exchange.begin(round_, wholes[0].dtype) for exchange in exchanges
-            ),
-            self._send,
-            self._gather_and_send_back,
-            self._check_updates,
+        self.parts: list[Parts] = []
+        stages = [
+            exchange.stages(
+                round_,
+                wholes[0].dtype,
+                write_inputs=partial(self._write_inputs, rank),
+                orthogonalize=partial(self._gathered, rank),
+                apply_updates=partial(self._check_updates, rank),
+            )
+            for rank, exchange in enumerate(exchanges)
         ]
+        self.steps = 3 * [lambda: [next(rank_stages, None) for rank_stages in stages]]
 
-    def _send(self) -> None:
-        for rank, flight in enumerate(self._in_flight):
-            assert list(flight.inputs) == list(self._round.matrices)
-            for index, views in flight.inputs.items():
-                chunks = self._round.matrices[index].chunks[rank]
-                for view, chunk in zip(views, chunks, strict=True):
-                    view.copy_(chunk.select(self._wholes[index]))
-            flight.send_inputs()
+    def _chunks(self, rank: int, parts: Parts) -> Iterator[tuple[int, torch.Tensor, Chunk]]:
+        assert list(parts) == list(self._round.matrices)
+        for index, views in parts.items():
+            chunks = self._round.matrices[index].chunks[rank]
+            for view, chunk in zip(views, chunks, strict=True):
+                yield index, view, chunk
 
-    def _gather_and_send_back(self) -> None:
-        for rank, flight in enumerate(self._in_flight):
-            gathered = flight.receive_matrices()
-            owned = [index for index, owner in self._round.owners.items() if owner == rank]
-            assert list(gathered) == owned
-            for index, matrix in gathered.items():
-                assert torch.equal(matrix, self._wholes[index])
-                assert matrix.dtype == self._wholes[index].dtype
-                assert matrix.is_contiguous()
-                assert matrix.data_ptr() % 64 == 0
-            updates = {index: fake_update(matrix) for index, matrix in gathered.items()}
-            for matrix in gathered.values():
-                matrix.fill_(-1)  # Matrices may be overwritten.
-            flight.send_updates(updates)
+    def _write_inputs(self, rank: int, parts: Parts) -> None:
+        self.parts.append(parts)
+        for index, view, chunk in self._chunks(rank, parts):
+            view.copy_(chunk.select(self._wholes[index]))
 
-    def _check_updates(self) -> None:
-        for rank, flight in enumerate(self._in_flight):
-            updates = flight.receive_updates()
-            assert list(updates) == list(self._round.matrices)
-            for index, views in updates.items():
-                expected = fake_update(self._wholes[index])
-                chunks = self._round.matrices[index].chunks[rank]
-                for view, chunk in zip(views, chunks, strict=True):
-                    assert torch.equal(view, chunk.select(expected))
-                    view.fill_(-2)  # The memory belongs to this round until its release.
-            flight.release()
+    def _gathered(self, rank: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        owned = [index for index, owner in self._round.owners.items() if owner == rank]
+        for index, matrix in zip(owned, matrices, strict=True):
+            assert torch.equal(matrix, self._wholes[index])
+            assert matrix.dtype == self._wholes[index].dtype
+            assert matrix.is_contiguous()
+            assert matrix.data_ptr() % 64 == 0
+        updates = [fake_update(matrix) for matrix in matrices]
+        for matrix in matrices:
+            matrix.fill_(-1)  # Matrices may be overwritten.
+        return updates
+
+    def _check_updates(self, rank: int, parts: Parts) -> None:
+        for index, view, chunk in self._chunks(rank, parts):
+            assert torch.equal(view, chunk.select(fake_update(self._wholes[index])))
+            view.fill_(-2)  # The memory belongs to this round until its end.
 
 
 @settings(deadline=None)
@@ -169,6 +167,12 @@ def test_matrices_are_gathered_and_updates_return(
         assert used.bytes_sent == dtype.itemsize * wire.elements_sent[rank]
 
 
+def addresses_of(rounds: list[CheckedRound]) -> list[int]:
+    """Return where the parts of each rank are in memory."""
+    parts = [next(iter(parts.values()))[0] for round_ in rounds for parts in round_.parts]
+    return [part.untyped_storage().data_ptr() for part in parts]
+
+
 def test_memory_of_a_round_is_reused_by_the_next() -> None:
     small, large = by_rows((4, 4), 2), by_rows((8, 8), 2)
     with wires() as make_wire:
@@ -180,8 +184,7 @@ def test_memory_of_a_round_is_reused_by_the_next() -> None:
             checked = CheckedRound(planned([matrix], 10000)[0], exchanges, wholes)
             for step in checked.steps:
                 step()
-            parts = [next(iter(flight.inputs.values()))[0] for flight in checked._in_flight]
-            return [part.untyped_storage().data_ptr() for part in parts]
+            return addresses_of([checked])
 
         first = addresses(large)
         assert addresses(small) == first
@@ -189,25 +192,25 @@ def test_memory_of_a_round_is_reused_by_the_next() -> None:
 
 
 def test_rounds_in_flight_share_no_memory() -> None:
-    """Dtypes differ; a released round's memory serves a round of another dtype."""
+    """Dtypes differ; the memory of an ended round serves a round of another dtype."""
     round_ = planned([by_rows((8, 8), 2)], 10000)[0]
-
-    def addresses(rounds: list[list[RoundInFlight]]) -> list[int]:
-        inputs = [flight.inputs[0][0] for flights in rounds for flight in flights]
-        return [part.untyped_storage().data_ptr() for part in inputs]
-
     with wires() as make_wire:
         wire = make_wire(2)
         exchanges = [wire.exchange(rank) for rank in range(2)]
-        dtypes = [torch.float32, torch.bfloat16, torch.float32]
-        rounds = [[exchange.begin(round_, dtype) for exchange in exchanges] for dtype in dtypes]
-        first = addresses(rounds)
+
+        def begun(dtypes: list[torch.dtype]) -> list[CheckedRound]:
+            rounds = [CheckedRound(round_, exchanges, [torch.ones(8, 8).to(d)]) for d in dtypes]
+            for checked in rounds:
+                checked.steps[0]()
+            return rounds
+
+        rounds = begun([torch.float32, torch.bfloat16, torch.float32])
+        first = addresses_of(rounds)
         assert len(set(first)) == 6
-        for flights in rounds:
-            for flight in flights:
-                flight.release()
-        again = [[exchange.begin(round_, torch.bfloat16) for exchange in exchanges] for _ in rounds]
-        assert sorted(addresses(again)) == sorted(first)
+        for checked in rounds:
+            for step in checked.steps[1:]:
+                step()
+        assert sorted(addresses_of(begun(3 * [torch.bfloat16]))) == sorted(first)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])

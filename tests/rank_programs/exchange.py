@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bench import allgather_reference
 from muon import newton_schulz
-from muon.exchange import Exchange, RoundInFlight
+from muon.exchange import Exchange, Parts
 from muon.rounds import Round, SharedMatrix, assign_owners, plan_rounds
 from tests.support.tilings import any_matrix, by_flat_ranges, by_rectangles, by_rows
 
@@ -85,38 +85,45 @@ def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -
     expected_updates = dict(zip(exchanged, expected, strict=True))
     matrix_inputs = dict(zip(exchanged, inputs, strict=True))
 
-    def begin(exchange: Exchange, round_: Round) -> RoundInFlight:
-        in_flight = exchange.begin(round_, dtype)
-        for index, views in in_flight.inputs.items():
-            for view, part in zip(views, matrix_inputs[index], strict=True):
-                view.copy_(part)
-        in_flight.send_inputs()
-        return in_flight
+    def begin(exchange: Exchange, round_: Round, differences: list[str]) -> Iterator[None]:
+        def write_inputs(parts: Parts) -> None:
+            for index, views in parts.items():
+                for view, part in zip(views, matrix_inputs[index], strict=True):
+                    view.copy_(part)
 
-    def finish(in_flight: RoundInFlight, differences: list[str]) -> None:
-        gathered = in_flight.receive_matrices()
-        for index, whole in gathered.items():
-            if not torch.equal(whole, wholes[index]):
-                differences.append(f"matrix {index}")
-        updates = newton_schulz.orthogonalize_all(list(gathered.values()), batched=False)
-        in_flight.send_updates(dict(zip(gathered, updates, strict=True)))
-        for index, views in in_flight.receive_updates().items():
-            for view, part in zip(views, expected_updates[index], strict=True):
-                if not torch.equal(view, part):
-                    differences.append(f"update of matrix {index}")
-        in_flight.release()
+        def updates(gathered: list[torch.Tensor]) -> list[torch.Tensor]:
+            for index, whole in zip(round_.owned(rank), gathered, strict=True):
+                if not torch.equal(whole, wholes[index]):
+                    differences.append(f"matrix {index}")
+            return newton_schulz.orthogonalize_all(gathered, batched=False)
+
+        def check_updates(parts: Parts) -> None:
+            for index, views in parts.items():
+                for view, part in zip(views, expected_updates[index], strict=True):
+                    if not torch.equal(view, part):
+                        differences.append(f"update of matrix {index}")
+
+        stages = exchange.stages(
+            round_,
+            dtype,
+            write_inputs=write_inputs,
+            orthogonalize=updates,
+            apply_updates=check_updates,
+        )
+        next(stages)
+        return stages
 
     outcomes = []
     for depth in (1, 2, 3):
         exchange = Exchange(group, wait=lambda work: work.wait(), device=torch.device("cpu"))
         differences: list[str] = []
-        waiting: deque[RoundInFlight] = deque()
+        waiting: deque[Iterator[None]] = deque()
         for round_ in rounds:
-            waiting.append(begin(exchange, round_))
+            waiting.append(begin(exchange, round_, differences))
             if len(waiting) == depth:
-                finish(waiting.popleft(), differences)
+                assert len(list(waiting.popleft())) == 1
         while waiting:
-            finish(waiting.popleft(), differences)
+            assert len(list(waiting.popleft())) == 1
         outcomes.append(
             Outcome(
                 world_size=world_size,

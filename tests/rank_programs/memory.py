@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import muon
 import tierstore
-from muon.exchange import Exchange, RoundInFlight
+from muon.exchange import Exchange, Parts
 from tierstore.ranks.job import ProcessGroupRanks
 
 ROWS, COLUMNS, COUNT = 64, 32, 8
@@ -32,6 +33,7 @@ class Live:
 
     peak: int = 0
     rounds: int = 0
+    watching: bool = True
     storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def look(self) -> None:
@@ -49,30 +51,46 @@ def watched() -> Iterator[Live]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             outputs = func(*args, **(kwargs or {}))
             for tensor in tree_leaves(outputs):
-                if isinstance(tensor, torch.Tensor):
+                if live.watching and isinstance(tensor, torch.Tensor):
                     storage = tensor.untyped_storage()
                     live.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
             return outputs
 
-    real_begin, real_receive = Exchange.begin, RoundInFlight.receive_matrices
+    real_stages = Exchange.stages
 
-    def begin(*arguments: Any) -> RoundInFlight:
+    def stages(
+        exchange: Exchange,
+        round_: Any,
+        dtype: torch.dtype,
+        *,
+        write_inputs: Callable[[Parts], None],
+        orthogonalize: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        apply_updates: Callable[[Parts], None],
+    ) -> Iterator[None]:
         live.rounds += 1
-        with Watch():
-            flight = real_begin(*arguments)
-        live.look()
-        return flight
 
-    def receive_matrices(in_flight: RoundInFlight) -> dict[int, torch.Tensor]:
-        with Watch():
-            matrices = real_receive(in_flight)
-        live.look()
-        return matrices
+        def unwatched(call: Callable[[Any], Any], argument: Any) -> Any:
+            live.look()
+            live.watching = False
+            try:
+                return call(argument)
+            finally:
+                live.watching = True
 
-    with (
-        mock.patch.object(Exchange, "begin", begin),
-        mock.patch.object(RoundInFlight, "receive_matrices", receive_matrices),
-    ):
+        real = real_stages(
+            exchange,
+            round_,
+            dtype,
+            write_inputs=partial(unwatched, write_inputs),
+            orthogonalize=partial(unwatched, orthogonalize),
+            apply_updates=partial(unwatched, apply_updates),
+        )
+        for _ in range(3):
+            with Watch():
+                next(real, None)
+            yield
+
+    with mock.patch.object(Exchange, "stages", stages):
         yield live
 
 
