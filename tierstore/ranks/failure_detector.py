@@ -139,11 +139,9 @@ class FailureDetector:
         """
         what = f"did not come to a collective of the {thread} thread within {timeout_s:g} s"
 
-        def order(answers: Answers, rank: int) -> tuple[bool, float]:
-            return rank in answers, answers.get(rank, {}).get(thread, 0.0)
-
         def blame(answers: Answers) -> tuple[int, str]:
-            rank = min(range(self._world_size), key=lambda rank: order(answers, rank))
+            waits = {rank: answer.get(thread, 0.0) for rank, answer in answers.items()}
+            rank = min(range(self._world_size), key=lambda rank: waits.get(rank, -1.0))
             return rank, what if rank in answers else f"{what}, and does not answer: {ENDED}"
 
         return self._accuse(what, blame)
@@ -211,15 +209,12 @@ class FailureDetector:
                 break
             time.sleep(POLL_S)
             count_before, count = count, self._publishing.add("answers", 0)
-            if count > count_before:
-                answered = now
-        keys = {rank: f"here/{rank}" for rank in range(self._world_size)}
-        answers = {
-            rank: json.loads(self._publishing.get(key))
-            for rank, key in keys.items()
-            if self._publishing.check([key])
-        }
-        return {self._rank: dict(self._waits()), **answers}
+            answered = now if count > count_before else answered
+        answers = {self._rank: dict(self._waits())}
+        for rank in range(self._world_size):
+            if self._publishing.check([f"here/{rank}"]):
+                answers[rank] = json.loads(self._publishing.get(f"here/{rank}"))
+        return answers
 
     def _publish(self, rank: int, reason: str) -> None:
         self._publishing.compare_set("failure", "", json.dumps([rank, reason]))
@@ -232,11 +227,10 @@ class FailureDetector:
     def _leave(self) -> None:
         if self._failure is not None:
             # This process may serve the store. The blamed rank may be gone.
-            others = [rank for rank in range(self._world_size) if rank != self._failure[0]]
+            blamed, _ = self._failure
+            heard = [f"heard/{rank}" for rank in range(self._world_size) if rank != blamed]
             end = time.monotonic() + TELL_S
-            while time.monotonic() < end:
-                if self._publishing.check([f"heard/{rank}" for rank in others]):
-                    break
+            while time.monotonic() < end and not self._publishing.check(heard):
                 time.sleep(POLL_S)
         else:
             self._publishing.set(f"left/{self._rank}", "")

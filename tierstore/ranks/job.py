@@ -1,4 +1,4 @@
-"""The ranks of a torch.distributed job: what they tell each other, and how they wait.
+"""The ranks of a torch.distributed job: messages between them, and waits for collectives.
 
 Every wait polls the failure detector, so that a rank that failed, died or is stuck raises an
 error that names it on all other ranks and never blocks them.
@@ -31,13 +31,17 @@ from tierstore.ranks.peers import Alone, Peers, Ranks
 
 T = TypeVar("T")
 
-# A collective is looked at again after a fraction of the time that it has taken so far.
+# A collective is polled again after this fraction of the time that it has taken so far.
 _PAUSE_PER_WAITED = 1 / 16
 _PAUSE_S_MIN = 20e-6
 _PAUSE_S_MAX = 5e-3
 _MEETING_PAUSE_S_MAX = 0.05
 
-# A thread that was left behind as it connected should not return as the interpreter exits.
+# A gather sends this many bytes, and a second time only if any rank's value needs more.
+FRAME_BYTES = 256
+_LENGTH_BYTES = 8
+
+# A thread that still connects should not return from torch while the interpreter exits.
 _CONNECT_END_S = 2.0
 
 
@@ -51,13 +55,13 @@ class ProcessGroupRanks(Ranks):
     Attributes:
         rank: this rank, within the group.
         world_size: number of ranks of the group.
-        global_ranks: of each rank of the group, its rank in the default group.
-        commits: the channel of the thread that commits; the other methods are for the thread
-            that trains.
+        global_ranks: rank of the group -> its rank in the default group.
+        commits: the channel of the commit thread; the other methods are for the training thread.
+        torch_timeout: how long torch lets a collective wait.
 
     Raises:
-        ValueError: torch.distributed is not initialized, or without this process.
-        PeerFailed: another rank did not come in time.
+        ValueError: torch.distributed is not initialized, or the group lacks this process.
+        PeerFailed: another rank did not open the store in time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
@@ -76,8 +80,8 @@ class ProcessGroupRanks(Ranks):
         self._is_world = self.world_size == dist.get_world_size()
         self._pid = os.getpid()
         self._timeout_s = timeout_s
-        # What is sent ahead may lie there that long before anyone waits for it that long.
-        self._torch_timeout = timedelta(seconds=2 * timeout_s + 10)
+        # A message may arrive one timeout early and then be waited for a full timeout.
+        self.torch_timeout = timedelta(seconds=2 * timeout_s + 10)
         self._waiting_since: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup] = []
         host = self.global_ranks.index(0) if 0 in self.global_ranks else self.rank
@@ -93,8 +97,8 @@ class ProcessGroupRanks(Ranks):
         except RuntimeError as error:
             raise PeerFailed(host, f"{KEY_VALUE_STORE} is gone: {error}") from error
         try:
-            self._training = self._connect(lambda: self._channel("training", store))
-            self.commits = self._connect(lambda: self._channel("commit", store))
+            self._training = self._connect(lambda: _Channel(self, "training", store))
+            self.commits = self._connect(lambda: _Channel(self, "commit", store))
         except BaseException:
             self._failures.close()
             raise
@@ -120,15 +124,21 @@ class ProcessGroupRanks(Ranks):
         return cast(dist.Work, work)
 
     @override
-    def wait(self, work: dist.Work) -> None:
-        # Work on a device is ordered before what the current stream gets next.
-        self._wait(work, "training")
+    def wait(self, work: dist.Work, thread: str = "training") -> None:
+        # Work on a device is done when it is on its stream: the next work of the current stream
+        # follows it. A callback of the future would come in a thread of gloo, which must not call
+        # Python while the process exits.
+        self._wait_until(work.get_future().done, thread)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failures.connection_lost(error) from error
 
     @override
     def new_group(
         self, ranks: Sequence[int], *, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        # torch names a group that not all ranks of the job make by how many there are.
+        # torch names a group that only some ranks of the job make by the number of its groups.
         known = None if self._is_world else len(distributed_c10d._world.pg_names)
         asked = self._training.gather((list(ranks), known if self.rank in ranks else None))
         if len({str(members) for members, _ in asked}) > 1:
@@ -142,7 +152,7 @@ class ProcessGroupRanks(Ranks):
         group: dist.ProcessGroup = self._connect(
             lambda: dist.new_group(
                 [self.global_ranks[rank] for rank in ranks],
-                timeout=self._torch_timeout,
+                timeout=self.torch_timeout,
                 backend=backend,
                 use_local_synchronization=not self._is_world,
             )
@@ -154,7 +164,7 @@ class ProcessGroupRanks(Ranks):
 
     @override
     def close(self) -> None:
-        # Takes seconds at most, whatever became of other ranks.
+        # Takes seconds at most, whatever happened to other ranks.
         if self._pid != os.getpid():
             return
         self._pid = -1
@@ -164,10 +174,10 @@ class ProcessGroupRanks(Ranks):
             if self._failures.failure:
                 group.abort()
             break_connections(group)
-            # Where torch counts groups, the next one would have the name of one that is no
-            # more, and look for its connections.
+            # If torch counts groups, the next group would have the name of this one, and look for
+            # its connections.
             if self._is_world:
-                with contextlib.suppress(ValueError):  # The process destroyed all before.
+                with contextlib.suppress(ValueError):  # The process destroyed all groups before.
                     dist.destroy_process_group(group)
         self._groups.clear()
         self._connecting.join(_CONNECT_END_S)
@@ -175,7 +185,7 @@ class ProcessGroupRanks(Ranks):
         self.commits.close()
 
     def _meet(self) -> Store:
-        """Return a key-value store of these ranks' own, after all of them came."""
+        """Return a key-value store that only these ranks use, after all of them arrived."""
         ranks = hashlib.sha256(str(self.global_ranks).encode()).hexdigest()[:16]
         store = distributed_c10d._get_default_store()
         meetings = PrefixStore(f"tierstore/{ranks}", store)
@@ -183,7 +193,7 @@ class ProcessGroupRanks(Ranks):
         store = PrefixStore(number, meetings)
 
         def end_meeting() -> None:
-            """Whoever comes from now on comes to another one."""
+            """Send ranks that arrive from now on to another meeting."""
             meetings.compare_set("number", number, str(int(number) + 1))
 
         store.set(f"came/{self.rank}", "")
@@ -197,7 +207,7 @@ class ProcessGroupRanks(Ranks):
                 if waited > self._timeout_s:
                     came = [store.check([f"came/{rank}"]) for rank in range(self.world_size)]
                     reason = f"did not open its store within {self._timeout_s:g} s"
-                    # If all came, one of them ended before it could say so.
+                    # If all arrived, one of them ended before it could set "all came".
                     raise PeerFailed(came.index(False) if False in came else self.rank, reason)
                 _pause(waited, _MEETING_PAUSE_S_MAX)
         except BaseException:
@@ -205,38 +215,17 @@ class ProcessGroupRanks(Ranks):
             raise
         return store
 
-    def _channel(self, thread: str, store: Store) -> Channel:
-        return Channel(
-            PrefixStore(thread, store),
-            self.rank,
-            self.world_size,
-            timeout=self._torch_timeout,
-            run=lambda start: self._run(start, thread),
-        )
-
     def _waits(self) -> dict[str, float]:
         now = time.monotonic()
         return {thread: now - since for thread, since in self._waiting_since.copy().items()}
 
-    def _run(self, start: Callable[[], dist.Work], thread: str) -> None:
-        self._check()  # Or the others could take this rank for one that goes on.
-        self._wait(start(), thread)
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise PeerFailed if a rank failed."""
         if failure := self._failures.failure:
             raise failure
 
-    def _wait(self, work: dist.Work, thread: str) -> None:
-        # On a device it is done when it is on its stream, unlike the work. Callbacks of it
-        # would come in a thread of gloo's, which must not call Python as the process exits.
-        self._wait_until(work.get_future().done, thread)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failures.connection_lost(error) from error
-
     def _connect(self, connect: Callable[[], T]) -> T:
-        """Call what torch lets nobody interrupt, and wait no longer than for a collective."""
+        """Make a call into torch that cannot be interrupted, with the timeout of a collective."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -257,18 +246,64 @@ class ProcessGroupRanks(Ranks):
         began = self._waiting_since[thread] = time.monotonic()
         try:
             while not is_done():
-                self._check()
+                self.check()
                 waited = time.monotonic() - began
                 if waited > self._timeout_s:
                     raise self._failures.timed_out(thread, self._timeout_s)
                 _pause(waited, _PAUSE_S_MAX)
         except Exception:
             raise
-        except BaseException as error:  # The others finish without it, and are a call ahead.
+        except BaseException as error:  # The other ranks may finish this collective alone.
             self.fail(error)
             raise
         finally:
             del self._waiting_since[thread]
+
+
+class _Channel(Peers):
+    """A gloo group for one thread of each rank; see Peers. Made by all ranks.
+
+    Args:
+        ranks: the ranks, which end a wait if one of them failed.
+        thread: name of the thread in errors; its other channels have other names.
+        store: a key-value store for the channels of these ranks.
+    """
+
+    def __init__(self, ranks: ProcessGroupRanks, thread: str, store: Store) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self._ranks = ranks
+        self._thread = thread
+        # Not dist.new_group(), whose names depend on which other groups this process is in.
+        # Any, because torch's type hints lack the collectives.
+        self._group: Any = dist.ProcessGroupGloo(
+            PrefixStore(thread, store), self.rank, self.world_size, ranks.torch_timeout
+        )
+
+    @override
+    def gather(self, value: Any) -> list[Any]:
+        data = pickle.dumps(value)
+        start = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        frames = self._gather_bytes(start[:FRAME_BYTES], FRAME_BYTES)
+        lengths = [int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
+        found = [frame[_LENGTH_BYTES:] for frame in frames]
+        if max(lengths) > FRAME_BYTES - _LENGTH_BYTES:
+            found = self._gather_bytes(data, max(lengths))
+        return [pickle.loads(data[:n]) for data, n in zip(found, lengths, strict=True)]
+
+    def close(self) -> None:
+        """End the group, also if a collective waits for ranks that will never come."""
+        group, self._group = self._group, None
+        break_connections(group)
+
+    def _gather_bytes(self, data: bytes, nbytes: int) -> list[memoryview]:
+        group = self._group
+        if group is None:
+            raise StoreClosedError("the ranks were closed: make others")
+        own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)  # (nbytes,)
+        everyone = torch.empty(self.world_size, nbytes, dtype=torch.uint8)
+        self._ranks.check()  # A failed rank must not seem to go on.
+        self._ranks.wait(group.allgather([list(everyone)], [own]), self._thread)
+        return [memoryview(row.numpy()) for row in everyone]
 
 
 def _pause(waited_s: float, pause_s_max: float) -> None:
@@ -292,74 +327,10 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ra
     return ProcessGroupRanks(group, timeout_s=timeout_s)
 
 
-# A gather sends this many bytes, and a second time only if any rank's value needs more.
-FRAME_BYTES = 256
-
-
-_LENGTH_BYTES = 8
-
-
-class Channel(Peers):
-    """A gloo group of one thread's own; see Peers. Made by all ranks.
-
-    Args:
-        store: a key-value store that this channel alone uses.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout: how long torch lets a collective wait.
-        run: starts a collective and waits until it is done, or raises PeerFailed.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        timeout: timedelta,
-        run: Callable[[Callable[[], dist.Work]], None],
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._run = run
-        # Not dist.new_group(), whose names depend on which other groups this process is in.
-        # Any, because torch's type marks lack the collectives.
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-
-    @override
-    def gather(self, value: Any) -> list[Any]:
-        data = pickle.dumps(value)
-        start = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-        frames = self._gather_bytes(start[:FRAME_BYTES], FRAME_BYTES)
-        lengths = [int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
-        found = [frame[_LENGTH_BYTES:] for frame in frames]
-        if max(lengths) > FRAME_BYTES - _LENGTH_BYTES:
-            found = self._gather_bytes(data, max(lengths))
-        return [pickle.loads(data[:n]) for data, n in zip(found, lengths, strict=True)]
-
-    def close(self) -> None:
-        """End the group, also if a collective waits for ranks that will never come."""
-        group, self._group = self._group, None
-        break_connections(group)
-
-    def _gather_bytes(self, data: bytes, nbytes: int) -> list[memoryview]:
-        group = self._group
-        if group is None:
-            raise StoreClosedError("the ranks were closed: make others")
-        own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
-        everyone = torch.empty(self.world_size, nbytes, dtype=torch.uint8)
-        self._run(lambda: group.allgather([list(everyone)], [own]))
-        return [memoryview(row.numpy()) for row in everyone]
-
-
 def break_connections(group: Any) -> None:
-    """End what waits in a gloo group for ranks that will not come, so that it can be freed."""
-    # Gloo has no abort(), but a wait that times out breaks all connections of its group. One
-    # for a rank whose connection is broken already raises at once, and breaks no other.
+    """End the collectives that wait in a gloo group, so that the group can be freed."""
+    # Gloo has no abort(), but a wait that times out breaks all connections of its group. A wait
+    # for a rank whose connection is broken already raises at once and breaks no other connection.
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
