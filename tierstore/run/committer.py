@@ -1,13 +1,12 @@
-"""The committer: one step of a run after the other becomes durable, in the background.
+"""The committer: makes one step after the other durable, in the background.
 
 A commit writes and flushes pages, and the layout file if it is new, then puts the manifest under a
-temporary name, renames it, and syncs the directory. Until the last of these is durable, a restart
-finds the commit before it, whose pages are intact: a step writes to the other slot of each page.
+temporary name, renames it, and syncs the directory. Until that is durable, a restart finds the
+previous commit, whose pages are intact: a step writes to the other slot of each page.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from torch.profiler import record_function
 from typing_extensions import override
 
-from tierstore.errors import StorageError, StoreFailedError
+from tierstore.errors import StoreFailedError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup
 from tierstore.ranks.peers import Peers, together
@@ -34,14 +33,8 @@ from tierstore.run.file_names import (
     spare_file,
 )
 from tierstore.run.layout_file import RankLayout
-from tierstore.run.manifest import (
-    Manifest,
-    PageEntry,
-    RunIdentity,
-    pack_scalars,
-    unpack_scalars,
-)
-from tierstore.run.page_files import create_files, specs_of
+from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars, unpack_scalars
+from tierstore.run.page_files import create_all, create_files, specs_of
 from tierstore.run.sealed import checksum_of
 from tierstore.storage.base import Storage, Transfer
 
@@ -68,7 +61,7 @@ def read_mark(data: bytes) -> Revision | None:
 
 
 def clear_dirty(storage: Storage) -> None:
-    """Remove the mark once a newer commit is durable. A mark that comes back then is stale."""
+    """Remove the mark after a newer commit is durable. A crash may restore the mark, now stale."""
     storage.unlink(DIRTY_NAME)
 
 
@@ -79,9 +72,9 @@ def mark_clean(storage: Storage, revision: Revision) -> None:
 
 
 class Progress:
-    """The steps of a store, and what changed since the last commit.
+    """The steps of a store, and the changes since the last commit.
 
-    A store without a directory has nothing else: no commit is ever due.
+    A store without a directory has no Committer: no commit is ever due.
     """
 
     def __init__(self) -> None:
@@ -94,7 +87,7 @@ class Progress:
         self.changed = False
         """Whether pages were changed since the last commit was begun."""
         self.groups_written = 0
-        """Number of groups with pages; groups attached later are in no commit."""
+        """Number of groups with pages; commits leave out groups that were attached later."""
 
     @property
     def committed_step(self) -> int:
@@ -103,15 +96,15 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last step is to be committed before the next one begins."""
+        """Whether the last step must be committed before the next step begins."""
         return False
 
     def note_written(self, groups: int) -> None:
-        """Note that pages were changed, and that the first ``groups`` groups all have pages."""
+        """Note that pages were changed, and that the first ``groups`` groups have pages."""
         self.changed, self.groups_written = True, groups
 
     def claim_slot(self, page: int) -> str:
-        """Refuse: without a directory no page is written."""
+        """Not called: without a directory no page is written."""
         raise AssertionError(f"page {page} has no file")
 
     def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
@@ -122,21 +115,21 @@ class Progress:
 
 
 class Committer(Progress):
-    """The commits of one rank: the last one, the one in flight, and what the next one holds.
+    """The commits of one rank: the last durable one, the one in flight, and the next one.
 
-    Commits are made one at a time on a thread. Each rank commits its own files and then tells
-    the other ranks; no rank overwrites a page before all ranks have committed.
+    Commits are made one at a time on a thread. Each rank commits its files and then tells the
+    other ranks; no rank overwrites a page before all ranks have committed.
 
-    A file that is shared, for example with a published checkpoint, is never written again: a
-    spare file, allocated ahead, takes its name.
+    A shared file, for example of a published checkpoint, is never written again: a spare file,
+    allocated ahead, takes its name.
 
     Args:
         storage: the rank's files.
-        peers: all ranks, to be told of each commit.
+        peers: all ranks; they agree on each commit.
         identity: the run.
         commit_every: steps from one commit to the next. None: no commit is ever due, and each
-            page has one slot instead of two, so that a step overwrites what the last commit
-            needs, under a mark.
+            page has one slot instead of two, so that a step overwrites the pages of the last
+            commit, under a dirty mark.
     """
 
     def __init__(
@@ -152,8 +145,8 @@ class Committer(Progress):
         self._peers = peers
         self._commit_every = commit_every
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
-        self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra to commit with it.
-        self._layout: RankLayout | None = None  # Of the last commit that was begun.
+        self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra of its commit.
+        self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""
         self.was_closed = True
         """Whether the run had been closed with nothing in flight; True for a new run."""
@@ -170,8 +163,6 @@ class Committer(Progress):
         self._spares: set[str] = set()
         self._dirty = self._renamed = False
         self._pending: Future[None] | None = None
-        # Commits are counted, to tell whether the last one that was begun is durable.
-        self._number_begun = self._number_durable = 0
 
     def restore(self, manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
         """Go back to a commit, and give the groups their hyperparameters. All ranks call this."""
@@ -199,7 +190,7 @@ class Committer(Progress):
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether the last commit that was begun holds everything."""
+        """Whether the last commit that was begun has all changes."""
         return not self.changed and not (self.step and self._next_extra[0] == self.step)
 
     @property
@@ -210,7 +201,7 @@ class Committer(Progress):
 
     @override
     def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
-        """Allocate the files of pages, so that a full disk is found before a step.
+        """Allocate the files of pages, so that a full disk fails before a step.
 
         Args:
             layouts: page number -> layout of the page.
@@ -237,7 +228,7 @@ class Committer(Progress):
             StorageError, StoreFailedError: the last commit never becomes durable.
         """
         self.wait()
-        if self._number_durable != self._number_begun:
+        if self.committed is not self._begun:
             raise StoreFailedError("an interrupt came as a commit began, and it was never made")
         needed = self._needed[page].slot if page in self._needed else None
         slot = "b" if needed == "a" and "b" in self._slots else "a"
@@ -248,8 +239,8 @@ class Committer(Progress):
             assert self.committed is not None
             mark_dirty(self.storage, self.committed.revision)
             self._dirty = True
-        # Also if the file is not shared any more: a reader of a checkpoint that was removed
-        # may still have it open.
+        # Even if the file is not shared any more: a reader of a removed checkpoint may still have
+        # it open.
         if name in self._spares:
             self._renamed = True
             self.storage.rename(spare_file(name), name)
@@ -258,24 +249,14 @@ class Committer(Progress):
         return slot
 
     def provide_spares(self, names: Iterable[str]) -> None:
-        """Allocate spare files for these page files, for all or for none.
+        """Allocate spare files for page files that have none, for all or for none.
 
         Raises:
             StorageError: the disk is full, say. Nothing was changed.
         """
-        made: list[str] = []
-        try:
-            for name in names:
-                if name not in self._spares:
-                    self.storage.create(spare_file(name), self.storage.size(name))
-                    self._spares.add(name)
-                    made.append(name)
-        except StorageError:
-            for name in made:
-                with contextlib.suppress(StorageError):  # The first error is the one to mend.
-                    self.storage.unlink(spare_file(name))
-                    self._spares.discard(name)
-            raise
+        sizes = {name: self.storage.size(name) for name in names if name not in self._spares}
+        create_all(self.storage, {spare_file(name): nbytes for name, nbytes in sizes.items()})
+        self._spares.update(sizes)
 
     def drop_spares(self) -> None:
         """Remove the spare files of page files that are not shared any more."""
@@ -291,7 +272,10 @@ class Committer(Progress):
     # -- A commit.
 
     def annotate(self, extra: Any) -> bool:
-        """Keep a copy of the extra for the commit of this step; return whether to begin it now.
+        """Keep a copy of the extra for the commit of this step.
+
+        Returns:
+            Whether to begin the commit now.
 
         Raises:
             TypeError, ValueError: no commit can hold the extra.
@@ -300,7 +284,7 @@ class Committer(Progress):
         if was_begun and extra is None and not self.changed:
             return False
         self._next_extra = (self.step, tagged_json.encode(extra, name="extra"))
-        # The same step with another extra, or the values that a run begins with.
+        # The same step with another extra, or the initial values of a run.
         return was_begun or (self.changed and not self.step) or self.is_due
 
     def layout(self, groups: Sequence[PagedGroup], pages: Sequence[PageLayout]) -> RankLayout:
@@ -325,8 +309,8 @@ class Committer(Progress):
         """Return the manifest of this step: a copy of everything that later steps will change.
 
         Args:
-            groups: all groups; those without pages are left out.
-            pages: the layout of every page, in order, and what its file holds.
+            groups: all groups; groups without pages are left out.
+            pages: the layout of every page, in order, and the content of its file.
 
         Raises:
             TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
@@ -358,39 +342,38 @@ class Committer(Progress):
         """Start to make a step durable, after the commit in flight.
 
         Args:
-            manifest: the step; nothing in it may change any more.
-            writes: writes of its pages that may not have ended.
+            manifest: the step; the caller changes nothing in it any more.
+            writes: writes of pages that may not have ended.
 
         Raises:
-            StorageError: the commit before failed.
+            StorageError: the previous commit failed.
         """
         self.wait()
         files = sorted(self._files_written)
-        # Submitted last: an interrupt before that leaves a commit that is never durable,
-        # and claim_slot() then lets nothing be overwritten.
-        self._number_begun += 1
+        # Submitted last: an interrupt before that leaves a commit that is never durable, and
+        # claim_slot() then refuses to overwrite any page.
         before, self._begun = self._begun, manifest
         self._needed = manifest.entries
         self._files_written, self._dirty = set(), False
         renamed, self._renamed = self._renamed, False
         self._pending = self._executor.submit(
-            self._commit, self._number_begun, before, manifest, writes, files, renamed
+            self._commit, before, manifest, writes, files, renamed
         )
         self._note_begun()
 
     def wait(self) -> None:
-        """Block until the commit that was begun, if any, is durable.
+        """Block until the last commit that was begun, if any, is durable.
 
         Raises:
-            StorageError: it failed, and the commit before it is still the last one. Raised by
-                every call until restore().
+            StorageError: the commit failed, and the previous commit is still the last one. Raised
+                by every call until restore().
         """
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def settle(self) -> None:
-        """Block until the thread has nothing to do, whatever became of the commit."""
+        """Block until the thread is idle, even if the commit failed."""
         self._executor.submit(lambda: None).result()
 
     @override
@@ -406,7 +389,6 @@ class Committer(Progress):
 
     def _commit(
         self,
-        number: int,
         before: Manifest | None,
         manifest: Manifest,
         writes: Sequence[Transfer],
@@ -419,7 +401,7 @@ class Committer(Progress):
             for write in writes:
                 write.wait()
             self.storage.flush(files)
-            if renamed:  # Else the manifest could name a page file whose spare has its name.
+            if renamed:  # Without this, a crash could undo the renaming of a spare file.
                 self.storage.sync_directory()
             if manifest.layout != self._durable_layout:  # Syncs the names of new page files, too.
                 write_durably(self.storage, layout_name(manifest.layout), self._layout_data)
@@ -429,23 +411,21 @@ class Committer(Progress):
         with record_function(f"tierstore::commit {manifest.step}"):
             together(self._peers, "commit", commit_here)
         self.committed = manifest
-        self._number_durable = number
         self._forget_older({manifest.layout, manifest.layout if before is None else before.layout})
 
     def _forget_older(self, layouts: Container[str]) -> None:
-        """Remove the manifests that no restart needs any more, and the dirty mark.
+        """Remove manifests and layouts that no restart needs any more, and the dirty mark.
 
         Args:
-            layouts: the digests of the layouts that the other manifests name.
+            layouts: the digests of the layouts that the remaining manifests name.
         """
         names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
-        for revision in revisions[: -len(self._slots)]:  # A slot of every page for each that stays.
-            self.storage.unlink(manifest_name(revision))
-        for name in names:
-            digest = layout_digest_in(name)
-            if digest is not None and digest not in layouts:
-                self.storage.unlink(name)
+        stale = [manifest_name(revision) for revision in revisions[: -len(self._slots)]]
+        digests = {name: layout_digest_in(name) for name in names}
+        stale += [name for name, digest in digests.items() if digest and digest not in layouts]
+        for name in stale:
+            self.storage.unlink(name)
         if DIRTY_NAME in names:
             clear_dirty(self.storage)
 

@@ -1,4 +1,4 @@
-"""The identity of a run, and the manifest of a commit: two kinds of sealed files."""
+"""The identity of a run and the manifest of a commit: two kinds of sealed files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Self
 from tierstore.run import tagged_json
 from tierstore.run.checksums import CHECKSUM_BYTES
 from tierstore.run.file_names import Revision
-from tierstore.run.sealed import body_errors, is_count, require, seal, unseal
+from tierstore.run.sealed import body_errors, fields_of, is_count, require, seal, unseal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """What stays the same for as long as a run directory exists."""
+    """The facts about a run that never change."""
 
     run_id: str
     rank: int
@@ -25,13 +25,7 @@ class RunIdentity:
 
     def to_bytes(self) -> bytes:
         """Return the content of the file IDENTITY_NAME."""
-        body = {
-            "run_id": self.run_id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "page_bytes": self.page_bytes,
-        }
-        return seal("run", body)
+        return seal("run", fields_of(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
@@ -51,14 +45,14 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageEntry:
-    """Where the committed content of a page is, and how to recognize it."""
+    """The slot of the committed content of a page, and its checksums."""
 
     slot: str
     """The file of the page: "a" or "b"."""
     step: int
-    """The step in which it was written."""
+    """The step in which the page was written."""
     checksums: tuple[int, ...]
-    """One for each block of the layout; empty where checksums are off."""
+    """Checksums of the blocks of the layout; empty if checksums are off."""
 
     def to_json(self) -> list[Any]:
         """Return plain values, at most 64 bytes of JSON besides the checksums."""
@@ -73,11 +67,11 @@ class PageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One committed step of one rank: everything that a restart needs besides the pages."""
+    """One committed step of one rank: everything that a restart needs besides pages and layout."""
 
     run_id: str
     attempt: str
-    """Names one opening of the run, so that steps of two histories are told apart."""
+    """Names one opening of the run, so that steps of two histories differ."""
     rank: int
     world_size: int
     step: int
@@ -86,18 +80,18 @@ class Manifest:
     first: bool
     """Whether this is the first commit of the run. Every other commit is on all ranks."""
     page_bytes: int
+    hyperparameters: Any
+    """One dict per group, as tagged_json.encode() returns it."""
+    extra: Any
+    """The value that was given to commit(), as tagged_json.encode() returns it."""
+    scalars: Any
+    """Scalars of parameters, as pack_scalars() returns them."""
     layout: str
     """Digest of the layout file, which has the parameters and the chunks in each page."""
     pages: Sequence[PageEntry | None]
     """Page of the layout -> its content; None for a page that the run no longer has."""
     dropped: Sequence[str]
     """Names of the parameters of the layout that the run no longer has."""
-    scalars: Any
-    """Scalars of parameters, as pack_scalars() returns them."""
-    hyperparameters: Any
-    """One dict per group, as tagged_json.encode() returns it."""
-    extra: Any
-    """The value that was given to commit(), as tagged_json.encode() returns it."""
 
     @property
     def revision(self) -> Revision:
@@ -106,32 +100,17 @@ class Manifest:
 
     @property
     def entries(self) -> dict[int, PageEntry]:
-        """Page number -> its content, of the pages that the run has."""
+        """Page number -> content, for the pages that the run still has."""
         return {page: entry for page, entry in enumerate(self.pages) if entry is not None}
 
     def to_bytes(self) -> bytes:
         """Return the content of the file manifest_name(revision)."""
-        body = {
-            "run_id": self.run_id,
-            "attempt": self.attempt,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "step": self.step,
-            "number": self.number,
-            "first": self.first,
-            "page_bytes": self.page_bytes,
-            "hyperparameters": self.hyperparameters,
-            "extra": self.extra,
-            "scalars": self.scalars,
-            "layout": self.layout,
-            "pages": [page and page.to_json() for page in self.pages],
-            "dropped": list(self.dropped),
-        }
-        return seal("commit", body)
+        pages = [page and page.to_json() for page in self.pages]
+        return seal("commit", fields_of(self) | {"pages": pages})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Read a manifest, whose tagged values can be decoded; ``where`` names it in errors.
+        """Read a manifest and check its tagged values; ``where`` names it in errors.
 
         Raises:
             CorruptionError: the content is not what was written.
@@ -146,7 +125,7 @@ class Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check the types of everything in a manifest."""
+    """Raise ValueError, TypeError or LookupError unless all fields have their types."""
     names = (manifest.run_id, manifest.attempt, manifest.layout, *manifest.dropped)
     numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
     require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
@@ -166,7 +145,7 @@ Scalars = Mapping[str, Mapping[str, float]]
 
 
 def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
-    """Return scalars as a manifest holds them: what most parameters of a group have, and the rest.
+    """Return scalars as a manifest holds them: the commonest of each group, and exceptions.
 
     Example, for the groups [["a", "b", "c"], ["d"]]::
 
@@ -180,42 +159,33 @@ def pack_scalars(scalars: Scalars, groups: Sequence[Sequence[str]]) -> Any:
     Raises:
         TypeError, ValueError: a value that no commit can hold; the message names it.
     """
-    texts: dict[str, str | None] = {
+    texts = {
         name: json.dumps(tagged_json.encode(values, name=f"scalars[{name!r}]"))
         for name, values in scalars.items()
     }
-    shared: list[Mapping[str, float] | None] = []
-    own: dict[str, Mapping[str, float] | None] = dict(scalars)
+    commonest = []
+    exceptions: dict[str, Mapping[str, float] | None] = dict(scalars)
     for names in groups:
         counts = Counter(map(texts.get, names))
         text = max(counts, key=counts.__getitem__, default=None)
-        shared.append(
-            next((scalars[name] for name in names if texts.get(name) == text), None)
-            if text
-            else None
-        )
+        commonest.append(None if text is None else json.loads(text))
         for name in names:
             if texts.get(name) == text:
-                own.pop(name, None)
+                exceptions.pop(name, None)
             else:
-                own.setdefault(name, None)
-    return tagged_json.encode({"groups": shared, "parameters": own})
+                exceptions.setdefault(name, None)
+    return {"groups": commonest, "parameters": tagged_json.encode(exceptions)}
 
 
 def unpack_scalars(packed: Any, groups: Sequence[Sequence[str]]) -> dict[str, dict[str, float]]:
-    """Return the scalars that pack_scalars() made ``packed`` of."""
+    """Return the scalars that pack_scalars() packed."""
     found = tagged_json.decode(packed)
     scalars = {
-        name: dict(shared)
+        name: None if shared is None else dict(shared)
         for names, shared in zip(groups, found["groups"], strict=True)
-        for name in (names if shared is not None else ())
-    }
-    for name, values in found["parameters"].items():
-        if values is None:
-            scalars.pop(name, None)
-        else:
-            scalars[name] = values
-    return scalars
+        for name in names
+    } | found["parameters"]
+    return {name: values for name, values in scalars.items() if values is not None}
 
 
 def _hex(checksums: Sequence[int]) -> str:

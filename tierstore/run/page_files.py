@@ -18,15 +18,33 @@ from tierstore.storage.base import Storage
 from tierstore.units import format_bytes
 
 
+def create_all(storage: Storage, sizes: Mapping[str, int]) -> None:
+    """Create files of these sizes in bytes, all or none.
+
+    Raises:
+        StorageError: the disk is full, say. No new file is left.
+    """
+    created: list[str] = []
+    try:
+        for name, nbytes in sizes.items():
+            storage.create(name, nbytes)
+            created.append(name)
+    except StorageError:
+        for name in created:
+            with contextlib.suppress(StorageError):  # The user has to solve the first error.
+                storage.unlink(name)
+        raise
+
+
 def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str) -> list[str]:
-    """Allocate the files of pages that have none yet, for all pages or for none.
+    """Allocate the missing files of pages, for all pages or for none.
 
     The names of new files become durable with the layout file of the next commit.
 
     Args:
         storage: the storage of the rank.
         layouts: page number -> layout of the page.
-        slots: the slots that each page has.
+        slots: the slots of each page.
 
     Returns:
         The names of the files that existed.
@@ -35,32 +53,27 @@ def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str
         StorageError: the disk is full, say. No new file is left.
     """
     existing = set(storage.list())
-    found: list[str] = []
-    created: list[str] = []
+    sizes = {
+        page_file(page, slot): layout.nbytes for page, layout in layouts.items() for slot in slots
+    }
+    missing = {
+        name: nbytes
+        for name, nbytes in sizes.items()
+        if name not in existing or storage.size(name) != nbytes
+    }
     try:
-        for page, layout in layouts.items():
-            for slot in slots:
-                name = page_file(page, slot)
-                if name in existing and storage.size(name) == layout.nbytes:
-                    found.append(name)
-                    continue
-                storage.create(name, layout.nbytes)
-                created.append(name)
+        create_all(storage, missing)
     except StorageError as error:
-        total = len(slots) * sum(layout.nbytes for layout in layouts.values())
         error.add_note(
-            f"The pages of this run take {format_bytes(total)} in {storage.location}: free "
-            "that much, or name another directory. Nothing was kept of them."
+            f"The pages of this run take {format_bytes(sum(sizes.values()))} in "
+            f"{storage.location}: free that much, or name another directory. No new file was kept."
         )
-        for name in created:
-            with contextlib.suppress(StorageError):  # The first error is the one to mend.
-                storage.unlink(name)
         raise
-    return found
+    return [name for name in sizes if name not in missing]
 
 
 def check_files(storage: Storage, layouts: Sequence[PageLayout], manifest: Manifest) -> None:
-    """Check that the file of every committed page exists and has its full length.
+    """Check that the file of every committed page exists and has the length of its layout.
 
     Raises:
         CorruptionError: a file is missing or has another length; the message names the first.
@@ -74,7 +87,7 @@ def check_files(storage: Storage, layouts: Sequence[PageLayout], manifest: Manif
             raise CorruptionError(
                 f"{storage.home(name).location}/{name} {state}, but commit {manifest.step} needs "
                 f"it with {layouts[page].nbytes} bytes: go back to a checkpoint of the run, if "
-                "there is one"
+                "one exists"
             )
 
 
@@ -93,17 +106,17 @@ def check_same_model(
         pages: the layout of every page.
 
     Raises:
-        RunMismatchError: it does not; the message names the first difference.
-        CorruptionError: the commit has another number of pages than its layout; or it is of
-            another model, and the layout file is missing or damaged.
+        RunMismatchError: the commit is of another model; the message names the first difference.
+        CorruptionError: the commit has another number of pages than its layout; or the commit is
+            of another model, and the layout file is missing or damaged.
     """
     attached = RankLayout.of_pages(specs_of(groups), pages)
     if checksum_of(attached.to_bytes()) == manifest.layout:
         if len(manifest.entries) != len(pages):
             raise CorruptionError(
                 f"commit {manifest.step} in {storage.location} has {len(manifest.entries)} pages, "
-                f"and its layout has {len(pages)}: go back to a checkpoint of the run, if there "
-                "is one"
+                f"and its layout has {len(pages)}: go back to a checkpoint of the run, if one "
+                "exists"
             )
         return
     committed = load_commit(storage, manifest)
@@ -115,9 +128,9 @@ def check_same_model(
                 "and its param groups as they were, or start over with overwrite=True"
             )
     raise RunMismatchError(
-        "the run has the parameters of this model, but in other pages: ranks held or owned them "
-        "in another way, or another version of tierstore cut them. Give them the placements and "
-        "the partition that they had, or begin a new run with restore(checkpoint=OUT) after "
+        "the run has the parameters of this model, but in other pages: ranks held or owned the "
+        "parameters in another way, or another version of tierstore cut them. Restore the former "
+        "placements and partition, or begin a new run with restore(checkpoint=OUT) after "
         "`tierstore checkpoint RUN OUT`"
     )
 
@@ -128,7 +141,7 @@ def specs_of(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:
 
 
 def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, ParameterSpec | None]]:
-    """Yield every spec with its group; a None ends each group, so that its length counts."""
+    """Yield every spec with its group; None ends each group, so that its length counts."""
     for index, group in enumerate(groups):
         yield from ((index, spec) for spec in group)
         yield index, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -16,18 +17,23 @@ FORMAT_VERSION = 1
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value that was read is a number of things, and one that may be meant."""
+    """Return whether a value that was read is an int in the range of a count."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def require(*conditions: bool) -> None:
     """Raise ValueError unless all conditions hold; body_errors() turns it into CorruptionError."""
     if not all(conditions):
-        raise ValueError("a field is of another type")
+        raise ValueError("a field has a wrong type or value")
+
+
+def fields_of(instance: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance in order."""
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 def seal(kind: str, body: dict[str, Any]) -> bytes:
-    """Return a file of some kind: the line that names it, then the body as JSON."""
+    """Return a file of a kind: its first line, then the body as JSON."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     return f"tierstore {kind} {FORMAT_VERSION} {xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
 
@@ -38,11 +44,11 @@ def checksum_of(data: bytes) -> str:
 
 
 def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
-    """Return the body of such a file; ``where`` names it in errors.
+    """Return the body of a sealed file; ``where`` names the file in errors.
 
     Raises:
-        CorruptionError: it is not what was written.
-        RunDirectoryError: another version wrote it.
+        CorruptionError: the content is not what was written.
+        RunDirectoryError: another version wrote the file.
     """
     head, _, text = data.partition(b"\n")
     match = re.fullmatch(rb"tierstore (\w+) (\d+) ([0-9a-f]{32})", head)
@@ -63,7 +69,7 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def body_errors(where: str) -> Iterator[None]:
-    """Turn what a strange body leads the block into, sealed as it is, into CorruptionError."""
+    """Turn the errors of the block about a body of another form into CorruptionError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

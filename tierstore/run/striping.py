@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Self
 
 from tierstore.errors import RunDirectoryError
-from tierstore.run.sealed import body_errors, seal, unseal
+from tierstore.run.sealed import body_errors, fields_of, is_count, require, seal, unseal
 
-# No directory gets less than this part of the pages that the fastest gets.
+# Every directory gets at least this fraction of the pages of the fastest, as its inverse.
 _SLOWEST = 100
-# More than two digits of each weight ever make: a longer round was not meant.
+# Weights of two digits need far fewer pages.
 _ROUND_MAX = 10**6
 
 
 def weights_of(bandwidths: Sequence[float]) -> tuple[int, ...]:
-    """Return the weights of directories of these bandwidths, in bytes per second.
+    """Return the weights of directories with these bandwidths, in bytes per second.
 
-    The weights are in MB/s, rounded to two digits: more is noise, and a round stays short.
+    The weights are in MB/s, rounded to two digits: more digits are noise and make rounds long.
     """
     megabytes = [bandwidth / 1e6 for bandwidth in bandwidths]
     least = max(*megabytes, _SLOWEST) / _SLOWEST
@@ -38,9 +38,9 @@ def _two_digits(value: float) -> int:
 def stripe(weights: Sequence[int]) -> tuple[int, ...]:
     """Return the directory of every page of one round; page i lies in directory [i % length].
 
-    Each page goes to the directory that is furthest behind its share of the pages so far,
-    the first of several. None is ever a whole page ahead of its share, and after a round
-    each has exactly that.
+    Each page goes to the directory that is furthest behind its share of the pages so far, to the
+    first of several such directories. No directory is ever a whole page ahead of its share, and
+    after a round each directory has exactly its share.
 
     Args:
         weights: positive; the shares are in proportion to them.
@@ -48,61 +48,50 @@ def stripe(weights: Sequence[int]) -> tuple[int, ...]:
     divisor = math.gcd(*weights)
     shares = [weight // divisor for weight in weights]
     pages = sum(shares)
-    behind = [0] * len(shares)  # In parts of a page, of which it has as many as there are pages.
-    places = []
-    for _ in range(pages):
+    behind = [0] * len(shares)  # In units of 1 / pages of a page.
+    round_: list[int] = []
+    while len(round_) < pages:
         behind = [part + share for part, share in zip(behind, shares, strict=True)]
-        place = behind.index(max(behind))
-        behind[place] -= pages
-        places.append(place)
-    return tuple(places)
+        furthest = behind.index(max(behind))
+        behind[furthest] -= pages
+        round_.append(furthest)
+    return tuple(round_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Striping:
-    """The content of the file STRIPING_NAME in one of the directories."""
+    """The content of the file STRIPING_NAME in one of the directories.
+
+    Raises:
+        ValueError: a field has a wrong type, or does not fit the other fields.
+    """
 
     striping_id: str
-    """Names this striping, the same in all of its directories."""
+    """Names the striping; the same in all of its directories."""
     index: int
-    """Which of the directories this is. The first, 0, has everything but pages of others."""
+    """Index of this directory. Directory 0 has all files but the pages of other directories."""
     directories: tuple[str, ...]
-    """Where each was when it was last used."""
+    """Location of each directory when the run was last opened."""
     weights: tuple[int, ...]
-    """Of each; see stripe()."""
+    """Weight of each directory; see stripe()."""
 
     def __post_init__(self) -> None:
-        counts = (self.index, *self.weights)
-        if not all(type(count) is int and count >= 0 for count in counts) or 0 in self.weights:
-            raise ValueError(
-                f"index and weights must be non-negative integers, and weights not 0, in {self}"
-            )
-        if not 0 <= self.index < len(self.directories) == len(self.weights):
-            raise ValueError(
-                f"there must be a weight for each directory, and an index of one, in {self}"
-            )
-        if sum(self.weights) // math.gcd(*self.weights) > _ROUND_MAX:
-            raise ValueError(f"the weights need a round of more than {_ROUND_MAX} pages in {self}")
-        if not all(isinstance(text, str) for text in (self.striping_id, *self.directories)):
-            raise ValueError(f"striping_id and directories must be strings in {self}")
+        require(*(isinstance(text, str) for text in (self.striping_id, *self.directories)))
+        require(*map(is_count, (self.index, *self.weights)), all(self.weights))
+        require(self.index < len(self.directories) == len(self.weights))
+        require(sum(self.weights) // math.gcd(*self.weights) <= _ROUND_MAX)
 
     def to_bytes(self) -> bytes:
         """Return the content of the file."""
-        body = {
-            "striping_id": self.striping_id,
-            "index": self.index,
-            "directories": list(self.directories),
-            "weights": list(self.weights),
-        }
-        return seal("striping", body)
+        return seal("striping", fields_of(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
         """Read the content of the file; ``where`` names it in errors.
 
         Raises:
-            CorruptionError: it is not what was written.
-            RunDirectoryError: a later version wrote it.
+            CorruptionError: the content is not what was written.
+            RunDirectoryError: another version wrote it.
         """
         body = unseal("striping", data, where)
         with body_errors(where):
@@ -112,87 +101,89 @@ class Striping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDirectory:
-    """The content of a directory that was named for a run."""
+    """The content of a directory that the user named for a run."""
 
     location: str
     striping: Striping | None
     has_run: bool
-    """Whether anything of a run is in it: its identity, a commit, a page."""
+    """Whether the directory holds the identity, a commit or a page of a run."""
+
+    @property
+    def path(self) -> str:
+        """The directory that the user named: the parent of the rank's directory."""
+        return _run_directory(self.location)
 
 
-def match(held: Sequence[NamedDirectory]) -> Striping | None:
+def match(named: Sequence[NamedDirectory]) -> Striping | None:
     """Return the striping whose directories were all named, in any order, and no others.
 
     Returns:
         None if the directories hold neither a run nor all of a striping.
 
     Raises:
-        RunDirectoryError: naming the directory that does not belong, or is not named.
+        RunDirectoryError: a directory does not belong to the run, or is missing; the message
+            names it.
     """
-    stripings = [each.striping for each in held if each.striping]
-    if len(stripings) == len(held) and _is_whole(stripings):
-        return stripings[0]  # Whatever is in them: a crash may have come while it was removed.
+    stripings = [directory.striping for directory in named if directory.striping]
+    if stripings and len(stripings) == len(named):
+        ids = {striping.striping_id for striping in stripings}
+        indices = sorted(striping.index for striping in stripings)
+        if len(ids) == 1 and indices == [*range(len(stripings[0].directories))]:
+            return stripings[0]  # Even if no run is left: a crash may have interrupted its removal.
     # The striping file of the first directory is written first. If a crash came before the
-    # others were, nothing is striped by it.
+    # other files were written, the striping has no pages.
     unused = {
-        each.striping.striping_id
-        for each in held
-        if each.striping and each.striping.index == 0 and not each.has_run
+        directory.striping.striping_id
+        for directory in named
+        if directory.striping and directory.striping.index == 0 and not directory.has_run
     }
     used = [
-        each
-        for each in held
-        if each.has_run or (each.striping and each.striping.striping_id not in unused)
+        directory
+        for directory in named
+        if directory.has_run
+        or (directory.striping and directory.striping.striping_id not in unused)
     ]
     if used:
-        raise RunDirectoryError(_complaint(held, used))
+        raise RunDirectoryError(_mismatch(named, used))
     return None
 
 
-def _is_whole(stripings: Sequence[Striping]) -> bool:
-    ids = {striping.striping_id for striping in stripings}
-    indices = sorted(striping.index for striping in stripings)
-    return len(ids) == 1 and indices == [*range(len(stripings[0].directories))]
-
-
-def _complaint(held: Sequence[NamedDirectory], used: Sequence[NamedDirectory]) -> str:
-    """Return which directory does not fit the others, or is not among them."""
-    striping = next((each.striping for each in used if each.striping), None)
+def _mismatch(named: Sequence[NamedDirectory], used: Sequence[NamedDirectory]) -> str:
+    """Return which directory does not fit the others, or is missing."""
+    striping = next((directory.striping for directory in used if directory.striping), None)
     if striping is None:
         return (
-            f"{_run_directory(used[0].location)} holds a run that is not striped over several "
-            "directories: name it alone to go on with that run, or pass overwrite=True to delete it"
+            f"{used[0].path} holds a run that is not striped over several directories: name it "
+            "alone to resume that run, or pass overwrite=True to delete it"
         )
     run = f"the run that is striped over {_listed(striping.directories)}"
     found: dict[int, str] = {}
-    for each in held:
-        place = _run_directory(each.location)
-        if each not in used:
+    for directory in named:
+        if directory not in used:
             return (
-                f"{place} holds nothing of {run}: name exactly those directories, where they are "
-                "now. Is the disk of one not mounted?"
+                f"{directory.path} holds nothing of {run}: name exactly those directories, where "
+                "they are now. Is a disk not mounted?"
             )
-        if each.striping is None or each.striping.striping_id != striping.striping_id:
+        if directory.striping is None or directory.striping.striping_id != striping.striping_id:
             return (
-                f"{place} is not of {run}, but of another run: name the directories of one run, "
-                "or pass overwrite=True to delete all that is in those named"
+                f"{directory.path} is not of {run}, but of another run: name the directories of "
+                "one run, or pass overwrite=True to delete everything in the named directories"
             )
-        if each.striping.index in found:
+        index = directory.striping.index
+        if index in found:
             return (
-                f"{found[each.striping.index]} and {place} are both number "
-                f"{each.striping.index + 1} of {run}: one is a copy of the other. Name the one "
-                "that was used last"
+                f"{found[index]} and {directory.path} are both number {index + 1} of {run}: one "
+                "is a copy of the other. Name the directory that was used last"
             )
-        found[each.striping.index] = place
-    absent = [path for index, path in enumerate(striping.directories) if index not in found]
+        found[index] = directory.path
+    missing = [path for index, path in enumerate(striping.directories) if index not in found]
     return (
-        f"{_run_directory(held[0].location)} is of {run}: name {_listed(absent)} too, or where "
-        "that is now, or pass overwrite=True to delete what is in those named"
+        f"{named[0].path} is of {run}: name {_listed(missing)} too, or its new location, or pass "
+        "overwrite=True to delete everything in the named directories"
     )
 
 
 def _run_directory(location: str) -> str:
-    """Return what a user knows a directory by: that above a rank's own."""
     return re.sub(r"/rank-\d{5}$", "", location)
 
 

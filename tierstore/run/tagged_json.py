@@ -1,8 +1,8 @@
-"""Tagged JSON: Python values as JSON that a person can read and that loads back unchanged.
+"""Tagged JSON: Python values as readable JSON that loads back unchanged.
 
-What JSON can express stays plain; any other value is an object with one key that begins with
+Values that JSON can express stay plain; any other value is an object with one key that begins with
 "$" and names the kind, for example ``{"$tuple": [0.9, 0.95]}``. Loading builds values of these
-kinds and runs nothing.
+kinds and runs no code.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import base64
 import math
 import re
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
+from tierstore.run.sealed import is_count, require
 from tierstore.units import format_bytes
 
 DEPTH_MAX = 100
-"""Most levels that values may be nested: fewer than Python's JSON can take, and an end to a
-list that contains itself."""
+"""Most levels that values may be nested: fewer than Python's JSON supports. The limit also refuses
+a list that contains itself."""
 
 LIMIT_BYTES = 64 * 2**20
-"""Most bytes in tensors, arrays and bytes together: a commit writes them each time."""
+"""Most bytes in tensors, arrays and bytes together: every commit writes them again."""
 
 _ALLOWED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.dtype, "
@@ -36,17 +36,18 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM]\d+(\[\w+\])?")
 
 
 def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -> Any:
-    """Return ``value`` as what ``json.dumps(..., allow_nan=False)`` takes.
+    """Return ``value`` in a form that ``json.dumps(..., allow_nan=False)`` accepts.
 
     Only values are kept: tensors come back on the CPU, contiguous and without history, an
-    OrderedDict without attributes set on it, one object in two places as two.
+    OrderedDict without attributes set on it, an object in two places as two objects, NaN without
+    the sign and payload of its bits.
 
     Args:
         value: None, bool, int, float, str, bytes, torch.dtype, torch.Size, plain dense tensors
             of any dtype that is not quantized, numpy arrays and scalars without objects or
             fields, and list, tuple, dict, OrderedDict, Counter of these. A key of a dict may
             be any of these that has a hash, except a tensor. Subclasses are refused.
-        name: what errors call ``value``.
+        name: names ``value`` in errors.
         limit_bytes: most bytes that tensors, arrays and bytes may hold together.
 
     Raises:
@@ -57,20 +58,21 @@ def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -
     encoder = _Encoder(limit_bytes)
     encoded = encoder.encode(value, name, 0)
     if encoder.nbytes > limit_bytes:
+        nbytes, path = encoder.largest
         raise ValueError(
             f"{name} holds {format_bytes(encoder.nbytes)} in tensors and bytes, of which a commit "
-            f"carries at most {format_bytes(limit_bytes)}; the largest is {encoder.largest_path} "
-            f"with {format_bytes(encoder.largest_nbytes)}: keep large values in files of their own"
+            f"carries at most {format_bytes(limit_bytes)}; the largest is {path} with "
+            f"{format_bytes(nbytes)}: keep large values in other files"
         )
     return encoded
 
 
 def decode(obj: Any) -> Any:
-    """Return the value that encode() turned into ``obj``, or into JSON loaded as ``obj``.
+    """Return the value that encode() turned into ``obj``, before or after a trip through JSON.
 
     Raises:
-        ValueError: an unknown tag, a payload that is not of its tag's form, or values nested
-            more than DEPTH_MAX levels.
+        ValueError: an unknown tag, a payload that its tag does not have, or values nested more
+            than DEPTH_MAX levels.
     """
     return _decode(obj, 0)
 
@@ -81,8 +83,7 @@ class _Encoder:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.nbytes = 0
-        self.largest_path = ""
-        self.largest_nbytes = -1
+        self.largest = (-1, "")  # Bytes and path of the largest value.
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
         if depth > DEPTH_MAX:
@@ -120,7 +121,7 @@ class _Encoder:
     def pairs(self, values: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
         pairs = []
         for key, item in values.items():
-            if isinstance(key, torch.Tensor):  # Equal only to itself, so of no use once loaded.
+            if isinstance(key, torch.Tensor):  # Equal only to itself: a loaded key finds nothing.
                 raise _refusal(f"a key of {path}", "a tensor")
             encoded = self.encode(key, f"the key {key!r} of {path}", depth + 1)
             pairs.append([encoded, self.encode(item, f"{path}[{key!r}]", depth + 1)])
@@ -163,8 +164,7 @@ class _Encoder:
     def base64(self, path: str, nbytes: int, data: Callable[[], bytes]) -> str:
         """Count the bytes, and encode them unless the limit has been passed already."""
         self.nbytes += nbytes
-        if nbytes > self.largest_nbytes:
-            self.largest_path, self.largest_nbytes = path, nbytes
+        self.largest = max(self.largest, (nbytes, path))
         return base64.b64encode(data()).decode() if self.nbytes <= self._limit_bytes else ""
 
 
@@ -178,12 +178,6 @@ def _checked_text(text: str, path: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{path} is not valid Unicode: {error}") from None
     return text
-
-
-def _float_text(value: float) -> str:
-    """Return "inf", "-inf" or "nan"; for any other NaN its bits in hexadecimal."""
-    bits = struct.pack(">d", value)
-    return str(value) if bits == struct.pack(">d", float(str(value))) else bits.hex()
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
@@ -205,9 +199,7 @@ def _decode(obj: Any, depth: int) -> Any:
         return obj
     if not any(key.startswith("$") for key in obj):
         return {key: _decode(item, depth + 1) for key, item in obj.items()}
-    if len(obj) != 1:
-        raise ValueError(f"a tag must be the only key, got {list(obj)}")
-    ((tag, payload),) = obj.items()
+    ((tag, payload),) = obj.items()  # A ValueError if the tag is not the only key.
     if tag not in _KIND_OF_TAG:
         raise ValueError(f"unknown tag {tag!r}; a later version may have written it")
     try:
@@ -220,17 +212,9 @@ def _decode_pairs(payload: Any, depth: int) -> dict[Any, Any]:
     values = {}
     for pair in _list(payload):
         key, value = (_decode(item, depth + 1) for item in _list(pair))
-        if isinstance(key, torch.Tensor):
-            raise ValueError("a key must not be a tensor")
+        require(not isinstance(key, torch.Tensor))
         values[key] = value
     return values
-
-
-def _decode_float(payload: str) -> float:
-    if len(payload) != 16:
-        return float(payload)
-    value: float = struct.unpack(">d", bytes.fromhex(payload))[0]
-    return value
 
 
 def _decode_tensor(*, dtype: str, shape: Any, data: str) -> torch.Tensor:
@@ -259,39 +243,36 @@ def _decode_scalar(*, dtype: str, data: str) -> np.generic:
 
 
 def _list(payload: Any) -> list[Any]:
-    if not isinstance(payload, list):
-        raise ValueError(f"a list is expected, got {payload!r:.80}")
-    return payload
+    require(isinstance(payload, list))
+    return cast(list[Any], payload)
 
 
 def _shape(payload: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and 0 <= size < 2**63 for size in _list(payload)):
-        raise ValueError(f"a shape must be a list of sizes, got {payload!r:.80}")
+    require(*map(is_count, _list(payload)))
     return tuple(payload)
 
 
 def _content(data: str, nbytes: int) -> bytes:
     content = base64.b64decode(data, validate=True)
-    if len(content) != nbytes:
-        raise ValueError(f"{nbytes} bytes of data are expected, got {len(content)}")
+    require(len(content) == nbytes)
     return content
 
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
-    if _NUMPY_DTYPE.fullmatch(text) is None:  # An array of objects would be made of addresses.
+    if _NUMPY_DTYPE.fullmatch(text) is None:  # Bytes of an array of objects would be addresses.
         raise ValueError(f"a numpy dtype of plain values is expected, got {text!r:.80}")
     return np.dtype(text)
 
 
 class _Kind(NamedTuple):
-    """How values of one type are written and read."""
+    """A tag, the type of its values, and the functions that write and read them."""
 
     tag: str
     type: type
     encode: Callable[[_Encoder, Any, str, int], Any]
-    """Takes (encoder, value, path, depth), gives the payload."""
+    """(encoder, value, path, depth) -> payload."""
     decode: Callable[[Any, int], Any]
-    """Takes (payload, depth), gives the value; _decode() catches the errors of bad payloads."""
+    """(payload, depth) -> value; _decode() turns the errors of a bad payload into ValueError."""
 
 
 _TORCH_DTYPES = {
@@ -299,7 +280,7 @@ _TORCH_DTYPES = {
 }
 _KINDS = (
     _Kind("$int", int, lambda _, v, *__: hex(v), lambda p, _: int(p, 16)),
-    _Kind("$float", float, lambda _, v, *__: _float_text(v), lambda p, _: _decode_float(p)),
+    _Kind("$float", float, lambda _, v, *__: str(v), lambda p, _: float(p)),
     _Kind(
         "$bytes",
         bytes,
