@@ -45,7 +45,7 @@ def test_killed_while_the_only_copy_was_overwritten(
             pytest.raises(tierstore.RunDirectoryError, match=expected) as caught,
         ):
             Toy(tmp_path, resume=True, commit_every=commit_every)
-        assert "Start over with overwrite=True" in str(caught.value)
+        assert "start over with overwrite=True" in str(caught.value)
     with unchanged(tmp_path), pytest.raises(tierstore.RunDirectoryError, match="overwrite=True"):
         Toy(tmp_path, commit_every=commit_every)
     toy = Toy(tmp_path, overwrite=True, commit_every=commit_every)

@@ -8,13 +8,13 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.simulation.fault_simulation import FaultSimulation
 from tests.simulation.session import Settings
 from tests.simulation.simulator import Simulation, Violation
+from tierstore.run import striped_storage
 from tierstore.run.striped_storage import StripedStorage
 
 
@@ -73,39 +73,32 @@ def _only_the_first_is_flushed(self: StripedStorage, names: Sequence[str]) -> No
     self._parts[0].flush([name for name in names if self._part(name) is self._parts[0]])
 
 
-_write = StripedStorage._write
+def _the_striping_is_not_synced(part: Any, name: str, data: bytes) -> None:
+    part.put(f"{name}.tmp", data)
+    part.rename(f"{name}.tmp", name)
 
 
-def _the_striping_is_not_synced(self: StripedStorage, part: Any, *rest: Any) -> None:
-    with mock.patch.object(part, "sync_directory"):
-        _write(self, part, *rest)
-
-
-def _the_striping_is_put_in_its_place(self: StripedStorage, part: Any, *rest: Any) -> None:
-    put = part.put
-    with (
-        mock.patch.object(part, "put", lambda name, data: put("striping.json", data)),
-        mock.patch.object(part, "rename"),
-    ):
-        _write(self, part, *rest)
+def _the_striping_is_put_in_its_place(part: Any, name: str, data: bytes) -> None:
+    part.put(name, data)
+    part.sync_directory()
 
 
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.filterwarnings("ignore:parameter .* was changed outside")
 @pytest.mark.parametrize(
-    ("method", "wrong", "seed"),
+    ("place", "name", "wrong", "seed"),
     [
-        ("sync_directory", _only_the_first_is_synced, 0),
-        ("flush", _only_the_first_is_flushed, 0),
-        ("_write", _the_striping_is_not_synced, 1),
-        ("_write", _the_striping_is_put_in_its_place, 3),
+        (StripedStorage, "sync_directory", _only_the_first_is_synced, 0),
+        (StripedStorage, "flush", _only_the_first_is_flushed, 0),
+        (striped_storage, "write_durably", _the_striping_is_not_synced, 1),
+        (striped_storage, "write_durably", _the_striping_is_put_in_its_place, 3),
     ],
 )
 def test_the_simulation_sees_what_would_be_wrong(
-    method: str, wrong: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+    place: Any, name: str, wrong: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds = range(seed, seed + 1)
     simulate(seeds, range(0))
-    monkeypatch.setattr(StripedStorage, method, wrong)
+    monkeypatch.setattr(place, name, wrong)
     with pytest.raises(Violation):
         simulate(seeds, range(0))

@@ -6,6 +6,7 @@ All other files are in the first directory. Each directory has a striping file, 
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import errno
 import logging
 import secrets
@@ -16,7 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
+from typing_extensions import override
+
 from tierstore.errors import StorageError
+from tierstore.run.committer import write_durably
 from tierstore.run.file_names import IDENTITY_NAME, STRIPING_NAME, manifest_revision, page_number
 from tierstore.run.striping import NamedDirectory, Striping, match, stripe, weights_of
 from tierstore.storage.base import Folder, Storage, Transfer
@@ -24,24 +28,25 @@ from tierstore.units import Extent
 
 _log = logging.getLogger("tierstore")
 
-_TEMPORARY_NAME = f"{STRIPING_NAME}.tmp"
+_STRIPING_FILES = {STRIPING_NAME, f"{STRIPING_NAME}.tmp"}
 
 Measure = Callable[[Sequence[Storage]], Sequence[float]]
-"""Gives the bytes per second of each of some storages."""
+"""Storages -> the bytes per second of each storage."""
 
 
-class StripedStorage:
-    """A storage over several others, its *parts*, each of one directory.
+class StripedStorage(Storage):
+    """A storage over several storages of one directory, its *parts*.
 
-    Parts with a striping are taken in its order, whatever the order given. Other parts are
-    measured, and striped when the first file is created.
+    Parts that have a striping are used in its order, whatever the order of ``parts``. Other parts
+    are measured, and striped when the first file is created. rename() and link() raise EXDEV if
+    the names belong to different directories.
 
     Args:
-        parts: open storages; closed with this one. In a new striping the first of them gets all
+        parts: open storages; closed with this storage. In a new striping, the first part gets all
             files but pages.
-        measure: measured_bandwidths() or alike; called with the parts of a new striping.
-        overwrite: treat everything in the parts as files to be removed: all of them are listed,
-            and must be gone before the first file is created.
+        measure: such as measured_bandwidths(); called with the parts of a new striping.
+        overwrite: treat everything in the parts as files to be removed: list() returns all files,
+            and the caller removes them before it creates the first file.
     """
 
     def __init__(
@@ -54,132 +59,132 @@ class StripedStorage:
         self._mutex = threading.RLock()
 
     @property
+    @override
     def engine(self) -> str:
-        """Those of the parts, each once."""
         return ", ".join(dict.fromkeys(part.engine for part in self._parts))
 
     @property
+    @override
     def location(self) -> str:
-        """That of the first part."""
         return self._parts[0].location
 
+    @override
     def home(self, name: str) -> Storage:
-        """See Storage.home: that of one of the parts."""
         return self._part(name).home(name)
 
+    @override
     def register(self, memory: memoryview) -> None:
-        """See Storage.register: in all directories."""
         for part in self._parts:
             part.register(memory)
 
+    @override
     def lock(self, timeout_s: float) -> None:
-        """See Storage.lock: of all directories, within the one timeout.
-
-        Raises:
-            RunDirectoryError: they are not those of one striping.
-        """
+        # The timeout is for all directories together. _find() refuses parts of several stripings.
         deadline = time.monotonic() + timeout_s
         for part in self._parts:
             part.lock(max(0.0, deadline - time.monotonic()))
         self._find()
 
+    @override
     def list(self) -> builtins.list[str]:
-        """See Storage.list. Pages where the striping does not have them are not listed."""
+        # A page in a part where the striping does not have it is not listed.
         self._find()
         return sorted(
             {
                 name
                 for part in self._parts
                 for name in part.list()
-                if name not in (STRIPING_NAME, _TEMPORARY_NAME)
+                if name not in _STRIPING_FILES
                 if not self._round or self._part(name) is part
             }
         )
 
+    @override
     def size(self, name: str) -> int:
-        """See Storage.size."""
         return self._found(name).size(name)
 
+    @override
     def create(self, name: str, nbytes: int) -> None:
-        """See Storage.create."""
         self._begin()
         self._found(name).create(name, nbytes)
 
+    @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.read."""
         return self._found(name).read(name, extent, buffer)
 
+    @override
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        """See Storage.write."""
         return self._found(name).write(name, extent, buffer)
 
+    @override
     def flush(self, names: Sequence[str]) -> None:
-        """See Storage.flush: of all directories at once."""
         by_part: dict[Storage, builtins.list[str]] = {}
         for name in names:
             by_part.setdefault(self._found(name), []).append(name)
         self._together([partial(part.flush, own) for part, own in by_part.items()])
 
+    @override
     def put(self, name: str, data: bytes) -> None:
-        """See Storage.put."""
         self._begin()
         self._found(name).put(name, data)
 
+    @override
     def get(self, name: str) -> bytes:
-        """See Storage.get."""
         return self._found(name).get(name)
 
+    @override
     def rename(self, name: str, new_name: str) -> None:
-        """See Storage.rename; EXDEV where the names are not of one directory."""
         self._found_both("rename", name, new_name).rename(name, new_name)
 
+    @override
     def link(self, name: str, new_name: str) -> None:
-        """See Storage.link; EXDEV where the names are not of one directory."""
         self._found_both("link", name, new_name).link(name, new_name)
 
+    @override
     def is_shared(self, name: str) -> bool:
-        """See Storage.is_shared."""
         return self._found(name).is_shared(name)
 
+    @override
     def map(self, name: str) -> memoryview:
-        """See Storage.map."""
         return self._found(name).map(name)
 
+    @override
     def scratch(self, nbytes: int) -> memoryview:
-        """See Storage.scratch: in the first directory."""
         return self._parts[0].scratch(nbytes)
 
+    @override
     def folder(self, path: str) -> Folder:
-        """See Storage.folder."""
         return self._parts[0].folder(path)
 
+    @override
     def unlink(self, name: str) -> None:
-        """See Storage.unlink. Before the parts are striped, in all that have the file."""
+        # Before the parts are striped, several parts may have the file.
         parts = [self._found(name)]
         if not self._round:
             parts = [part for part in self._parts if name in part.list()] or parts
         for part in parts:
             part.unlink(name)
 
+    @override
     def sync_directory(self) -> None:
-        """See Storage.sync_directory. The first is last: its names tell of files in the others."""
+        # The first directory is last: its files name files in the other directories.
         self._together([part.sync_directory for part in self._parts[1:]])
         self._parts[0].sync_directory()
 
+    @override
     def drain(self) -> None:
-        """See Storage.drain."""
         self._in_each(lambda part: part.drain())
 
+    @override
     def abandon(self) -> None:
-        """See Storage.abandon."""
         self._in_each(lambda part: part.abandon())
 
+    @override
     def close(self) -> None:
-        """See Storage.close."""
         self._in_each(lambda part: part.close())
 
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Make some calls at the same time; raise what the first of them raised, after all."""
+        """Make calls in parallel; raise the error of the first failed call after all have ended."""
         if len(calls) == 1:
             calls[0]()
         elif calls:
@@ -189,7 +194,7 @@ class StripedStorage:
                 call.result()
 
     def _in_each(self, call: Callable[[Storage], None]) -> None:
-        """Reach every part, from the last to the first, even if one raises."""
+        """Call every part, from the last to the first, even if a call raises."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(call, part)
@@ -201,7 +206,7 @@ class StripedStorage:
         return self._parts[self._round[number % len(self._round)]]
 
     def _found(self, name: str) -> Storage:
-        """Return the part that a file lies in; requires a striping."""
+        """Return the part of a file, after looking for a striping."""
         self._find()
         return self._part(name)
 
@@ -212,28 +217,32 @@ class StripedStorage:
         return part
 
     def _find(self) -> None:
-        """Take the striping that the parts have, if they have one."""
+        """Use the striping of the parts, if they have one.
+
+        Raises:
+            RunDirectoryError: the parts are not the directories of one striping.
+        """
         if self._round or self._overwrite:
             return
         with self._mutex:
             if self._round:
                 return
-            found = {part: _striping_of(part) for part in self._parts}
-            striping = match(
-                [
-                    NamedDirectory(location=part.location, striping=of_part, has_run=_has_run(part))
-                    for part, of_part in found.items()
-                ]
-            )
+            found = {part: striping for part in self._parts if (striping := _striping_in(part))}
+            named = [
+                NamedDirectory(
+                    location=part.location, striping=found.get(part), has_run=_has_run(part)
+                )
+                for part in self._parts
+            ]
+            striping = match(named)
             if striping is None:
                 return
-            index_of = {part: of_part.index for part, of_part in found.items() if of_part}
-            self._parts = sorted(self._parts, key=lambda part: index_of[part])
+            self._parts = sorted(self._parts, key=lambda part: found[part].index)
             directories = tuple(part.location for part in self._parts)
-            for index, part in enumerate(self._parts):
-                of_part = found[part]
-                if of_part is not None and of_part.directories != directories:
-                    self._write(part, index, striping.striping_id, striping.weights)
+            for part in self._parts:
+                if found[part].directories != directories:
+                    moved = dataclasses.replace(found[part], directories=directories)
+                    write_durably(part, STRIPING_NAME, moved.to_bytes())
             self._round = stripe(striping.weights)
 
     def _begin(self) -> None:
@@ -244,39 +253,33 @@ class StripedStorage:
         with self._mutex:
             if self._round:
                 return
-            # In a first directory, a file without a run tells that it is of no use.
+            # The first part is last: a striping file there, without a run, marks the other
+            # striping files as unused.
             for part in reversed(self._parts):
                 assert not _has_run(part), f"{part.location} was to be empty"
-                for name in {STRIPING_NAME, _TEMPORARY_NAME} & set(part.list()):
+                for name in _STRIPING_FILES & set(part.list()):
                     part.unlink(name)
                 part.sync_directory()
             if len(self._parts) == 1:
                 self._round = (0,)
                 return
             weights = weights_of(self._measure(self._parts))
-            striping_id = secrets.token_hex(16)
+            first = Striping(
+                striping_id=secrets.token_hex(16),
+                index=0,
+                directories=tuple(part.location for part in self._parts),
+                weights=weights,
+            )
             for index, part in enumerate(self._parts):
-                self._write(part, index, striping_id, weights)
+                data = dataclasses.replace(first, index=index).to_bytes()
+                write_durably(part, STRIPING_NAME, data)
             self._round = stripe(weights)
         for part, weight in zip(self._parts, weights, strict=True):
-            share = weight / sum(weights)
-            _log.info(
-                "%s: gets %.0f%% of the pages, at %d MB/s", part.location, 100 * share, weight
-            )
-
-    def _write(self, part: Storage, index: int, striping_id: str, weights: tuple[int, ...]) -> None:
-        striping = Striping(
-            striping_id=striping_id,
-            index=index,
-            directories=tuple(part.location for part in self._parts),
-            weights=weights,
-        )
-        part.put(_TEMPORARY_NAME, striping.to_bytes())
-        part.rename(_TEMPORARY_NAME, STRIPING_NAME)
-        part.sync_directory()
+            percent = 100 * weight / sum(weights)
+            _log.info("%s: gets %.0f%% of the pages, at %d MB/s", part.location, percent, weight)
 
 
-def _striping_of(part: Storage) -> Striping | None:
+def _striping_in(part: Storage) -> Striping | None:
     if STRIPING_NAME not in part.list():
         return None
     return Striping.from_bytes(part.get(STRIPING_NAME), f"{part.location}/{STRIPING_NAME}")
