@@ -17,13 +17,6 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_dtype(name: str, dtype: Any) -> None:
-    """Raise ValueError, naming the argument, unless the dtype is supported."""
-    if dtype not in _DTYPES:
-        names = ", ".join(str(known) for known in _DTYPES)
-        raise ValueError(f"{name} must be one of {names}, got {dtype!r}")
-
-
 def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with the names of dtypes, as in state dicts, replaced by dtypes."""
     dtypes = {str(dtype): dtype for dtype in _DTYPES}
@@ -42,8 +35,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
         raise ValueError("a tensor lr must have one element")
     for name in ("lr", "weight_decay", "eps"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} must not be negative, got {group[name]}")
+        _require(group, name, group[name] >= 0, "not be negative")
     for name in _UNSUPPORTED:
         if group.get(name):
             raise ValueError(f"{name} is not supported; leave it out or False")
@@ -54,30 +46,30 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
-        _check_adamw(group)
+        betas = group["betas"]
+        holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        _require(group, "betas", holds, "be two numbers in [0, 1)")
 
 
 def _check_muon(group: Mapping[str, Any]) -> None:
-    if not 0 <= group["momentum"] <= 1:
-        raise ValueError(f"momentum must lie in [0, 1], got {group['momentum']}")
-    if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
-        raise ValueError(
-            f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}"
-        )
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients must be three numbers, got {group['ns_coefficients']}")
-    if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must be a whole number in [0, 100), got {group['ns_steps']}")
-    check_dtype("ns_dtype", group["ns_dtype"])
-    if not isinstance(group["ns_batched"], bool):
-        raise ValueError(f"ns_batched must be True or False, got {group['ns_batched']!r}")
-    if group["momentum_dtype"] is not None:
-        check_dtype("momentum_dtype", group["momentum_dtype"])
+    steps = group["ns_steps"]
+    one_of_dtypes = f"be one of {', '.join(map(str, _DTYPES))}"
+    checks: dict[str, tuple[bool, str]] = {
+        "momentum": (0 <= group["momentum"] <= 1, "lie in [0, 1]"),
+        "adjust_lr_fn": (group["adjust_lr_fn"] in ADJUST_LR_FNS, f"be one of {ADJUST_LR_FNS}"),
+        "ns_coefficients": (len(group["ns_coefficients"]) == 3, "be three numbers"),
+        "ns_steps": (isinstance(steps, int) and 0 <= steps < 100, "be a whole number in [0, 100)"),
+        "ns_dtype": (group["ns_dtype"] in _DTYPES, one_of_dtypes),
+        "ns_batched": (isinstance(group["ns_batched"], bool), "be True or False"),
+        "momentum_dtype": (group["momentum_dtype"] in (None, *_DTYPES), one_of_dtypes),
+    }
+    for name, (holds, expected) in checks.items():
+        _require(group, name, holds, expected)
 
 
-def _check_adamw(group: Mapping[str, Any]) -> None:
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}")
+def _require(group: Mapping[str, Any], name: str, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must {expected}, got {group[name]!r}")
 
 
 def check_saved(

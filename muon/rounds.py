@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import tierstore
 from muon import newton_schulz
@@ -47,8 +48,8 @@ class SharedMatrix:
                 f"the chunks of a matrix of shape {list(self.shape)} must have {self.numel} "
                 f"elements in total, got {sum(numels)}"
             )
-        for chunk in (chunk for chunks in self.chunks for chunk in chunks):
-            stops = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        for chunk in chain.from_iterable(self.chunks):
+            stops = tuple(map(operator.add, chunk.offsets, chunk.sizes))
             if len(stops) != 2 or stops[0] > self.shape[0] or stops[1] > self.shape[1]:
                 raise ValueError(
                     f"{chunk} does not lie within a matrix of shape {list(self.shape)}"
@@ -85,21 +86,20 @@ def assign_owners(
         ValueError: a matrix lies over more or fewer ranks than there are loads.
     """
     sums = list(loads)
+    owners: dict[int, int] = {}
+    costs = [newton_schulz.cost(matrix.shape) for matrix in matrices]
+    most = UNEVEN_MAX * (sum(sums) + sum(costs)) / len(sums)
     for index, matrix in enumerate(matrices):
         if len(matrix.chunks) != len(sums):
             raise ValueError(
                 f"matrix {index} lies on {len(matrix.chunks)} ranks, but there are "
                 f"{len(sums)} loads"
             )
-    owners: dict[int, int] = {}
-    for index, matrix in enumerate(matrices):
         rank = matrix.whole_rank
         if rank is not None:
             owners[index] = rank
-            sums[rank] += newton_schulz.cost(matrix.shape)
+            sums[rank] += costs[index]
     shared = [index for index in range(len(matrices)) if index not in owners]
-    costs = {index: newton_schulz.cost(matrices[index].shape) for index in shared}
-    most = UNEVEN_MAX * (sum(sums) + sum(costs.values())) / len(sums)
     for index in sorted(shared, key=lambda index: -costs[index]):
         ranks = [(sums[rank], -numel, rank) for rank, numel in enumerate(matrices[index].numels)]
         least, _, rank = min((load, part, rank) for load, part, rank in ranks if part < 0)

@@ -581,7 +581,7 @@ class TierStore:
         being copied is waited for; if the copy fails, the log says so.
         """
         if error is not None:
-            self._ranks.fail(error, of_others=True)
+            self._ranks.fail(error, other_group=True)
         self._close(synchronize=kind is None)
 
     def _begin_commit(self) -> None:

@@ -386,7 +386,7 @@ def test_holes_and_overlaps_are_named(published: dict[Case, Path], tmp_path: Pat
         data = (folder / f"layout-{manifest.layout}").read_bytes()
         layout = RankLayout.from_bytes(data, newest, digest=manifest.layout)
         subgroups = change(list(layout.subgroups))
-        data = RankLayout.of_pages(layout.groups, list(map(lay_out, subgroups))).to_bytes()
+        data = RankLayout.from_pages(layout.groups, list(map(lay_out, subgroups))).to_bytes()
         changed = dataclasses.replace(
             manifest, pages=manifest.pages[: len(subgroups)], layout=checksum_of(data)
         )

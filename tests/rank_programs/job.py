@@ -336,7 +336,7 @@ def passes_on(here: Here, ranks: ProcessGroupRanks) -> None:
 
 
 def passes_on_from_elsewhere(here: Here, ranks: ProcessGroupRanks) -> None:
-    ranks.fail(PeerFailed(2, "no room"), of_others=True)
+    ranks.fail(PeerFailed(2, "no room"), other_group=True)
 
 
 def dies(here: Here, ranks: ProcessGroupRanks) -> None:

@@ -198,7 +198,7 @@ def assert_layouts_agree(groups: list[list[dict[str, Any]]], page_bytes: int) ->
         parameter["name"] = f"parameter{number}"
     specs = [[ParameterSpec.from_json(parameter) for parameter in group] for group in groups]
     layouts = lay_out_alone(specs, page_bytes)
-    data = RankLayout.of_pages(specs, layouts).to_bytes()
+    data = RankLayout.from_pages(specs, layouts).to_bytes()
     body = json.loads(data.partition(b"\n")[2])
     found = list(independent_reader.pages_of(body))
     assert [page.nbytes for page in found] == [layout.nbytes for layout in layouts]
@@ -255,7 +255,7 @@ def test_examples_of_the_document_are_true() -> None:
     assert f"the file has {layout.nbytes} bytes" in FORMAT_TEXT
     specs = [[ParameterSpec.from_json(parameter) for parameter in group]]
     (written,) = lay_out_alone(specs, 1 << 28)
-    assert page in RankLayout.of_pages(specs, [written]).to_bytes().decode()
+    assert page in RankLayout.from_pages(specs, [written]).to_bytes().decode()
     (text,) = re.findall(r'^\[\["master".*', FORMAT_TEXT, re.MULTILINE)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     assert independent_reader.digest_of([layout]) == xxhash.xxh3_128_hexdigest(digest.encode())

@@ -46,7 +46,7 @@ def test_a_call_in_the_middle_of_a_step_is_refused(
         parameter.grad = torch.ones_like(parameter)
     with toy.store.sweep() as pages:
         for page in pages:
-            with pytest.raises(tierstore.SweepError, match="step is under way"):
+            with pytest.raises(tierstore.SweepError, match="step is in progress"):
                 call(toy.store)
             for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
                 chunk.master.sub_(0.25)

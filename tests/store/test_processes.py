@@ -201,7 +201,7 @@ def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
         calls += [toy.store.synchronize, toy.store.restore]
         calls += [lambda: toy.store.write_states({}), lambda: toy.attach([])]
         for call in calls:
-            with pytest.raises(tierstore.StoreClosedError, match="fork of the one that opened"):
+            with pytest.raises(tierstore.StoreClosedError, match="fork of the process that opened"):
                 call()
         toy.store.close()  # Does nothing: with-blocks end in children, too.
 

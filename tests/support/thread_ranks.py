@@ -135,7 +135,7 @@ class ThreadRanks(Ranks):
             tensor.copy_(self._job.receive("training", meeting, [source])[0])
 
     @override
-    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
+    def fail(self, error: BaseException, *, other_group: bool = False) -> None:
         # What the thread of commits has begun it ends. So which gathers other ranks complete
         # depends on no race.
         self._job.end(self.rank, "training", str(error) or type(error).__name__)

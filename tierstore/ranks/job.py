@@ -109,9 +109,9 @@ class ProcessGroupRanks(Ranks):
         return self._training.gather(value)
 
     @override
-    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
+    def fail(self, error: BaseException, *, other_group: bool = False) -> None:
         # Takes milliseconds, or seconds if the key-value store does not answer.
-        if isinstance(error, PeerFailed) and not of_others:
+        if isinstance(error, PeerFailed) and not other_group:
             self._failures.report(error.rank, error.reason)
         else:
             self._failures.report(self.rank, str(error) or type(error).__name__)
@@ -164,7 +164,7 @@ class ProcessGroupRanks(Ranks):
 
     @override
     def close(self) -> None:
-        # Takes seconds at most, whatever happened to other ranks.
+        # Takes seconds at most, even if other ranks failed.
         if self._pid != os.getpid():
             return
         self._pid = -1

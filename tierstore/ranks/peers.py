@@ -1,4 +1,4 @@
-"""The other ranks of a job: the interface of a store to them, a lone process, and agreements."""
+"""The interface of a store to the ranks of a job, a lone process, and agreements of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Peers(Protocol):
-    """All ranks of a job, seen from one. Every rank makes the same calls in the same order."""
+    """All ranks of a job, seen from one rank. All ranks make the same calls in the same order."""
 
     rank: int
     """This rank, from 0 on."""
@@ -26,12 +26,12 @@ class Peers(Protocol):
         """Send a plain value to all ranks; return the values of all ranks, in order of rank.
 
         Raises:
-            PeerFailed: another rank will not answer any more.
+            PeerFailed: another rank failed.
         """
 
 
 class Ranks(Peers, Protocol):
-    """The ranks of a job that trains one model, seen from the training thread of one of them.
+    """The ranks of a job that trains one model, seen from the training thread of one rank.
 
     A torch.distributed job, a lone process and a simulated job implement it. Every parameter is
     replicated or sharded over the ranks.
@@ -47,11 +47,11 @@ class Ranks(Peers, Protocol):
         """Make a group of some of the ranks; all ranks call this, in the same order.
 
         Args:
-            ranks: its members.
-            backend: of torch.distributed; None is that of the default group.
+            ranks: the members.
+            backend: backend of torch.distributed; None is the backend of the default group.
 
         Returns:
-            The group, until close(); None on a rank that is not a member.
+            The group, valid until close(); None on a rank that is not a member.
 
         Raises:
             ValueError: the ranks ask for different groups.
@@ -59,11 +59,12 @@ class Ranks(Peers, Protocol):
         """
 
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Any) -> Any:
-        """Start to send a tensor from one member of a group to the others.
+        """Start to send a tensor from one member of a group to the other members.
 
         Args:
             tensor: contiguous, of the same dtype and shape on all members. Sent on the rank
-                ``source``, overwritten on the others. The caller keeps it until wait() returns.
+                ``source``, overwritten on other members. The caller keeps the tensor alive until
+                wait() returns.
             source: the rank that sends.
             group: a group of new_group().
 
@@ -72,22 +73,20 @@ class Ranks(Peers, Protocol):
         """
 
     def wait(self, work: Any) -> None:
-        """Block until a collective that was started in a group is done.
-
-        Send and receive are not collectives.
+        """Block until a collective of a group is done. Send and receive are not collectives.
 
         Raises:
             PeerFailed: another rank failed.
         """
 
-    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
-        """Publish why this rank cannot go on; the first failure of any rank is raised on all.
+    def fail(self, error: BaseException, *, other_group: bool = False) -> None:
+        """Publish the failure of this rank; the first failure of any rank is raised on all ranks.
 
         Never raises.
 
         Args:
             error: the reason. A PeerFailed names the rank to blame.
-            of_others: whether a PeerFailed may name a rank of another group.
+            other_group: whether a PeerFailed may name a rank of another process group.
         """
 
     def close(self) -> None:
@@ -95,7 +94,7 @@ class Ranks(Peers, Protocol):
 
 
 class Alone(Ranks):
-    """The ranks of a lone process: one. Messages to others have no recipient."""
+    """The only rank of a lone process. Messages to other ranks have no recipient."""
 
     rank = 0
     world_size = 1
@@ -121,7 +120,7 @@ class Alone(Ranks):
         pass
 
     @override
-    def fail(self, error: BaseException, *, of_others: bool = False) -> None:
+    def fail(self, error: BaseException, *, other_group: bool = False) -> None:
         pass
 
     @override
@@ -130,11 +129,11 @@ class Alone(Ranks):
 
 
 def agree(peers: Peers, call: str, act: Callable[[], T]) -> list[T]:
-    """Do something on every rank; return the value of every rank, or raise on all of them.
+    """Call a function on every rank; return the values of all ranks, or raise on all ranks.
 
     Args:
         peers: all ranks. They make this call together.
-        call: names the call in the error of a rank that makes another one, as in
+        call: names the call in the error of a rank that makes another call, such as
             "erase the old run".
         act: called on this rank. Its value must be plain.
 
@@ -147,16 +146,16 @@ def agree(peers: Peers, call: str, act: Callable[[], T]) -> list[T]:
 
 
 def together(peers: Peers, call: str, act: Callable[[], T]) -> T:
-    """Do something on every rank; return the value of this rank, or raise on all of them.
+    """Call a function on every rank; return the value of this rank, or raise on all ranks.
 
-    Unlike agree(), the value stays on this rank and may be anything.
+    Unlike agree(), the value stays on this rank and may have any type.
     """
     _, value = _meet(peers, call, act, send=lambda value: None)
     return value
 
 
 def on_rank_0(peers: Peers, call: str, act: Callable[[], T]) -> T:
-    """Do something on rank 0 alone; return its value on every rank, or raise on all of them."""
+    """Call a function on rank 0 alone; return its value on every rank, or raise on all ranks."""
     values = agree(peers, call, act if peers.rank == 0 else lambda: None)
     return cast(T, values[0])
 
@@ -168,7 +167,7 @@ def _meet(
     try:
         value = act()
         sent = send(value)
-    except Exception as error:  # The other ranks wait for an answer, whatever the error is.
+    except Exception as error:  # The other ranks wait for an answer, after any error.
         failure, sent = error, None
     reason = None if failure is None else str(failure) or type(failure).__name__
     try:

@@ -1,4 +1,4 @@
-"""Bandwidth of directories, measured by moving a few pages in all of them at once."""
+"""Bandwidth of directories, measured by moving a few pages in all directories at once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SECONDS_MAX = 0.3  # After this time in each direction, no more transfers are s
 
 
 def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[float]:
-    """Return the bytes per second of each directory while all of them are busy.
+    """Return the bytes per second of each directory while all directories are busy.
 
-    A step reads and writes each page, so this is all bytes over the time of both directions. At
-    most 64 MiB are written to each directory, and removed.
+    A step reads and writes each page, so the bandwidth is the bytes of both directions over the
+    time of both. At most 64 MiB are written to each directory, and removed.
 
     Raises:
         RunDirectoryError: a directory is full.
-        StorageError: a directory refused; the message names it.
+        StorageError: an operation failed; the message names the directory.
     """
     nbytes = min(align_up(page_bytes, SECTOR_BYTES), _TRANSFER_BYTES_MAX)
     data = mmap.mmap(-1, nbytes)
@@ -56,8 +56,9 @@ def _measured(storage: Storage, data: memoryview) -> float:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RunDirectoryError(
-            f"{storage.location} has no room for the {_TRANSFERS_MAX * data.nbytes} bytes to "
-            f"measure it with: {error}; free more than that, or name another directory"
+            f"{storage.location} has no room for a measurement with "
+            f"{_TRANSFERS_MAX * data.nbytes} bytes: {error}; free more space, or name another "
+            "directory"
         ) from error
     finally:
         with suppress(StorageError):
@@ -66,7 +67,7 @@ def _measured(storage: Storage, data: memoryview) -> float:
 
 
 def _moved(start: Callable[[Extent], Transfer], extents: Sequence[Extent]) -> int:
-    """Move extents, several at a time, until the time is over; return how many were moved."""
+    """Move extents, several at a time, for _SECONDS_MAX; return the number of moved extents."""
     started = time.perf_counter()
     moving: deque[Transfer] = deque()
     count = 0

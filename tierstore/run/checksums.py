@@ -1,7 +1,6 @@
 """Checksums of blocks, bound to run, page, offset and step.
 
-They also detect a lost or misdirected write, which leaves a valid block of another offset or
-step.
+They also detect a lost or misdirected write, which leaves a valid block of another offset or step.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def block_fault(
     page: int,
     step: int,
 ) -> str | None:
-    """Return what is wrong with a block of a page, in words; None if it is as it was written.
+    """Return the fault of a block of a page in words; None if the block is as it was written.
 
     Args:
-        data: what was read of the block.
-        checksums: of all blocks of the page; empty where the run has none.
-        number: which block it is.
-        block: its extent in the page.
+        data: the content of the block.
+        checksums: the checksums of all blocks of the page; empty if the run has no checksums.
+        number: number of the block in the page.
+        block: extent of the block in the page.
         run_id: the run.
         page: number of the page.
         step: the step in which the page was written.

@@ -1,4 +1,4 @@
-"""A commit of one rank as it is read back: its manifest together with its layout."""
+"""A commit of one rank as recovery and inspection read it: a manifest with its layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Commit:
     """A manifest and the layout that it names.
 
     Raises:
-        CorruptionError: they do not fit together.
+        CorruptionError: the manifest does not fit the layout.
     """
 
     manifest: Manifest
@@ -80,10 +80,10 @@ class Commit:
 
 
 def load_commit(storage: Storage, manifest: Manifest) -> Commit:
-    """Return a commit of a rank whose storage this is.
+    """Return a commit, given its manifest and the storage of its rank.
 
     Raises:
-        CorruptionError: its layout is missing or damaged.
+        CorruptionError: the layout is missing or damaged.
         RunDirectoryError: another version wrote the layout.
     """
     return Commit(manifest=manifest, layout=load_layout(storage, manifest.layout))

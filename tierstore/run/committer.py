@@ -297,7 +297,7 @@ class Committer(Progress):
         if self._layout is None or len(self._layout.groups) < self.groups_written:
             count = self.groups_written
             written = [page for page in pages if page.subgroup.group < count]
-            self._layout = RankLayout.of_pages(specs_of(groups[:count]), written)
+            self._layout = RankLayout.from_pages(specs_of(groups[:count]), written)
             self._layout_data = self._layout.to_bytes()
         return self._layout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -38,9 +39,9 @@ def open_directories(
     Args:
         directories: one or more, in any order; made if absent.
         rank: the rank.
-        engine: of all directories; see open_storage().
-        page_bytes: about how large pages are, to measure the directories of a new run.
-        overwrite: whether everything in the directories is going to be removed.
+        engine: engine of all directories; see open_storage().
+        page_bytes: approximate size of pages, to measure the directories of a new run.
+        overwrite: whether the caller is going to remove everything in the directories.
 
     Raises:
         RunDirectoryError: a directory cannot be used, is missing, or is given twice.
@@ -54,7 +55,7 @@ def open_directories(
     if absent and striped and not overwrite:
         raise RunDirectoryError(
             f"{absent[0]} is missing, and {striped[0]} is of a run that is striped over several "
-            "directories: name those where they are now, and mount the disks that they are on"
+            "directories: name the directories where they are now, and mount their disks"
         )
     with contextlib.ExitStack() as opened:
         parts: list[Storage] = []
@@ -72,7 +73,7 @@ def open_directories(
 def open_run_directory(directory: Path, rank: int) -> Storage:
     """Open the files of one rank of an existing run, given the first of its directories.
 
-    The other directories of a striped run are where they were when they were last used.
+    The other directories of a striped run must be where they were when the run was last opened.
 
     Raises:
         RunDirectoryError: a directory cannot be used, or is not of the run.
@@ -91,7 +92,7 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
 
 
 def striping_in(folder: Path) -> Striping | None:
-    """Return how the run with this directory of a rank is striped; None if it is not."""
+    """Return the striping of the run with this directory of a rank, or None."""
     path = folder / STRIPING_NAME
     return Striping.from_bytes(get_file(path), str(path)) if path.exists() else None
 
@@ -104,14 +105,17 @@ def whole_run(
     first_rank: int = 0,
     overwrite: bool = False,
 ) -> Iterator[dict[int, Storage]]:
-    """Open and lock what all ranks have in the directories of a run; yield it by rank, in order.
+    """Open and lock the files of all ranks in the directories of a run.
 
     Args:
-        directories: of the run, in order.
-        find_others: open a run of several directories given its first one; see
+        directories: the directories of the run, in order.
+        find_others: open a run of several directories given the first directory; see
             open_run_directory().
         first_rank: the first rank to open.
-        overwrite: whether everything in the directories is going to be removed.
+        overwrite: whether the caller is going to remove everything in the directories.
+
+    Yields:
+        Rank -> storage, in order of rank.
 
     Raises:
         RunDirectoryError, RunLockedError, StorageError, CorruptionError: a directory cannot be
@@ -121,7 +125,6 @@ def whole_run(
     with contextlib.ExitStack() as opened:
         storages = {}
         for rank in sorted(rank for rank in ranks if rank is not None and rank >= first_rank):
-            rank_directory(directories[0], rank)
             if find_others:
                 storages[rank] = open_run_directory(directories[0], rank)
             else:
@@ -134,21 +137,15 @@ def whole_run(
 
 
 def _compare(paths: Sequence[Path]) -> None:
-    """Refuse a directory that is given twice under any names; log two on one device."""
-    seen: dict[tuple[int, int], Path] = {}
-    devices: dict[int, Path] = {}
-    for path in paths:
-        status = path.stat()
-        other = seen.setdefault((status.st_dev, status.st_ino), path)
-        if other is not path:
+    """Refuse a directory that is given twice under any names; log directories on one device."""
+    for other, path in itertools.combinations(paths, 2):
+        if other.samefile(path):
             raise RunDirectoryError(
-                f"{other} and {path} are one and the same directory: name each once"
+                f"{other} and {path} are one and the same directory: name every directory once"
             )
-        other = devices.setdefault(status.st_dev, path)
-        if other is not path:
-            logger.info(
-                "%s and %s are on one device: striping over both gains nothing", other, path
-            )
+        if other.stat().st_dev == path.stat().st_dev:
+            message = "%s and %s are on one device: striping over both gains nothing"
+            logger.info(message, other, path)
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
@@ -175,7 +172,7 @@ def rank_directory(directory: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def looking_into(directory: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a RunDirectoryError that says what to do."""
+    """Turn an OSError of the block into a RunDirectoryError with advice."""
     try:
         yield
     except OSError as error:
@@ -188,10 +185,9 @@ def looking_into(directory: Path) -> Iterator[None]:
 def _check_empty(directory: Path) -> None:
     # Listed once, because other ranks may add their folders meanwhile.
     names = sorted(entry.name for entry in directory.iterdir())
-    if any(folder_rank(name) is not None for name in names):
-        return  # It is a run directory already.
+    is_run = any(folder_rank(name) is not None for name in names)
     unknown = [name for name in names if name not in ("lost+found", RESHARDED_NAME)]
-    if unknown:
+    if unknown and not is_run:
         raise RunDirectoryError(
             f"{directory} holds no tierstore run but other files ({', '.join(unknown[:3])}"
             f"{', ...' if len(unknown) > 3 else ''}): name an empty or a new directory"

@@ -13,30 +13,30 @@ IDENTITY_NAME = "run.json"
 """The identity of a run."""
 
 DIRTY_NAME = "dirty"
-"""A mark: the only file of each page is being overwritten."""
+"""Dirty mark: the only slot of each page is being overwritten."""
 
 STRIPING_NAME = "striping.json"
-"""How the pages of a rank are striped over several directories."""
+"""The striping of the pages of a rank over several directories."""
 
 CLEAN_NAME = "clean"
-"""A mark: the run was closed after its newest commit, and nothing was in flight."""
+"""Clean mark: the run was closed after its newest commit, with nothing in flight."""
 
 RESHARDED_NAME = "resharded"
-"""In a run directory: the checkpoint that a run on another number of ranks begins from, until the
-new run has a commit. No other checkpoint may have this name."""
+"""In a run directory: the checkpoint that a run on another number of ranks begins from. It exists
+until the new run has a commit. No other checkpoint may have this name."""
 
 MANIFEST_PATTERN = r"commit-(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
 
 LAYOUT_PATTERN = r"layout-([0-9a-f]{32})"
 
 METADATA_NAME = ".metadata"
-"""In a checkpoint: the file that DCP reads first. It says where each tensor is."""
+"""In a checkpoint: the file that DCP reads first, with the place of each tensor."""
 
 MARKER_NAME = "tierstore.json"
 """In a checkpoint: the run and step that were published, and all files with their checksums."""
 
 UNPAGED_NAME = "unpaged"
-"""In a checkpoint: everything that is not paged."""
+"""In a checkpoint: all tensors and values that are not paged."""
 
 Revision = tuple[int, int]
 """(step, n): the n-th commit of that step, counted from 1."""
@@ -82,26 +82,26 @@ def page_file(page: int, slot: str) -> str:
 
 
 def spare_file(page_file: str) -> str:
-    """Return the name of the file that will replace a page file that is shared."""
+    """Return the name of the spare file that will replace a shared page file."""
     return f"{page_file}.next"
 
 
 def page_number(name: str) -> int | None:
-    """Return the page that a slot, spare or partial copy belongs to; None for any other file."""
+    """Return the page number of a slot, spare or partial copy; None for any other file."""
     match = re.fullmatch(r"page-(\d+)\.[ab](\.next|\.copying-[0-9a-f]+)?", name)
     return int(match[1]) if match else None
 
 
 def published_manifest(rank: int) -> str:
-    """Return the name that the manifest of a rank has in a checkpoint."""
+    """Return the name of the manifest of a rank in a checkpoint."""
     return f"{rank_folder(rank)}.commit"
 
 
 def published_layout(rank: int) -> str:
-    """Return the name that the layout of a rank has in a checkpoint."""
+    """Return the name of the layout of a rank in a checkpoint."""
     return f"{rank_folder(rank)}.layout"
 
 
 def published_page(rank: int, page: int) -> str:
-    """Return the name that a page file of a rank has in a checkpoint."""
+    """Return the name of a page file of a rank in a checkpoint."""
     return f"{rank_folder(rank)}.page-{page:06d}"

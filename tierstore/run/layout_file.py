@@ -1,4 +1,4 @@
-"""The layout file of a rank: its parameters, and which chunks of them lie in which page."""
+"""The layout file of a rank: its parameters, and the chunks in each page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.storage.base import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """What lies in the pages of one rank. Many commits have the same layout.
+    """The content of the pages of one rank. Many commits have the same layout.
 
     The file is named by the checksum of its content, and a manifest names the file.
     """
@@ -33,7 +33,7 @@ class RankLayout:
     """Digest of the place of each record in each page."""
 
     @classmethod
-    def of_pages(
+    def from_pages(
         cls, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]
     ) -> Self:
         """Describe the pages of one rank, of parameters in these groups."""
@@ -95,8 +95,8 @@ def load_layout(storage: Storage, digest: str) -> RankLayout:
     """Return a layout that a manifest of this rank names.
 
     Raises:
-        CorruptionError: it is missing, or not what was written.
-        RunDirectoryError: another version wrote it.
+        CorruptionError: the layout is missing, or not what was written.
+        RunDirectoryError: another version wrote the layout.
     """
     name = layout_name(digest)
     where = f"{storage.location}/{name}"

@@ -20,9 +20,9 @@ _storages_in_use: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 
 def abandon_in_children(storage: Storage) -> None:
-    """Have every child forked from now on drop the descriptors of a storage.
+    """Drop the descriptors of a storage in every child that is forked from now on.
 
-    A child that kept them would keep the lock of a parent that was killed.
+    Otherwise a child would hold the lock of a killed parent.
     """
     _storages_in_use.add(storage)
 
@@ -49,13 +49,13 @@ def open_committer(
     Args:
         storage: the rank's files.
         ranks: all ranks.
-        resume: continue the run that is there.
-        overwrite: delete the run that is there.
-        page_bytes: about how large a page of a new run is.
+        resume: continue the run in the directory.
+        overwrite: delete the run in the directory.
+        page_bytes: approximate size of the pages of a new run.
         commit_every: see Committer.
 
     Returns:
-        The committer; its ``committed`` is the commit to restore, None in a new run.
+        The committer; ``committed`` is the commit to restore, None in a new run.
 
     Raises:
         RunLockedError, RunDirectoryError, StorageError, PeerFailed: as open_run().
@@ -80,9 +80,9 @@ def open_run(
 
     Raises:
         RunLockedError: another process uses the directory.
-        RunDirectoryError: it holds a run and neither ``resume`` nor ``overwrite`` was
+        RunDirectoryError: the directory holds a run and neither ``resume`` nor ``overwrite`` was
             given, or a run that cannot be resumed.
-        PeerFailed: any of this on another rank.
+        PeerFailed: another rank raised.
     """
 
     def look() -> bool:
@@ -93,8 +93,8 @@ def open_run(
         if holds_work and not resume and not overwrite:
             state = f"committed at step {max(steps)}" if steps else "not committed"
             raise RunDirectoryError(
-                f"{storage.location} holds a run {state}: pass resume=True to go on with it, "
-                "or overwrite=True to delete it and start over"
+                f"{storage.location} holds a run {state}: pass resume=True to resume it, or "
+                "overwrite=True to delete it and start over"
             )
         return holds_work
 

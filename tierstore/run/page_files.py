@@ -110,7 +110,7 @@ def check_same_model(
         CorruptionError: the commit has another number of pages than its layout; or the commit is
             of another model, and the layout file is missing or damaged.
     """
-    attached = RankLayout.of_pages(specs_of(groups), pages)
+    attached = RankLayout.from_pages(specs_of(groups), pages)
     if checksum_of(attached.to_bytes()) == manifest.layout:
         if len(manifest.entries) != len(pages):
             raise CorruptionError(

@@ -62,12 +62,7 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
             )
     act = partial(_require_rank, found[peers.rank], storage, peers.rank)
     identity = together(peers, "check the identity", act)
-    for rank, other in enumerate(found):
-        if other is not None and other.run_id != identity.run_id:
-            raise RunDirectoryError(
-                f"{storage.location} belongs to run {identity.run_id}, but rank {rank} has "
-                f"run {other.run_id}: give each rank its own directory of one run"
-            )
+    _require_one_run(found, identity, storage)
     was_closed = all(agree(peers, "look for the mark", lambda: CLEAN_NAME in storage.list()))
     return identity, recover(storage, identity, peers), was_closed
 
@@ -95,15 +90,11 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
             f"of {first.world_size - len(ranks)} ranks are missing beside it: if they are on disks "
             "of other machines, publish from the job, with store.checkpoint()"
         )
-    commits = []
-    for rank, storage in enumerate(ranks):
-        identity = _require_rank(_identity_in(storage), storage, rank)
-        if (identity.run_id, identity.world_size) != (first.run_id, first.world_size):
-            raise RunDirectoryError(
-                f"{storage.location} is of another run than {storages[0].location}: bring the "
-                "directories of one run together"
-            )
-        commits.append(_RankCommits(storage, identity))
+    identities = [
+        _require_rank(_identity_in(storage), storage, rank) for rank, storage in enumerate(ranks)
+    ]
+    _require_one_run(identities, first, ranks[0])
+    commits = list(map(_RankCommits, ranks, identities))
     newest = _newest([rank_commits.read() for rank_commits in commits], ranks[0])
     if newest is None:
         raise RunDirectoryError(
@@ -139,6 +130,18 @@ def _require_rank(identity: RunIdentity | None, storage: Storage, rank: int) -> 
             f"{rank}: give each rank its own directory"
         )
     return identity
+
+
+def _require_one_run(
+    identities: Sequence[RunIdentity | None], identity: RunIdentity, storage: Storage
+) -> None:
+    """Check that all ranks have the run of one storage."""
+    for rank, other in enumerate(identities):
+        if other is not None and other.run_id != identity.run_id:
+            raise RunDirectoryError(
+                f"{storage.location} belongs to run {identity.run_id}, but rank {rank} has "
+                f"run {other.run_id}: give each rank its own directory of one run"
+            )
 
 
 def recover(storage: Storage, identity: RunIdentity, peers: Peers) -> Manifest | None:

@@ -37,7 +37,7 @@ Measure = Callable[[Sequence[Storage]], Sequence[float]]
 class StripedStorage(Storage):
     """A storage over several storages of one directory, its *parts*.
 
-    Parts that have a striping are used in its order, whatever the order of ``parts``. Other parts
+    Parts that have a striping are used in its order; ``parts`` may have any order. Other parts
     are measured, and striped when the first file is created. rename() and link() raise EXDEV if
     the names belong to different directories.
 

@@ -1,4 +1,4 @@
-"""Whether a store may be used: open, in its own process, between steps, not failed, restored."""
+"""Usability of a store: open, in its process, between steps, not failed, restored."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Usability:
     """The condition of one store, checked before every call.
 
     Args:
-        ranks: all ranks, to be told of failures.
-        has_directory: whether there is a commit, or will be, to go back to after a failure.
-            Without a directory this rank stays usable, as optimizers of PyTorch do; others fail.
-        awaits_restore: whether the directory holds a commit to be restored first.
+        ranks: all ranks; failures are published to them.
+        has_directory: whether restore() can go back to a commit after a failure. Without a
+            directory this rank stays usable, as optimizers of PyTorch do; the other ranks fail.
+        awaits_restore: whether the directory holds a commit that must be restored first.
     """
 
     def __init__(self, ranks: Ranks, *, has_directory: bool, awaits_restore: bool) -> None:
@@ -35,9 +35,9 @@ class Usability:
         self.awaits_restore = awaits_restore
         self.closed = False
         self.failure: BaseException | None = None
-        """The error that left parameters or pages between two steps."""
+        """The error that left parameters or pages in a mixture of two steps."""
         self.sweeping = False
-        """Whether a step is in progress, so that parameters and pages are of two steps."""
+        """Whether a step is in progress: parameters and pages are a mixture of two steps."""
 
     @property
     def is_forked(self) -> bool:
@@ -45,7 +45,7 @@ class Usability:
         return self._pid != os.getpid()
 
     def fail(self, error: BaseException) -> None:
-        """Refuse everything but restore() and close() from now on, and tell the other ranks."""
+        """Refuse everything but restore() and close() from now on, and fail the other ranks."""
         if self.has_directory:
             self.failure = error
             logger.error("the store failed: %r", error)
@@ -57,18 +57,15 @@ class Usability:
 
     @contextlib.contextmanager
     def failing(self, *, interrupts: bool) -> Iterator[None]:
-        """Fail the store if anything fails in the block.
+        """Fail the store if the block raises.
 
         Args:
-            interrupts: whether an interrupt in the block also leaves something half done.
+            interrupts: whether the store also fails at an interrupt in the block.
         """
         try:
             yield
-        except Exception as error:
-            self.fail(error)
-            raise
         except BaseException as error:
-            if interrupts:
+            if interrupts or isinstance(error, Exception):
                 self.fail(error)
             raise
 
@@ -76,14 +73,14 @@ class Usability:
         """Raise StoreClosedError unless the store is open in this process."""
         if self.is_forked:
             raise StoreClosedError(
-                "this process is a fork of the one that opened the store: use it there only"
+                "this process is a fork of the process that opened the store: use the store there"
             )
         if self.closed:
             raise StoreClosedError("the store is closed: open another")
         if self.sweeping:
             raise SweepError(
-                "a step is under way, and its pages are of two steps: call this after it. A "
-                "signal handler should only note the signal"
+                "a step is in progress, and its pages are of two steps: make this call after the "
+                "step. A signal handler should only note the signal"
             )
 
     def require_usable(self) -> None:
@@ -92,12 +89,12 @@ class Usability:
         if self.failure is not None:
             raise StoreFailedError(
                 f"the store failed: {self.failure!r}. restore() goes back to the last commit, "
-                "if there is one, unless several ranks share the parameters: then start the job "
-                "again with resume=True. Nothing else works but close()"
+                "if one exists, unless several ranks share the parameters: then start the job "
+                "again with resume=True. No other call works but close()"
             ) from self.failure
 
     def require_restored(self) -> None:
-        """Raise as require_usable(), or RunDirectoryError if a commit is to be restored first."""
+        """Raise as require_usable(), or RunDirectoryError if a commit must be restored first."""
         self.require_usable()
         if self.awaits_restore:
             raise RunDirectoryError(
