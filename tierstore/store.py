@@ -35,7 +35,7 @@ from tierstore.paging.whole_states import (
 )
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, together
-from tierstore.run.commit import Commit, CommittedPage
+from tierstore.run.commit import Commit
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import open_committer
@@ -441,8 +441,8 @@ class TierStore:
             CorruptionError: a copied page is not what was committed. Nothing is left of the
                 checkpoint.
         """
+        from tierstore.checkpoint import page_links
         from tierstore.checkpoint.model_contents import contents_of
-        from tierstore.checkpoint.page_links import RankCommit
         from tierstore.checkpoint.publish import Committed, publish
 
         self._usability.require_restored()
@@ -450,22 +450,16 @@ class TierStore:
         self._finish_publication()
         self.synchronize()
         manifest, table = committer.committed, self._table
-        commits = []
+        page_files = []
         if manifest is not None:
-            layouts = [page.layout for page in table.pages]
-            commit = RankCommit(
-                storage=committer.storage,
-                commit=Commit(manifest=manifest, layout=committer.layout(table.groups, layouts)),
-                pages=[
-                    CommittedPage(number=number, entry=entry, layout=layouts[number])
-                    for number, entry in manifest.entries.items()
-                ],
-                provide_spares=committer.provide_spares,
+            layout = committer.layout(table.groups, [page.layout for page in table.pages])
+            commit = Commit(manifest=manifest, layout=layout)
+            page_files.append(
+                page_links.PageFiles(committer.storage, commit, committer.provide_spares)
             )
-            commits.append(commit)
         committed = Committed(
             peers=self._ranks,
-            commits=commits,
+            page_files=page_files,
             contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
             model_prefix=model_prefix,
         )

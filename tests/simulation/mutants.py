@@ -377,8 +377,8 @@ _take_name = publish._Publishing._take_name
 
 def _retained_first(self: Any) -> None:
     """Remove what is too much before the new one is there to take its place."""
-    if self._call.keep_last is not None:
-        retention.retain(self._call.folder, self._manifest.run_id, "", self._call.keep_last)
+    if self._keep_last is not None:
+        retention.retain(self._directory.folder, self._manifest.run_id, "", self._keep_last)
     _take_name(self)
 
 

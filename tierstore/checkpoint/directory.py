@@ -84,7 +84,7 @@ class CheckpointDirectory:
 
     def is_visible(self) -> bool:
         """Return whether this rank sees the directory, whoever made it."""
-        return self.child in self.folder.children()
+        return self.made_here or self.child in self.folder.children()
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file, durably but for its name."""

@@ -13,15 +13,16 @@ import secrets
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import xxhash
 
 from tierstore.checkpoint.dcp_writer import checkpoint_metadata
 from tierstore.checkpoint.directory import CheckpointDirectory
-from tierstore.checkpoint.model_contents import ModelContents, Names
-from tierstore.checkpoint.page_links import PageFiles, RankCommit
+from tierstore.checkpoint.model_contents import ModelContents
+from tierstore.checkpoint.page_links import PageFiles
 from tierstore.checkpoint.parts import Parts
 from tierstore.checkpoint.publication import Publication
 from tierstore.errors import CheckpointError, RunDirectoryError
@@ -44,25 +45,19 @@ logger = logging.getLogger("tierstore")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What one process publishes: a commit, and the names of the model."""
+    """The commit that one process publishes, and the names of the model."""
 
     peers: Peers
     """The processes that publish it together."""
-    commits: Sequence[RankCommit]
+    page_files: Sequence[PageFiles]
     """The commit of one rank, or of all ranks if one process has the files of all. Empty if
     nothing was committed, which is refused."""
     contents: Callable[[], ModelContents]
-    """Returns what of the model is not paged, and all names."""
+    """Returns the values of the model that are not paged, and all names."""
     model_prefix: str
     """Prefix of the names of the model: ends in a dot, or is empty."""
     for_reshard: bool = False
     """Whether reshard=True begins from the checkpoint; only then it may have RESHARDED_NAME."""
-
-    def __post_init__(self) -> None:
-        if self.model_prefix and not re.fullmatch(r"[^.]+\.", self.model_prefix):
-            raise ValueError(
-                f'model_prefix must be a name and a dot, or "", got {self.model_prefix!r}'
-            )
 
 
 def publish(
@@ -79,10 +74,10 @@ def publish(
     in the background if there is one rank and its filesystem has links, else before this returns.
 
     Args:
-        committed: what to publish.
+        committed: the commit.
         path: the directory; absent or empty.
         keep_last: number of checkpoints of this run to keep beside it, with this one.
-        on_progress: called with the number of bytes that were copied, and that will be.
+        on_progress: called with the number of bytes that were copied, and of all bytes to copy.
         on_copying: called with a publication that continues in the background, whether this
             then returns it or is interrupted.
 
@@ -94,10 +89,12 @@ def publish(
         CorruptionError: a copied page is not what was committed. Nothing is left.
     """
     peers = committed.peers
-    call = together(
-        peers, "check the call of checkpoint()", lambda: _Call.checked(committed, path, keep_last)
+    publishing = together(
+        peers,
+        "check the call of checkpoint()",
+        lambda: _Publishing(committed, path, keep_last, on_progress),
     )
-    publishing = _Publishing(committed, call, peers.gather(call.sent), on_progress)
+    publishing.agree_on_call()
     try:
         publishing.make_directory()
         copying = any(agree(peers, "link pages", publishing.link_pages))
@@ -114,112 +111,91 @@ def publish(
     return publishing.publication
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """The checked arguments of publish() on one rank."""
+class _Publishing:
+    """One attempt to publish, on one rank.
 
-    path: str
-    name: str
-    """The last part of the path."""
-    folder: Folder
-    """The directory above it."""
-    contents: ModelContents
-    keep_last: int | None
-    token: str
-    """Distinguishes this attempt from others; all ranks use that of rank 0."""
+    Args:
+        committed: the commit.
+        path: the directory.
+        keep_last: as in publish().
+        on_progress: as in publish().
 
-    @classmethod
-    def checked(cls, committed: Committed, path: str, keep_last: int | None) -> Self:
-        """Check the arguments of publish() on this rank; raises what publish() does."""
+    Raises:
+        ValueError, CheckpointError: as publish(), for the arguments of this rank.
+    """
+
+    def __init__(
+        self,
+        committed: Committed,
+        path: str,
+        keep_last: int | None,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
         if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
             raise ValueError(f"keep_last must be at least 1, or None for all; got {keep_last!r}")
+        if committed.model_prefix and not re.fullmatch(r"[^.]+\.", committed.model_prefix):
+            raise ValueError(
+                f'model_prefix must be a name and a dot, or "", got {committed.model_prefix!r}'
+            )
         absolute = Path(path).absolute()  # Not abspath(): the system follows links before "..".
-        name = absolute.name
+        self._name = name = absolute.name
         is_reserved = name == RESHARDED_NAME and not committed.for_reshard
         if not name or name.startswith((".", "rank-")) or is_reserved:
             raise CheckpointError(
                 f"{path!r} cannot name a checkpoint: give a directory whose name is not "
                 f'"{RESHARDED_NAME}" and begins neither with a dot nor with "rank-"'
             )
-        if not committed.commits:
+        if not committed.page_files:
             raise CheckpointError("there is no step to publish yet: do one first")
-        contents = committed.contents()
+        self._peers = committed.peers
+        self._page_files = committed.page_files
+        self._contents = committed.contents()
+        self._model_prefix = committed.model_prefix
+        self._keep_last = keep_last
+        self._on_progress = on_progress
+        self._manifest = self._page_files[0].commit.manifest
         try:
-            folder = committed.commits[0].storage.folder(str(absolute.parent))
+            self._folder = self._page_files[0].storage.folder(str(absolute.parent))
         except RunDirectoryError as error:  # Here it is not a run directory.
             raise CheckpointError(str(error)) from error
-        return cls(
-            path=path,
-            name=name,
-            folder=folder,
-            contents=contents,
-            keep_last=keep_last,
-            token=secrets.token_hex(4),
-        )
-
-    @property
-    def sent(self) -> tuple[str, str, str]:
-        """What the other ranks need to know: token, name, and digest of the cut values."""
-        cut = xxhash.xxh3_128_hexdigest(repr(self.contents.cut).encode())
-        return self.token, self.name, cut
-
-
-class _Publishing:
-    """One attempt to publish, on one rank.
-
-    Args:
-        committed: what to publish.
-        call: where, checked.
-        calls: what every rank said of its call.
-        on_progress: as in publish().
-
-    Raises:
-        CheckpointError: the ranks want to publish different things.
-    """
-
-    def __init__(
-        self,
-        committed: Committed,
-        call: _Call,
-        calls: Sequence[tuple[str, str, str]],
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        token, name, cut = calls[0]
-        if any(other != name for _, other, _ in calls):
-            raise CheckpointError(
-                "all ranks must give the checkpoint one name, but they give "
-                f"{[other for _, other, _ in calls]}: pass the same path on each"
-            )
-        if any(other != cut for *_, other in calls):
-            raise CheckpointError(
-                "the ranks have different buffers or frozen parameters, or have them in another "
-                "order: give all ranks the same model"
-            )
-        self._committed = committed
-        self._peers = committed.peers
-        self._call = call
-        self._on_progress = on_progress
-        self._manifest = committed.commits[0].commit.manifest
-        self._directory = CheckpointDirectory(call.folder, name, self._manifest.run_id, token)
-        self._page_files = [PageFiles(commit, token) for commit in committed.commits]
         self._parts: Parts | None = None
         self._metadata = self._marker = b""
         self._copying = threading.Event()
         """Set when the background thread owns this attempt and the caller knows it."""
-        self.publication = Publication(call.path, self._manifest.step)
+        self.publication = Publication(path, self._manifest.step)
+
+    def agree_on_call(self) -> None:
+        """Check that all ranks publish the same, and agree on the name of this attempt.
+
+        Raises:
+            CheckpointError: the ranks give different names, or have different models.
+        """
+        cut = xxhash.xxh3_128_hexdigest(repr(self._contents.cut).encode())
+        calls = self._peers.gather((secrets.token_hex(4), self._name, cut))
+        tokens, names, cuts = zip(*calls, strict=True)
+        if len(set(names)) > 1:
+            raise CheckpointError(
+                f"all ranks must give the checkpoint one name, but they give {list(names)}: pass "
+                "the same path on each"
+            )
+        if len(set(cuts)) > 1:
+            raise CheckpointError(
+                "the ranks have different buffers or frozen parameters, or have them in another "
+                "order: give all ranks the same model"
+            )
+        self._token = tokens[0]
+        self._directory = CheckpointDirectory(
+            self._folder, self._name, self._manifest.run_id, self._token
+        )
 
     def make_directory(self) -> None:
         """Make the temporary directory; if some ranks do not see it, make one for them as well."""
+        sees = [False] * self._peers.world_size
         makers = 0
-        maker: int | None = 0
-        while maker is not None:
-            self._make_on(maker)
+        while not all(sees):
+            together(self._peers, "make the checkpoint directory", partial(self._make_on, sees))
+            sees = agree(self._peers, "list the checkpoint directory", self._directory.is_visible)
             makers += 1
-            sees = [True]
-            if self._peers.world_size > 1:
-                is_visible = self._directory.is_visible
-                sees = agree(self._peers, "list the checkpoint directory", is_visible)
-            maker = None if all(sees) else sees.index(False)
         if makers > 1:
             self._parts = Parts(self._peers, self._directory)
             if self._peers.rank == 0:
@@ -230,12 +206,10 @@ class _Publishing:
                     makers,
                 )
 
-    def _make_on(self, maker: int) -> None:
-        def make() -> None:
-            if self._peers.rank == maker:
-                self._directory.make()
-
-        together(self._peers, "make the checkpoint directory", make)
+    def _make_on(self, sees: Sequence[bool]) -> None:
+        """Make the directory on the first rank that does not see it."""
+        if self._peers.rank == sees.index(False):
+            self._directory.make()
 
     def link_pages(self) -> bool:
         """Link pages into the directory; return whether any must be copied."""
@@ -249,28 +223,27 @@ class _Publishing:
 
     def hold_pages(self) -> bool:
         """Link the pages to copy within the run; return whether that is possible."""
-        return all(files.hold() for files in self._page_files)
+        return all(files.hold(self._token) for files in self._page_files)
 
     def describe(self) -> None:
         """Write all files but the pages; afterwards the model may change."""
-        own = [commit.commit for commit in self._committed.commits]
+        commits = [files.commit for files in self._page_files]
         data: dict[str, bytes] = {}
-        for commit in own:
+        for commit in commits:
             data[published_manifest(commit.manifest.rank)] = commit.manifest.to_bytes()
             data[published_layout(commit.manifest.rank)] = commit.layout.to_bytes()
         digests = {name: _digest(content) for name, content in data.items()}
-        gathered = self._peers.gather((own, digests, self._call.contents.names))
-        commits = [commit for some, _, _ in gathered for commit in some]
-        digests = {name: digest for _, some, _ in gathered for name, digest in some.items()}
-        names = {name: found for _, _, some in gathered for name, found in some.items()}
+        gathered = self._peers.gather((commits, digests))
+        commits = [commit for some, _ in gathered for commit in some]
+        digests = {name: digest for _, some in gathered for name, digest in some.items()}
 
         def put() -> None:
-            values = self._call.contents.values()
+            values = self._contents.values()
             try:
                 for name, content in data.items():
                     self._directory.put(name, content)
                 if self._peers.rank == 0:
-                    self._describe(commits, digests, names, values)
+                    self._describe(commits, digests, values)
             finally:
                 for _ in values:  # All ranks gather the values together, to the last one.
                     pass
@@ -286,7 +259,7 @@ class _Publishing:
         if self._parts is None:
             on_rank_0(self._peers, "name the checkpoint", self._take_name)
         else:
-            self._parts.name(self._metadata, self._take_name, self._call.keep_last)
+            self._parts.name(self._metadata, self._take_name, self._keep_last)
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
         """Copy and finish in a thread, and return when that has begun."""
@@ -335,32 +308,25 @@ class _Publishing:
         self,
         commits: Sequence[Commit],
         digests: Mapping[str, dict[str, Any]],
-        names: Names,
         values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
         """Write what is not paged, and the marker; make the content of ``.metadata``."""
-        known = {some.commit.manifest.rank: some.pages for some in self._committed.commits}
-        pages = [known.get(commit.manifest.rank) or commit.pages() for commit in commits]
+        published = [(commit, commit.pages()) for commit in commits]
         unpaged = _UnpagedFile(self._directory.folder, self._directory.child)
         self._metadata = checkpoint_metadata(
-            list(zip(commits, pages, strict=True)),
-            names,
-            values,
-            self._committed.model_prefix,
-            unpaged.append,
+            published, self._contents.names, values, self._model_prefix, unpaged.append
         )
-        unpaged.flush()
         files = {
             published_page(commit.manifest.rank, page.number): {
                 "nbytes": page.layout.nbytes,
                 "xxh3_128": None,
             }
-            for commit, some in zip(commits, pages, strict=True)
-            for page in some
+            for commit, pages in published
+            for page in pages
         }
         files |= digests
         files[METADATA_NAME] = _digest(self._metadata)
-        files[UNPAGED_NAME] = unpaged.digest()
+        files[UNPAGED_NAME] = unpaged.finish()
         marker = {
             "run_id": self._manifest.run_id,
             "step": self._manifest.step,
@@ -375,7 +341,7 @@ class _Publishing:
         """Publish the directory of rank 0, and remove the oldest ones beside it."""
         self._directory.take_name(self._metadata)
         self._directory.keep()
-        self._directory.retain(self._call.keep_last)
+        self._directory.retain(self._keep_last)
 
 
 class _UnpagedFile:
@@ -396,12 +362,9 @@ class _UnpagedFile:
         self._nbytes += len(data)
         return offset
 
-    def flush(self) -> None:
-        """Make the file's data durable."""
+    def finish(self) -> dict[str, Any]:
+        """Make the file's data durable; return the entry of the file in the marker."""
         self._folder.flush(self._child, UNPAGED_NAME)
-
-    def digest(self) -> dict[str, Any]:
-        """Return the entry of the file in the marker."""
         return {"nbytes": self._nbytes, "xxh3_128": self._hash.hexdigest()}
 
 

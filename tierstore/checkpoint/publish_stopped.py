@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tierstore.checkpoint.model_contents import ModelContents, plain_names
-from tierstore.checkpoint.page_links import RankCommit
+from tierstore.checkpoint.model_contents import paged_contents
+from tierstore.checkpoint.page_links import PageFiles
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
 from tierstore.errors import CheckpointError, CorruptionError
@@ -58,21 +58,14 @@ def publish_whole(
     commits = [load_commit(storage, manifest) for storage, manifest in found]
     for fault in coverage_faults(commits):
         raise CorruptionError(f"{storages[0].location} and beside it: {fault.where} {fault.what}")
-    rank_commits = [
-        RankCommit(
-            storage=storage,
-            commit=commit,
-            pages=commit.pages(),
-            # The next job allocates them when it overwrites a page.
-            provide_spares=lambda names: None,
-        )
-        for (storage, _), commit in zip(found, commits, strict=True)
-    ]
-    names = plain_names([spec.name for group in commits[0].groups for spec in group])
+    names = [spec.name for group in commits[0].groups for spec in group]
     committed = Committed(
         peers=Alone(),
-        commits=rank_commits,
-        contents=lambda: ModelContents(names=names, unpaged={}),
+        # The next job allocates spares when it overwrites a page.
+        page_files=[
+            PageFiles(storage, commit) for (storage, _), commit in zip(found, commits, strict=True)
+        ],
+        contents=lambda: paged_contents(names),
         model_prefix="model.",
         for_reshard=for_reshard,
     )

@@ -1,8 +1,9 @@
-"""Coverage: do chunks hold every element of a tensor exactly once?"""
+"""Coverage: whether chunks hold every element of a tensor exactly once."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from tierstore.inspection.reader import Fault
@@ -49,11 +50,8 @@ def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     )
     open_chunks: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        open_chunks = [
-            other
-            for other in open_chunks
-            if other.offsets[along] + other.sizes[along] > chunk.offsets[along]
-        ]
+        start = chunk.offsets[along]
+        open_chunks = [c for c in open_chunks if c.offsets[along] + c.sizes[along] > start]
         for other in open_chunks:
             if _intersect(chunk, other):
                 return other, chunk
@@ -74,24 +72,30 @@ def _text(chunk: Chunk) -> str:
     return f"the chunk at {list(chunk.offsets)} of size {list(chunk.sizes)}"
 
 
+_COMMON_FIELDS = ("page_bytes", "dropped", "hyperparameters", "scalars")
+"""Fields of a manifest that are the same on all ranks."""
+
+
 def coverage_faults(commits: Sequence[Commit]) -> Iterator[Fault]:
     """Yield the faults of the chunks that the ranks committed together.
 
     Args:
-        commits: one commit of all ranks, each whole.
+        commits: the whole commits of one revision. If a rank is absent, which the caller
+            records, nothing is compared.
     """
+    if not commits or len(commits) != commits[0].manifest.world_size:
+        return
     first = commits[0]
     for other in commits[1:]:
-        for name in ("page_bytes", "dropped", "hyperparameters", "scalars"):
-            if getattr(other.manifest, name) != getattr(first.manifest, name):
-                yield _fault(other, f"has other {name} than rank {first.manifest.rank}")
-                return
+        one, two = first.manifest, other.manifest
+        differing = [name for name in _COMMON_FIELDS if getattr(one, name) != getattr(two, name)]
         if other.layout.groups != first.layout.groups:
-            yield _fault(other, f"has other groups than rank {first.manifest.rank}")
+            differing.append("groups")
+        if differing:
+            what = f"has other {differing[0]} than rank {one.rank}"
+            yield Fault(f"the commit of rank {two.rank}", what)
             return
-    chunks: dict[str, list[Chunk]] = {
-        spec.name: [] for group in first.layout.groups for spec in group
-    }
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for commit in commits:
         for page in commit.manifest.entries:
             for shard in commit.layout.subgroups[page].shards:
@@ -99,7 +103,3 @@ def coverage_faults(commits: Sequence[Commit]) -> Iterator[Fault]:
     for spec in (spec for group in first.groups for spec in group):
         for fault in tiling_faults(spec.shape, chunks[spec.name]):
             yield Fault(f"parameter {spec.name!r}", f"on all ranks together: {fault}")
-
-
-def _fault(commit: Commit, what: str) -> Fault:
-    return Fault(f"the commit of rank {commit.manifest.rank}", what)

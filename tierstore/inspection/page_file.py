@@ -1,4 +1,4 @@
-"""Check of one page file against its commit: length, checksums and framing."""
+"""Check of one page file against the commit: length, checksums and framing."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from tierstore.layout.records import (
     record_prefix,
     record_trailer,
 )
-from tierstore.run.checksums import block_fault
 from tierstore.run.commit import CommittedPage
 from tierstore.units import Extent
 
 _NAMED_MAX = 3
 
 
-def check_page(reader: Reader, name: str, run_id: str, page: CommittedPage) -> None:
+def check_page(reader: Reader, name: str, page: CommittedPage) -> None:
     """Record the faults of one page of a commit.
 
     Args:
         reader: of the directory.
         name: path of the page file for the reader.
-        run_id: the run.
         page: the page.
     """
     layout = page.layout
@@ -36,43 +34,33 @@ def check_page(reader: Reader, name: str, run_id: str, page: CommittedPage) -> N
         file.drop_cached()
         if file.nbytes != layout.nbytes:
             raise CorruptionError(f"has {file.nbytes} bytes, expected {layout.nbytes}")
-        if _check_blocks(reader, file, run_id, page):
+        if _check_blocks(reader, file, page):
             _check_framing(file, layout)
 
 
-def _check_blocks(reader: Reader, file: File, run_id: str, page: CommittedPage) -> bool:
+def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> bool:
     """Return whether every block can be read and has its checksum."""
-    layout, entry = page.layout, page.entry
+    blocks = page.layout.blocks
+    unreadable: list[str] = []
     changed: list[str] = []
-    readable = True
-    for index, block in enumerate(layout.blocks):
+    for index, block in enumerate(blocks):
         try:
-            data = file.piece(block.offset, block.nbytes)
+            fault = page.block_fault(index, file.piece(block.offset, block.nbytes))
         except CorruptionError as error:
-            reader.fault(file.name, f"{error}; {_affected(layout, block)}")
-            readable = False
+            unreadable.append(f"{error}; {_affected(page.layout, block)}")
         else:
-            fault = block_fault(
-                data,
-                entry.checksums,
-                index,
-                block,
-                run_id=run_id,
-                page=page.number,
-                step=entry.step,
-            )
             if fault is not None:
-                changed.append(f"{fault}; {_affected(layout, block)}")
+                changed.append(f"{fault}; {_affected(page.layout, block)}")
         reader.advance(block.nbytes)
-    for fault in changed[:_NAMED_MAX]:
+    for fault in (*unreadable, *changed[:_NAMED_MAX]):
         reader.fault(file.name, fault)
     if len(changed) > _NAMED_MAX:
         reader.fault(
             file.name,
-            f"{len(changed)} of its {len(layout.blocks)} blocks are not those written: the file "
-            "may be of an older step or of another page",
+            f"{len(changed)} of its {len(blocks)} blocks are not those written: the file may be "
+            "of an older step or of another page",
         )
-    return readable and not changed
+    return not unreadable and not changed
 
 
 def _affected(layout: PageLayout, block: Extent) -> str:

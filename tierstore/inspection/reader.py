@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -99,8 +101,8 @@ class Reader:
 
     Args:
         root: the directory.
-        on_progress: called with the number of bytes that were read, and that will be.
-        rank: number of this reader, of several that share the work.
+        on_progress: called with the number of bytes that were read, and of all bytes to read.
+        rank: number of this reader among the readers that share the work.
         world_size: number of readers.
     """
 
@@ -115,28 +117,23 @@ class Reader:
         self.root = root
         self.faults: list[Fault] = []
         self.notes: list[str] = []
+        """Facts that a user should know and that are not faults."""
         self._names: set[str] = set()
         self._allowed: set[str] = set()
         self.bytes_done = 0
-        """Bytes that were read, or given up, of those that expect() counted."""
+        """Bytes that were read or given up, of the bytes that expect() announced."""
         self._bytes_total = 0
         self._on_progress = on_progress
-        self._buffer: memoryview | None = None
-        self._rank = rank
-        self._world_size = world_size
-        self._items = 0
+        self._turns = itertools.cycle(number == rank for number in range(world_size))
 
     def takes_next(self) -> bool:
         """Return whether this reader takes the next item; items are dealt in turn."""
-        self._items += 1
-        return (self._items - 1) % self._world_size == self._rank
+        return next(self._turns)
 
-    @property
+    @cached_property
     def buffer(self) -> memoryview:
         """BLOCK_BYTES of memory to read into."""
-        if self._buffer is None:
-            self._buffer = memoryview(bytearray(BLOCK_BYTES))
-        return self._buffer
+        return memoryview(bytearray(BLOCK_BYTES))
 
     @property
     def files(self) -> int:
@@ -147,12 +144,8 @@ class Reader:
         """Record a fault; see Fault."""
         self.faults.append(Fault(where, what))
 
-    def note(self, what: str) -> None:
-        """Record what a user should know and is not a fault."""
-        self.notes.append(what)
-
     def expect(self, nbytes: int) -> None:
-        """Add to the number of bytes that will be read."""
+        """Add to the number of bytes to read."""
         self._bytes_total += nbytes
 
     def advance(self, nbytes: int) -> None:
@@ -163,7 +156,7 @@ class Reader:
 
     @contextlib.contextmanager
     def advancing(self, nbytes: int) -> Iterator[None]:
-        """Count a number of bytes as read after the block, however many it read."""
+        """Count ``nbytes`` as read after the block, even if the block read fewer bytes."""
         bytes_done = self.bytes_done + nbytes
         try:
             yield
@@ -249,7 +242,7 @@ class Reader:
             return file.read(0, file.nbytes)
 
     def parse(self, name: str, parse: Callable[[bytes, str], T]) -> T:
-        """Return what ``parse`` makes of the content and the name of a sealed file.
+        """Return ``parse(content, name)`` of a sealed file.
 
         Raises:
             CorruptionError: it is damaged or of another version; or as in open().

@@ -1,19 +1,18 @@
-"""The commits of a run or a checkpoint, read without a store and without changing any."""
+"""Reading of the commits of a run or a checkpoint, without a store and without any change."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
-from tierstore.run.commit import Commit
+from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import (
     IDENTITY_NAME,
     MARKER_NAME,
@@ -35,36 +34,37 @@ from tierstore.storage.checks import LOCK_NAME
 from tierstore.storage.paths import OPEN_FLAGS
 
 _STATE_BYTES_MAX = 2**50
-"""Larger than any state; a larger number is not taken seriously."""
+"""A larger number of bytes is damage: no state has as many."""
 
-_RANKS_MAX = 10**5
+RANKS_MAX = 10**5
+"""A larger number of ranks is damage."""
 
 
 @dataclass(slots=True)
 class Rank:
-    """What the folder of one rank of a run holds."""
+    """The content of the folder of one rank of a run."""
 
     rank: int
     folder: str
     identity: RunIdentity | None = None
     manifests: dict[Revision, Manifest] = field(default_factory=dict)
-    """The manifests that are whole."""
+    """Revision -> manifest, of the manifests that are whole."""
     names: Sequence[str] = ()
     """Names of everything in the folder."""
     striping: Striping | None = None
-    """The striping of its pages over several directories, if there is one."""
+    """The striping of the pages over several directories, if there is one."""
     page_folders: Sequence[str | None] = ()
     """The folder of each page of one round; None for a folder that cannot be read."""
 
-    def page_path(self, page: int, slot: str) -> str | None:
-        """Return the path of a page file for a Reader; None if its folder cannot be read."""
-        folder = self.page_folders[page % len(self.page_folders)]
-        return None if folder is None else f"{folder}/{page_file(page, slot)}"
+    def path(self, page: CommittedPage) -> str | None:
+        """Return the path of a page file for a Reader; None if the folder cannot be read."""
+        folder = self.page_folders[page.number % len(self.page_folders)]
+        return folder and f"{folder}/{page_file(page.number, page.entry.slot)}"
 
     @property
     def commits(self) -> dict[str, Revision]:
         """Name -> revision of each manifest, whole or not."""
-        return commits_in(self.names)
+        return {name: revision for name in self.names if (revision := manifest_revision(name))}
 
     @property
     def holds_run(self) -> bool:
@@ -72,13 +72,8 @@ class Rank:
         return IDENTITY_NAME in self.names or bool(self.commits)
 
 
-def commits_in(names: Iterable[str]) -> dict[str, Revision]:
-    """Return the names of manifests, with their revisions."""
-    return {name: revision for name in names if (revision := manifest_revision(name))}
-
-
 def read_ranks(reader: Reader) -> list[Rank]:
-    """Return what the folder of each rank of a run holds; record every file with a fault.
+    """Return the content of the folder of each rank of a run; record every file with a fault.
 
     Raises:
         CheckpointError: the directory is not the first one of a run; the message names that.
@@ -104,7 +99,7 @@ def read_ranks(reader: Reader) -> list[Rank]:
 
 
 def _read_striping(reader: Reader, rank: Rank) -> None:
-    """Find the folders that the pages of a rank are striped over, and allow to read them."""
+    """Find the folders that the pages of a rank are striped over, and allow reads of them."""
     path = f"{rank.folder}/{STRIPING_NAME}"
     rank.page_folders = [None]
     with reader.record_faults(path):
@@ -118,14 +113,16 @@ def _read_striping(reader: Reader, rank: Rank) -> None:
             f"{len(rank.striping.directories)} directories: name the first, "
             f"{os.path.dirname(first)}"
         )
-    folders: list[str | None] = [rank.folder]
-    for index, directory in enumerate(others, start=1):
-        folders.append(_allowed(reader, directory, rank.striping.striping_id, index))
+    striping_id = rank.striping.striping_id
+    folders = [
+        rank.folder,
+        *(_allowed(reader, other, striping_id, n) for n, other in enumerate(others, start=1)),
+    ]
     rank.page_folders = [folders[index] for index in stripe(rank.striping.weights)]
 
 
 def _allowed(reader: Reader, directory: str, striping_id: str, index: int) -> str | None:
-    """Return a further directory that is of the same striping; else record why it is not used."""
+    """Return a further directory of the same striping; else record a fault and return None."""
     with reader.record_faults(directory):
         reader.allow(directory)
         path = f"{directory}/{STRIPING_NAME}"
@@ -134,7 +131,7 @@ def _allowed(reader: Reader, directory: str, striping_id: str, index: int) -> st
             if (found.striping_id, found.index) == (striping_id, index):
                 return directory
             raise CorruptionError("is of another run, or of another directory of this one")
-    reader.note(f"pages of the run are striped over {directory}, which could not be read")
+    reader.notes.append(f"pages of the run are striped over {directory}, which could not be read")
     return None
 
 
@@ -160,12 +157,12 @@ def _read_rank(reader: Reader, rank: Rank) -> None:
 def read_commits(
     reader: Reader, manifests: Sequence[Manifest], layouts: Sequence[str]
 ) -> list[Commit]:
-    """Return the commits of the ranks whose layout is whole; record every other layout.
+    """Return the commits whose layout is whole; record every other layout as a fault.
 
     Args:
         reader: of the run or checkpoint.
-        manifests: of one commit, by rank.
-        layouts: the name of the layout file of each rank.
+        manifests: manifests of one commit, by rank.
+        layouts: the path of the layout file of each rank.
     """
     commits = []
     for manifest, path in zip(manifests, layouts, strict=True):
@@ -178,10 +175,11 @@ def read_commits(
 
 def _require_size(layout: RankLayout) -> None:
     """Refuse sizes that would take forever to lay out."""
-    shards = (shard for page in layout.subgroups for shard in page.shards)
     nbytes = sum(
-        shard.parameter.element_bytes * sum(chunk.numel for chunk in shard.chunks)
-        for shard in shards
+        shard.parameter.element_bytes * chunk.numel
+        for page in layout.subgroups
+        for shard in page.shards
+        for chunk in shard.chunks
     )
     if nbytes > _STATE_BYTES_MAX:
         raise CorruptionError("has a right checksum but more in its pages than there can be")
@@ -209,39 +207,45 @@ def read_marker(reader: Reader) -> Mapping[str, Any]:
 
 
 def read_published(
-    reader: Reader, names: Sequence[str], marker: Mapping[str, Any] | None
-) -> list[Commit]:
-    """Return the commits of all ranks whose files are whole, and of one commit.
+    reader: Reader, names: Sequence[str]
+) -> tuple[Mapping[str, Any] | None, list[Commit]]:
+    """Return the marker of a published checkpoint, and the commits of all ranks.
 
     Args:
-        reader: of the checkpoint; records every other file as a fault.
-        names: of everything in the checkpoint.
-        marker: from read_marker(); None if that is not whole.
+        reader: of the checkpoint. Every file that is not whole, or not of the commit, is
+            recorded as a fault and left out.
+        names: the names of all files of the checkpoint.
     """
+    marker: Mapping[str, Any] | None = None
+    with reader.record_faults(MARKER_NAME):
+        marker = read_marker(reader)
+    world_size = sum(name.endswith(".commit") for name in names)
     if marker is not None:
-        ranks = range(min(marker["world_size"], _RANKS_MAX))
-    else:
-        ranks = range(sum(re.fullmatch(r"rank-\d{5}\.commit", name) is not None for name in names))
+        world_size = marker["world_size"]
     manifests: list[Manifest] = []
-    for rank in ranks:
+    for rank in range(min(world_size, RANKS_MAX)):
         name = published_manifest(rank)
         with reader.record_faults(name):
             manifest = reader.parse(name, Manifest.from_bytes)
-            commit = (manifest.run_id, manifest.world_size, *manifest.revision, manifest.attempt)
-            first = manifests[0] if manifests else manifest
-            run_id, world_size, step = first.run_id, first.world_size, first.step
+            expected = replace(manifests[0] if manifests else manifest, rank=rank)
             if marker is not None:
-                run_id, world_size, step = (marker[k] for k in ("run_id", "world_size", "step"))
-            expected = (run_id, world_size, step, first.number, first.attempt)
-            if manifest.rank != rank or commit != expected:
+                common = {key: marker[key] for key in ("run_id", "world_size", "step")}
+                expected = replace(expected, **common)
+            if _commit_text(manifest) != _commit_text(expected):
                 raise CorruptionError(
-                    f"is of rank {manifest.rank} of {manifest.world_size}, step {manifest.step} "
-                    f"of run {manifest.run_id}, attempt {manifest.attempt}; expected rank {rank} "
-                    f"of {world_size}, step {step} of run {run_id}, attempt {first.attempt}"
+                    f"is of {_commit_text(manifest)}; expected {_commit_text(expected)}"
                 )
             manifests.append(manifest)
     layouts = [published_layout(manifest.rank) for manifest in manifests]
-    return read_commits(reader, manifests, layouts)
+    return marker, read_commits(reader, manifests, layouts)
+
+
+def _commit_text(manifest: Manifest) -> str:
+    """Return the rank and the commit of a manifest, as text."""
+    return (
+        f"rank {manifest.rank} of {manifest.world_size}, commit {manifest.number} of step "
+        f"{manifest.step} of run {manifest.run_id}, attempt {manifest.attempt}"
+    )
 
 
 def newest_commit(ranks: Sequence[Rank]) -> Revision | None:

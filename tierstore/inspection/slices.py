@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import pickle
+import re
 import struct
 import sys
 import zipfile
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from tierstore.errors import CorruptionError
 from tierstore.inspection.coverage import tiling_faults
@@ -34,22 +32,22 @@ from tierstore.layout.records import (
 from tierstore.units import format_bytes
 
 _READ_BYTES = 2**20
+_UNKNOWN_CLASS = re.compile("Unsupported|WeightsUnpickler error: Trying")
 
 
 class _Expected(NamedTuple):
-    """What a slice should hold: a tensor, or any object if ``dtype`` is None."""
+    """The expected content of a slice: a tensor, or any object if ``dtype`` is None."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype | None
 
 
-@dataclass(slots=True)
-class _Slice:
-    """A range of a file, and what it should hold, with the first key that needs it."""
+class _Slice(NamedTuple):
+    """A range of a file."""
 
+    name: str
     offset: int
     nbytes: int
-    expected: dict[_Expected, str] = field(default_factory=dict)
 
 
 class Slices:
@@ -57,14 +55,15 @@ class Slices:
 
     Args:
         reader: of the checkpoint's directory; records every fault.
-        metadata: what ``.metadata`` holds.
+        metadata: the content of ``.metadata``.
     """
 
     def __init__(self, reader: Reader, metadata: Metadata) -> None:
         self._reader = reader
         self._metadata = metadata
-        self._slices: dict[str, dict[tuple[int, int], _Slice]] = {}
-        self._starts: dict[tuple[str, int, int, _Expected], int | None] = {}
+        self._expected: dict[_Slice, dict[_Expected, str]] = defaultdict(dict)
+        """Slice -> its expected contents -> the first key that needs the content."""
+        self._starts: dict[tuple[_Slice, _Expected], int | None] = {}
         self._unread = 0
         self._transformed = 0
         for key, item in metadata.state_dict_metadata.items():
@@ -72,15 +71,13 @@ class Slices:
                 self._add_tensor(key, item)
             else:
                 self._add(key, MetadataIndex(key), _Expected((), None))
-        for name, slices in self._slices.items():
-            self._slices[name] = {
-                extent: piece for extent, piece in slices.items() if reader.takes_next()
-            }
+        self._taken = sorted(piece for piece in self._expected if reader.takes_next())
+        """The slices that this reader checks."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slices that this reader takes, each counted once."""
-        return sum(piece.nbytes for file in self._slices.values() for piece in file.values())
+        """Bytes of all slices that this reader checks; bytes that several keys share count once."""
+        return sum(piece.nbytes for piece in self._taken)
 
     def check(self, *, whole: bool) -> None:
         """Check the slices of files without a known fault.
@@ -89,20 +86,22 @@ class Slices:
             whole: whether to read all data and compare it with the checksums of torch.save.
         """
         known = {fault.where for fault in self._reader.faults}
-        for name in sorted(name for name in self._slices.keys() - known if self._slices[name]):
+        for name, pieces in itertools.groupby(self._taken, key=lambda piece: piece.name):
+            if name in known:
+                continue
             with self._reader.record_faults(name), self._reader.open(name) as file:
                 if whole:
                     file.drop_cached()
-                for _, piece in sorted(self._slices[name].items()):
+                for piece in pieces:
                     with self._reader.advancing(piece.nbytes if whole else 0):
                         self._check_slice(file, piece, whole)
         if self._unread:
-            self._reader.note(
+            self._reader.notes.append(
                 f"{self._unread} values are of classes that only a full unpickling could make: "
                 "their checksums are right, and they were not unpickled"
             )
         if self._transformed:
-            self._reader.note(
+            self._reader.notes.append(
                 f"{self._transformed} slices are compressed or otherwise transformed: only their "
                 "extent was checked"
             )
@@ -112,7 +111,7 @@ class Slices:
     ) -> int | None:
         """Return the byte of a file at which the elements of a stored tensor begin.
 
-        Slices that check() did not read are checked now, once, but for their data.
+        Slices that check() did not read are checked now, once, except their data.
 
         Returns:
             None where the elements are not in row-major order as they are in memory.
@@ -122,12 +121,12 @@ class Slices:
         """
         if info.transform_descriptors:
             return None
+        piece = _Slice(file.name, info.offset, info.length)
         expected = _Expected(tuple(sizes), dtype)
-        key = (file.name, info.offset, info.length, expected)
-        if key not in self._starts:
-            piece = _Slice(info.offset, info.length)
-            self._starts[key] = _elements_start(file, piece, expected, whole=False)
-        return self._starts[key]
+        if (piece, expected) not in self._starts:
+            start = _elements_start(file, piece, expected, whole=False)
+            self._starts[piece, expected] = start
+        return self._starts[piece, expected]
 
     def _add_tensor(self, key: str, item: TensorStorageMetadata) -> None:
         chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
@@ -139,46 +138,37 @@ class Slices:
                 self._add(key, index, _Expected(chunk.sizes, item.properties.dtype))
 
     def _add(self, key: str, index: MetadataIndex, expected: _Expected) -> None:
-        storage_data: dict[MetadataIndex, _StorageInfo] = self._metadata.storage_data
-        info = storage_data.get(index)
+        info: _StorageInfo | None = self._metadata.storage_data.get(index)
         if info is None:
             chunk = "" if index.offset is None else f" of its chunk at {list(index.offset)}"
             self._reader.fault(key, f".metadata does not say in which file the data{chunk} is")
             return
-        extent = (info.offset, info.length)
-        slices = self._slices.setdefault(info.relative_path, {})
-        piece = slices.setdefault(extent, _Slice(*extent))
+        contents = self._expected[_Slice(info.relative_path, info.offset, info.length)]
         if info.transform_descriptors:
             self._transformed += 1
         else:
-            piece.expected.setdefault(expected, key)
+            contents.setdefault(expected, key)
 
     def _check_slice(self, file: File, piece: _Slice, whole: bool) -> None:
-        key = next(iter(piece.expected.values()), file.name)
+        contents = self._expected[piece]
         if not 0 <= piece.offset <= piece.offset + piece.nbytes <= file.nbytes:
             self._reader.fault(
-                key,
+                next(iter(contents.values()), file.name),
                 f"should be the {piece.nbytes} bytes at offset {piece.offset} of {file.name}, "
                 f"which has {file.nbytes}",
             )
             return
-        for expected, key in piece.expected.items():
+        for expected, key in contents.items():
             try:
-                if expected.dtype is None:
-                    self._check_object(file, piece, whole)
-                else:
-                    start = _elements_start(file, piece, expected, whole)
-                    self._starts[file.name, piece.offset, piece.nbytes, expected] = start
+                start = _elements_start(file, piece, expected, whole)
+                self._starts[piece, expected] = start
             except CorruptionError as error:
-                extent = f"{format_bytes(piece.nbytes)} at offset {piece.offset} of {file.name}"
-                self._reader.fault(key, f"the {extent}: {error}")
+                if isinstance(error, _UnknownClassError) and expected.dtype is None:
+                    self._unread += 1
+                else:
+                    extent = f"{format_bytes(piece.nbytes)} at offset {piece.offset}"
+                    self._reader.fault(key, f"the {extent} of {file.name}: {error}")
             whole = False  # The data was read.
-
-    def _check_object(self, file: File, piece: _Slice, whole: bool) -> None:
-        try:
-            _load(file, piece, whole)
-        except _UnknownClassError:
-            self._unread += 1
 
 
 def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
@@ -196,15 +186,17 @@ def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
 def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool) -> int | None:
     """Return where in the file the elements of a tensor begin, as elements_start() does.
 
+    Returns:
+        None for an object, too.
+
     Raises:
-        CorruptionError: the slice does not hold the expected tensor.
+        CorruptionError: the slice does not hold the expected content.
     """
     if _is_page_record(file, piece, expected):
         return piece.offset + RECORD_PREFIX_BYTES
-    try:
-        tensor, data_nbytes, start = _load(file, piece, whole)
-    except _UnknownClassError as error:
-        raise CorruptionError(f"cannot be read: {error}") from None
+    tensor, data_nbytes, start = _load(file, piece, whole)
+    if expected.dtype is None:
+        return None
     if not isinstance(tensor, torch.Tensor):
         raise CorruptionError("does not hold a tensor")
     if (tuple(tensor.shape), tensor.dtype) != expected:
@@ -217,28 +209,28 @@ def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool)
     return start if tensor.is_contiguous() and tensor.storage_offset() == 0 else None
 
 
-class _UnknownClassError(Exception):
+class _UnknownClassError(CorruptionError):
     """The object is of a class that torch.load(weights_only=True) does not make."""
 
 
 class _Loaded(NamedTuple):
-    """What torch.save wrote into a slice."""
+    """The content of a slice that torch.save wrote."""
 
     value: object
     """Tensors are on the meta device, without data."""
     data_nbytes: int
     """Bytes of data of all tensors."""
     data_start: int | None
-    """Where in the file the data begins, if it is of one storage and in the byte order of this
-    machine."""
+    """Where in the file the data begins; None unless the data is of one storage and in the byte
+    order of this machine."""
 
 
 def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
-    """Return what a slice holds.
+    """Return the content of a slice.
 
     Raises:
-        CorruptionError: it is not whole.
-        _UnknownClassError: it names a class that torch does not make from weights only.
+        CorruptionError: it is not whole; _UnknownClassError if it names a class that torch does
+            not make from weights only.
     """
     stream = _BoundedReader(_SliceStream(file, piece), _READ_BYTES)
     try:
@@ -251,13 +243,13 @@ def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
         return _Loaded(value, data_nbytes, data_start)
     except CorruptionError:
         raise
-    except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "WeightsUnpickler error: Trying" in str(error):
-            raise _UnknownClassError("it names a class that is not part of a tensor") from error
-        raise CorruptionError("cannot be read by torch.load(weights_only=True)") from error
     except zipfile.BadZipFile as error:
         raise CorruptionError(f"is not what torch.save wrote: {error}") from error
     except Exception as error:  # A damaged pickle or archive can make torch raise anything.
+        if isinstance(error, pickle.UnpicklingError) and _UNKNOWN_CLASS.search(str(error)):
+            raise _UnknownClassError(
+                "cannot be read: it names a class that is not part of a tensor"
+            ) from error
         raise CorruptionError(
             f"cannot be read by torch.load(weights_only=True): {type(error).__name__}"
         ) from error
@@ -318,8 +310,7 @@ class _SliceStream(io.RawIOBase):
 
     def __init__(self, file: File, piece: _Slice) -> None:
         self._file = file
-        self._offset = piece.offset
-        self._nbytes = piece.nbytes
+        self._piece = piece
         self._position = 0
 
     def readable(self) -> bool:
@@ -328,17 +319,17 @@ class _SliceStream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._piece.nbytes}[
+            whence
+        ]
         self._position = max(0, start + offset)
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = max(0, min(len(buffer), self._nbytes - self._position))
+        count = max(0, min(len(buffer), self._piece.nbytes - self._position))
         if count:
-            self._file.read_into(memoryview(buffer)[:count], self._offset + self._position)
+            start = self._piece.offset + self._position
+            self._file.read_into(memoryview(buffer)[:count], start)
         self._position += count
         return count

@@ -1,6 +1,6 @@
-"""Summary of a run or a checkpoint, from its manifests and ``.metadata`` alone.
+"""Summary of a run or a checkpoint, from manifests and ``.metadata`` alone.
 
-It can be made while the run is in use, because a manifest never changes.
+A summary can be made while the run is in use, because a manifest never changes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from tierstore.errors import CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import (
-    Rank,
     committed_in,
     holder_of,
     newest_commit,
-    read_marker,
     read_published,
     read_ranks,
 )
 from tierstore.inspection.verify import kind_of
-from tierstore.layout.parameters import ParameterSpec, dtype_name
+from tierstore.layout.parameters import dtype_name
 from tierstore.run.commit import Commit
-from tierstore.run.file_names import MARKER_NAME, METADATA_NAME, published_manifest
+from tierstore.run.file_names import METADATA_NAME
 
-# A run in use may remove the manifests that are being read, but never the last two.
+# A run in use may remove manifests that are being read, except the last two.
 _TRIES = 5
 
 
@@ -63,7 +61,7 @@ class TensorSummary:
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """What inspect() found."""
+    """The content of a run or a checkpoint."""
 
     path: str
     kind: str
@@ -77,7 +75,7 @@ class Summary:
     pages: int = 0
     """Number of pages of all ranks."""
     hyperparameters: Sequence[Mapping[str, Any]] = ()
-    """Of each group, as a commit has them: a tuple is {"$tuple": [...]}, and so on."""
+    """One dict for each group, in the form of manifests: a tuple is {"$tuple": [...]}."""
     parameters: list[ParameterSummary] = field(default_factory=list)
     state_bytes: dict[str, int] = field(default_factory=dict)
     """State -> bytes of all parameters together."""
@@ -97,15 +95,16 @@ class Summary:
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
-    """Return what a run directory or a checkpoint holds, published by tierstore or not.
+    """Return the content of a run directory or a checkpoint, published by tierstore or not.
 
     Raises:
         CheckpointError: ``path`` is neither, or this user may not read it.
-        CorruptionError: no file says what it holds; verify() names the faults.
-        StorageError: the disk cannot even list it.
+        CorruptionError: no file that describes the content is whole; verify() names the faults.
+        StorageError: the disk cannot list ``path``.
     """
     root = Path(path)
-    summary = _summarize_run(root) if kind_of(root) == "run" else _summarize_checkpoint(root)
+    kind = kind_of(root)
+    summary = _summarize_run(root) if kind == "run" else _summarize_checkpoint(root, kind)
     for directory in (root, *map(Path, summary.directories)):
         if directory == root or root not in directory.parents:
             _count_files(directory, summary)
@@ -113,12 +112,12 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
 
 
 def _summarize_run(root: Path) -> Summary:
-    ranks: list[Rank] = []
     for _ in range(_TRIES):
         reader = Reader(root)
         ranks = read_ranks(reader)
         newest = newest_commit(ranks)
-        if newest is not None or not any(rank.commits for rank in ranks):
+        has_commits = any(rank.commits for rank in ranks)
+        if newest is not None or not has_commits:
             break
     summary = Summary(
         path=str(root), kind="run", step=newest[0] if newest else None, in_use_by=holder_of(reader)
@@ -134,7 +133,7 @@ def _summarize_run(root: Path) -> Summary:
             summary.directories |= dict(zip(directories, shares, strict=True))
     if newest is not None:
         _add_commits(summary, committed_in(reader, ranks, newest))
-    elif any(rank.commits for rank in ranks):
+    elif has_commits:
         reader.fault(str(root), "has no commit that is whole on all ranks")
         _require_good(reader)
     else:
@@ -143,16 +142,12 @@ def _summarize_run(root: Path) -> Summary:
     return summary
 
 
-def _summarize_checkpoint(root: Path) -> Summary:
+def _summarize_checkpoint(root: Path, kind: str) -> Summary:
     reader = Reader(root)
-    names = reader.list()
-    summary = Summary(path=str(root), kind="plain checkpoint")
-    if MARKER_NAME in names or published_manifest(0) in names:
-        summary.kind = "checkpoint"
-        marker = None
-        with reader.record_faults(MARKER_NAME):
-            marker = read_marker(reader)
-        _add_commits(summary, read_published(reader, names, marker))
+    summary = Summary(path=str(root), kind=kind)
+    if kind == "checkpoint":
+        _, commits = read_published(reader, reader.list())
+        _add_commits(summary, commits)
     with reader.record_faults(METADATA_NAME):
         _add_metadata(summary, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
     if not summary.parameters and not summary.tensors and not summary.objects:
@@ -181,39 +176,34 @@ def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
     summary.hyperparameters = first.hyperparameters
     for number, group in enumerate(commits[0].groups):
         for spec in group:
-            summary.parameters.append(_parameter(number, spec))
+            summary.parameters.append(
+                ParameterSummary(
+                    group=number,
+                    name=spec.name,
+                    shape=spec.shape,
+                    dtype=dtype_name(spec.dtype),
+                    states={state: dtype_name(dtype) for state, dtype in spec.all_states},
+                    nbytes=spec.nbytes,
+                )
+            )
             for state, dtype in spec.all_states:
                 nbytes = math.prod(spec.shape) * dtype.itemsize
                 summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
 
 
-def _parameter(group: int, spec: ParameterSpec) -> ParameterSummary:
-    return ParameterSummary(
-        group=group,
-        name=spec.name,
-        shape=spec.shape,
-        dtype=dtype_name(spec.dtype),
-        states={state: dtype_name(dtype) for state, dtype in spec.all_states},
-        nbytes=spec.nbytes,
-    )
-
-
 def _add_metadata(summary: Summary, metadata: Metadata) -> None:
-    tensors = []
-    for key, item in metadata.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            dtype = item.properties.dtype
-            tensors.append(
-                TensorSummary(
-                    key=key,
-                    shape=tuple(item.size),
-                    dtype=dtype_name(dtype),
-                    chunks=len(item.chunks),
-                    nbytes=math.prod(item.size) * dtype.itemsize,
-                )
-            )
-    summary.tensors = tensors
-    summary.objects = len(metadata.state_dict_metadata) - len(tensors)
+    summary.tensors = [
+        TensorSummary(
+            key=key,
+            shape=tuple(item.size),
+            dtype=dtype_name(item.properties.dtype),
+            chunks=len(item.chunks),
+            nbytes=math.prod(item.size) * item.properties.dtype.itemsize,
+        )
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    ]
+    summary.objects = len(metadata.state_dict_metadata) - len(summary.tensors)
 
 
 def _count_files(root: Path, summary: Summary) -> None:

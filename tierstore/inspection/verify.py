@@ -1,7 +1,7 @@
 """Verification of a run or a checkpoint: every byte, every chunk and every path.
 
-Nothing is changed or executed, and a fault does not end the check. The checks of each kind are
-listed in docs/guide/commands.md.
+Nothing is changed or executed, and a fault does not end the check. docs/guide/commands.md lists
+the checks of each kind.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,12 +23,11 @@ from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.page_file import check_page
 from tierstore.inspection.reader import Reader, Report
 from tierstore.inspection.run_reader import (
+    RANKS_MAX,
     Rank,
-    commits_in,
     committed_in,
     holder_of,
     newest_commit,
-    read_marker,
     read_published,
     read_ranks,
 )
@@ -53,7 +52,7 @@ _TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What the files of a checkpoint hold that has no fault; each of them was parsed once."""
+    """The parsed files of a checkpoint without faults; every file was parsed once."""
 
     metadata: Metadata
     slices: Slices
@@ -73,9 +72,10 @@ def verify(
 
     Args:
         path: the directory.
-        on_progress: called with the number of bytes that were checked, and that will be.
-        rank: which of several processes this is that check it together: each reads a part of
-            the pages and values, and finds what is wrong with that part.
+        on_progress: called with the number of bytes that were checked, and the number of all
+            bytes to check.
+        rank: the number of this process among several that share the check. Every process reads
+            a part of the pages and values, and reports the faults of that part.
         world_size: the number of these processes.
 
     Raises:
@@ -94,7 +94,7 @@ def verify_contents(
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[Report, Contents | None]:
-    """Check as verify() does; return also what a checkpoint without faults holds."""
+    """Check as verify() does; return also the contents of a checkpoint without faults."""
     root = Path(path)
     kind = kind_of(root)
     reader = Reader(root, on_progress, rank=rank, world_size=world_size)
@@ -104,7 +104,7 @@ def verify_contents(
         if kind == "run":
             step = _verify_run(reader)
         else:
-            kind, step, contents = _verify_checkpoint(reader)
+            step, contents = _verify_checkpoint(reader, published=kind == "checkpoint")
     except OSError as error:  # Of the directory itself: errors of files are recorded.
         reader.fault(str(root), f"cannot be read: {error.strerror} (errno {error.errno})")
     report = Report(
@@ -120,10 +120,10 @@ def verify_contents(
 
 
 def kind_of(root: Path) -> str:
-    """Return whether a directory is a "run" or a "checkpoint".
+    """Return the kind of a directory, as in Report.
 
     Raises:
-        CheckpointError: it is neither; the message says what it is instead.
+        CheckpointError: it is neither a run nor a checkpoint; the message says what it is.
     """
     with storage_errors("list", root), Reader(root).permission_errors(root):
         try:
@@ -139,8 +139,10 @@ def kind_of(root: Path) -> str:
             f"{root} is a checkpoint that was not finished, because publishing it was stopped: "
             "publish again, which removes it"
         )
-    if {METADATA_NAME, MARKER_NAME, published_manifest(0)} & names:
+    if {MARKER_NAME, published_manifest(0)} & names:
         return "checkpoint"
+    if METADATA_NAME in names:
+        return "plain checkpoint"
     if any(folder_rank(name) is not None for name in names):
         return "run"
     if folder_rank(root.absolute().name) is not None:
@@ -166,24 +168,21 @@ def _refuse_in_use(reader: Reader) -> None:
 
 
 def _verify_run(reader: Reader) -> int | None:
+    """Check a run; return its committed step."""
     _refuse_in_use(reader)
     ranks = read_ranks(reader)
     newest = newest_commit(ranks)
     _check_ranks(reader, ranks, newest)
     if newest is not None:
         commits = committed_in(reader, ranks, newest)
-        if commits and len(commits) == commits[0].manifest.world_size:
-            reader.faults += coverage_faults(commits)
+        reader.faults += coverage_faults(commits)
         folders = {rank.rank: rank for rank in ranks}
-        pages = _Pages(reader)
-        for commit in commits:
-            rank = folders[commit.manifest.rank]
-            entries = commit.manifest.entries.items()
-            pages.add(commit, {page: rank.page_path(page, entry.slot) for page, entry in entries})
-        pages.check()
+        _check_pages(
+            reader, _pages_to_check(reader, commits, lambda rank, page: folders[rank].path(page))
+        )
     _refuse_in_use(reader)
     for rank in ranks:
-        if rank.commits != commits_in(reader.list(rank.folder)):
+        if rank.commits != replace(rank, names=reader.list(rank.folder)).commits:
             raise RunLockedError(
                 f"{reader.root} was changed during the check: stop what uses it first"
             )
@@ -204,21 +203,23 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
         reader.fault(str(reader.root), "holds ranks of different runs")
     for rank in ranks:
         _check_dirty(reader, rank, newest)
-    if newest is None and any(not m.first for rank in ranks for m in rank.manifests.values()):
+    if newest is not None:
+        newer = [rank.folder for rank in ranks if max(rank.manifests) > newest]
+        if newer:
+            reader.notes.append(
+                f"{', '.join(newer)} committed more than step {newest[0]}, which is the newest "
+                "that all ranks committed: a restart resumes from there"
+            )
+    elif any(not m.first for rank in ranks for m in rank.manifests.values()):
         reader.fault(str(reader.root), "the ranks have no committed step in common")
-    elif newest is None and not any(rank.commits for rank in ranks):
-        reader.note("nothing was committed yet, so there is nothing to check")
-    elif newest is None:
-        reader.note("no commit is whole on all ranks")
-    elif newer := [rank.folder for rank in ranks if max(rank.manifests) > newest]:
-        reader.note(
-            f"{', '.join(newer)} committed more than step {newest[0]}, which is the newest that "
-            "all ranks committed: a restart resumes from there"
-        )
+    elif any(rank.commits for rank in ranks):
+        reader.notes.append("no commit is whole on all ranks")
+    else:
+        reader.notes.append("nothing was committed yet, so there is nothing to check")
 
 
 def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
-    """Record a run that has one slot of each page and was stopped while overwriting it."""
+    """Record a run with one slot of each page that was stopped while overwriting it."""
     if DIRTY_NAME not in rank.names:
         return
     where = f"{rank.folder}/{DIRTY_NAME}"
@@ -237,50 +238,51 @@ def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
 # ----------------------------------------------------------------------------- the pages
 
 
-class _Pages:
-    """The pages of some commits, checked after all of them were added."""
+def _pages_to_check(
+    reader: Reader,
+    commits: Sequence[Commit],
+    path_of: Callable[[int, CommittedPage], str | None],
+) -> list[tuple[str, CommittedPage]]:
+    """Return (path, page) of the pages that this reader checks; announce their bytes.
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._work: list[tuple[str, str, CommittedPage]] = []  # File, run, page.
-
-    def add(self, commit: Commit, names: Mapping[int, str | None]) -> None:
-        """Add the pages of a commit.
-
-        Args:
-            commit: the commit.
-            names: page number -> name of its file; None in a directory that cannot be read.
-        """
-        with self._reader.record_faults(f"the commit of rank {commit.manifest.rank}"):
+    Args:
+        reader: of the run or checkpoint.
+        commits: one commit of some ranks.
+        path_of: returns the path of a page of a rank; None in a directory that cannot be read.
+    """
+    found = []
+    for commit in commits:
+        rank = commit.manifest.rank
+        with reader.record_faults(f"the commit of rank {rank}"):
             for page in commit.pages():
-                name = names[page.number]
-                if name is not None and self._reader.takes_next():
-                    self._work.append((name, commit.manifest.run_id, page))
-                    self._reader.expect(page.layout.nbytes)
+                path = path_of(rank, page)
+                if path is not None and reader.takes_next():
+                    found.append((path, page))
+                    reader.expect(page.layout.nbytes)
+    return found
 
-    def check(self) -> None:
-        """Record the faults of all pages."""
-        for name, run_id, page in self._work:
-            check_page(self._reader, name, run_id, page)
-        if not all(page.entry.checksums for _, _, page in self._work):
-            self._reader.note(
-                "the run was trained with checksums=False: only the lengths and framing of its "
-                "pages can be checked"
-            )
+
+def _check_pages(reader: Reader, pages: Sequence[tuple[str, CommittedPage]]) -> None:
+    """Record the faults of pages, given as _pages_to_check() returns them."""
+    for path, page in pages:
+        check_page(reader, path, page)
+    if not all(page.entry.checksums for _, page in pages):
+        reader.notes.append(
+            "the run was trained with checksums=False: only the lengths and framing of its "
+            "pages can be checked"
+        )
 
 
 # -------------------------------------------------------------------------- a checkpoint
 
 
-def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None]:
-    """Return the kind of checkpoint, its step, and what of it could be parsed."""
-    names = reader.list()
-    published = MARKER_NAME in names or published_manifest(0) in names
+def _verify_checkpoint(reader: Reader, *, published: bool) -> tuple[int | None, Contents | None]:
+    """Check a checkpoint; return its step, and the parsed files, None if .metadata is damaged."""
     step: int | None = None
-    commits: list[Commit] = []
+    commits: Sequence[Commit] = ()
     contents: Contents | None = None
     if published:
-        step, commits = _check_published(reader, names)
+        step, commits = _check_published(reader)
     with reader.record_faults(METADATA_NAME):
         metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
         slices = Slices(reader, metadata)
@@ -288,47 +290,41 @@ def _verify_checkpoint(reader: Reader) -> tuple[str, int | None, Contents | None
             reader.expect(slices.nbytes)
         slices.check(whole=not published)
         contents = Contents(metadata=metadata, slices=slices, commits=commits)
-    if published:
-        return "checkpoint", step, contents
-    reader.note(
-        "tierstore did not publish it, so there are no checksums of whole files: data was "
-        "compared with the CRC-32 that torch.save left in each record, where it did"
-    )
-    return "plain checkpoint", None, contents
+    if not published:
+        reader.notes.append(
+            "tierstore did not publish it, so there are no checksums of whole files: data was "
+            "compared with the CRC-32 that torch.save left in each record, where it did"
+        )
+    return step, contents
 
 
-def _check_published(reader: Reader, names: Sequence[str]) -> tuple[int | None, list[Commit]]:
+def _check_published(reader: Reader) -> tuple[int | None, list[Commit]]:
     """Check all files of a published checkpoint; return its step, and the commits."""
-    marker: Mapping[str, Any] | None = None
-    with reader.record_faults(MARKER_NAME):
-        marker = read_marker(reader)
-    commits = read_published(reader, names, marker)
-    pages = _Pages(reader)
-    page_names: set[str] = set()
-    for commit in commits:
-        manifest = commit.manifest
-        files = {page: published_page(manifest.rank, page) for page in manifest.entries}
-        pages.add(commit, files)
-        page_names.update(files.values())
-    step = commits[0].manifest.step if commits else None
+    names = reader.list()
+    marker, commits = read_published(reader, names)
+    reader.faults += coverage_faults(commits)
+    pages = _pages_to_check(reader, commits, lambda rank, page: published_page(rank, page.number))
+    step: int | None = commits[0].manifest.step if commits else None
     if marker is not None:
-        if len(commits) == marker["world_size"]:
-            reader.faults += coverage_faults(commits)
         _note_parts(reader, names, marker["world_size"])
+        page_names = {
+            published_page(commit.manifest.rank, page)
+            for commit in commits
+            for page in commit.manifest.entries
+        }
         _check_files(reader, names, marker["files"], page_names)
-        step = cast(int, marker["step"])
-    pages.check()
+        step = marker["step"]
+    _check_pages(reader, pages)
     return step, commits
 
 
 def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
     """Note ranks whose files are absent: they may be in another part of the checkpoint."""
-    prefixes = {name.partition(".")[0] for name in names if "." in name}
-    here = {rank for prefix in prefixes if (rank := folder_rank(prefix)) is not None}
-    absent = sorted(set(range(min(world_size, 10**5))) - here)
+    present = {folder_rank(name.partition(".")[0]) for name in names}
+    absent = sorted(set(range(min(world_size, RANKS_MAX))) - present)
     if absent:
         some = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-        reader.note(
+        reader.notes.append(
             f"there is no file of ranks {some}: if this is one part of a "
             "checkpoint on several disks, copy all parts into one directory"
         )
@@ -343,7 +339,7 @@ def _check_files(
             reader.fault(MARKER_NAME, f"does not list {name}")
     unknown = sorted(set(names) - {MARKER_NAME, *files})
     if unknown:
-        reader.note(f"not part of the checkpoint: {', '.join(unknown)}")
+        reader.notes.append(f"not part of the checkpoint: {', '.join(unknown)}")
     # Pages are checked later, by the checksums in the manifests.
     others = {n: file for n, file in files.items() if n not in pages and reader.takes_next()}
     reader.expect(sum(file["nbytes"] for file in others.values()))

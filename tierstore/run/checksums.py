@@ -6,7 +6,7 @@ They also detect a lost or misdirected write, which leaves a valid block of anot
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import xxhash
 
@@ -35,32 +35,3 @@ def block_checksums(
         )
         for block in blocks
     ]
-
-
-def block_fault(
-    data: memoryview,
-    checksums: Sequence[int],
-    number: int,
-    block: Extent,
-    *,
-    run_id: str,
-    page: int,
-    step: int,
-) -> str | None:
-    """Return the fault of a block of a page in words; None if the block is as it was written.
-
-    Args:
-        data: the content of the block.
-        checksums: the checksums of all blocks of the page; empty if the run has no checksums.
-        number: number of the block in the page.
-        block: extent of the block in the page.
-        run_id: the run.
-        page: number of the page.
-        step: the step in which the page was written.
-    """
-    if not checksums:
-        return None
-    found = block_checksum(data, run_id=run_id, page=page, offset=block.offset, step=step)
-    if found == checksums[number]:
-        return None
-    return f"the {block.nbytes} bytes at offset {block.offset} are not those written in step {step}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tierstore.errors import CorruptionError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import ParameterSpec
+from tierstore.run.checksums import block_checksum
 from tierstore.run.layout_file import RankLayout, load_layout
 from tierstore.run.manifest import Manifest, PageEntry, unpack_scalars
 from tierstore.storage.base import Storage
@@ -16,9 +17,30 @@ from tierstore.storage.base import Storage
 class CommittedPage:
     """A page that a commit has."""
 
+    run_id: str
     number: int
     entry: PageEntry
     layout: PageLayout
+
+    def block_fault(self, index: int, data: memoryview) -> str | None:
+        """Return the fault of a block, in words; None if it is as written, or has no checksum.
+
+        Args:
+            index: index of the block in ``layout.blocks``.
+            data: the content of the block.
+        """
+        block, step = self.layout.blocks[index], self.entry.step
+        if not self.entry.checksums:
+            return None
+        found = block_checksum(
+            data, run_id=self.run_id, page=self.number, offset=block.offset, step=step
+        )
+        if found == self.entry.checksums[index]:
+            return None
+        return (
+            f"the {block.nbytes} bytes at offset {block.offset} are not those written in step "
+            f"{step}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +89,9 @@ class Commit:
         """
         layouts = self.layout.lay_out()
         pages = [
-            CommittedPage(number=number, entry=entry, layout=layouts[number])
+            CommittedPage(
+                run_id=self.manifest.run_id, number=number, entry=entry, layout=layouts[number]
+            )
             for number, entry in self.manifest.entries.items()
         ]
         for page in pages:
