@@ -55,7 +55,7 @@ def test_a_box_equals_narrow(
     file = Bytes(b"12345" + stored.reshape(-1).view(torch.uint8).numpy().tobytes())
     target = torch.full(lengths, 77, dtype=target_dtype)
     with mock.patch.object(dcp_reader, "PIECE_BYTES", piece_bytes):
-        read_box(file, 5, dtype, sizes, offsets, target)
+        read_box(file.read_into, 5, dtype, sizes, offsets, target)
     expected = stored
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         expected = expected.narrow(dimension, offset, length)
@@ -68,7 +68,7 @@ def test_only_the_rows_of_the_box_are_read(rows: tuple[int, int], expected: int)
     stored = torch.arange(300.0).view(100, 3)
     file = Bytes(stored.view(torch.uint8).numpy().tobytes())
     target = torch.empty(rows[1], 3)
-    read_box(file, 0, torch.float32, (100, 3), (rows[0], 0), target)
+    read_box(file.read_into, 0, torch.float32, (100, 3), (rows[0], 0), target)
     assert sum(nbytes for _, nbytes in file.reads) == expected
     assert torch.equal(target, stored[rows[0] : rows[0] + rows[1]])
 
@@ -78,6 +78,6 @@ def test_a_column_of_long_rows_is_read_alone() -> None:
     file = Bytes(stored.view(torch.uint8).numpy().tobytes())
     target: Any = torch.empty(4, 2)
     with mock.patch.object(dcp_reader, "PIECE_BYTES", 400):
-        read_box(file, 0, torch.float32, (4, 1000), (0, 500), target)
+        read_box(file.read_into, 0, torch.float32, (4, 1000), (0, 500), target)
     assert torch.equal(target, stored[:, 500:502])
     assert sum(nbytes for _, nbytes in file.reads) == 4 * 8

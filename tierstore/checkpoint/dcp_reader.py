@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierstore.errors import CheckpointError, CorruptionError
@@ -29,14 +31,17 @@ from tierstore.units import format_bytes
 EntryPath = tuple[str | int, ...]
 """The keys and indices of a value in the nested state dict that was saved."""
 
+Part = tuple[ReadItem, torch.Tensor]
+"""A part of a stored chunk, and the tensor to fill with it."""
+
 
 class StoredEntries:
     """The entries that ``.metadata`` names.
 
     Args:
         path: the directory.
-        metadata: what its ``.metadata`` holds.
-        slices: the slices of files that it names, checked.
+        metadata: the content of ``.metadata``.
+        slices: the slices of files that ``.metadata`` names, checked.
     """
 
     def __init__(self, path: Path, metadata: Metadata, slices: Slices) -> None:
@@ -56,63 +61,72 @@ class StoredEntries:
         found = self._metadata.state_dict_metadata.get(key)
         return found if isinstance(found, TensorStorageMetadata) else None
 
-    def read_items(self, key: str, chunk: Chunk) -> list[ReadItem]:
-        """Return what to read for a chunk: a part of each stored chunk that it overlaps."""
-        wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        stored = self.tensor(key)
-        assert stored is not None
-        return create_read_items_for_chunk_list(key, stored, [wanted])
+    def parts(self, key: str, chunk: Chunk, target: torch.Tensor) -> list[Part]:
+        """Return the parts of a tensor to read for a chunk.
 
-    def read(self, items: list[ReadItem], targets: Mapping[int, torch.Tensor]) -> None:
+        Args:
+            key: of the tensor.
+            chunk: the rectangle of the tensor.
+            target: of the shape of the chunk, and of any dtype; read() fills it.
+        """
+        wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        stored = self._metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        return [
+            (item, Chunk(tuple(item.dest_offsets), tuple(item.lengths)).select(target))
+            for item in create_read_items_for_chunk_list(key, stored, [wanted])
+        ]
+
+    def read(self, parts: Sequence[Part]) -> None:
         """Read parts of stored chunks.
 
-        Only those parts are read, in pieces of at most PIECE_BYTES, if the elements are in
+        Only these parts are read, in pieces of at most PIECE_BYTES, if the elements are in
         row-major order in the file; else DCP reads whole stored chunks.
 
         Args:
-            items: from read_items().
-            targets: id of each item -> the tensor of the whole wanted chunk.
+            parts: from parts().
 
         Raises:
             CorruptionError: a file has changed since it was checked.
         """
-        resolved = _Targets(targets)
-        items_of_file: dict[str, list[ReadItem]] = {}
-        for item in items:
-            info = self._metadata.storage_data[item.storage_index]
-            items_of_file.setdefault(info.relative_path, []).append(item)
-        others: list[ReadItem] = []
-        for name, file_items in items_of_file.items():
+        parts_of_file: dict[str, list[Part]] = defaultdict(list)
+        for part in parts:
+            info = self._metadata.storage_data[part[0].storage_index]
+            parts_of_file[info.relative_path].append(part)
+        others: list[Part] = []
+        for name, file_parts in parts_of_file.items():
             try:
                 with Reader(self.path).open(name) as file:
-                    for item in file_items:
-                        if not self._read_part(file, item, resolved.resolve_tensor(item)):
-                            others.append(item)
+                    others += [part for part in file_parts if not self._read_part(file, *part)]
             except CorruptionError as error:
                 raise CorruptionError(f"{self.path}/{name}: {error}") from error
         if others:
-            self._reader.read_data(LoadPlan(others), cast(LoadPlanner, resolved)).wait()
+            targets = {id(item): target for item, target in others}
+            # DCP asks the planner for the target of an item, and tells it when that is filled.
+            planner: Any = SimpleNamespace(
+                resolve_tensor=lambda item: targets[id(item)],
+                commit_tensor=lambda item, tensor: None,
+            )
+            self._reader.read_data(LoadPlan([item for item, _ in others]), planner).wait()
 
     def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
         """Read a part of a stored chunk; return False if its elements are not in order."""
-        stored = self.tensor(item.storage_index.fqn)
-        assert stored is not None
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
         assert item.storage_index.index is not None
-        sizes = stored.chunks[item.storage_index.index].sizes
+        sizes, dtype = stored.chunks[item.storage_index.index].sizes, stored.properties.dtype
         info = self._metadata.storage_data[item.storage_index]
-        start = self._slices.elements_start(file, info, sizes, stored.properties.dtype)
+        start = self._slices.elements_start(file, info, sizes, dtype)
         if start is not None:
-            read_box(
-                file, start, stored.properties.dtype, sizes, item.storage_offsets, target.detach()
-            )
+            read_box(file.read_into, start, dtype, sizes, item.storage_offsets, target.detach())
         return start is not None
 
     def value(self, key: str) -> Any:
-        """Return a whole tensor, or another value, of at most LIMIT_BYTES of a commit.
+        """Return a whole tensor, or another value, of at most tagged_json.LIMIT_BYTES.
 
         Raises:
-            CheckpointError: there is none, it is larger, or it is of a class that only a full
-                unpickling could make.
+            CheckpointError: the key is absent, the value is larger, or is of a class that only a
+                full unpickling could make.
         """
         stored = self._metadata.state_dict_metadata.get(key)
         if stored is None:
@@ -120,8 +134,7 @@ class StoredEntries:
         if isinstance(stored, TensorStorageMetadata):
             self._check_size(key, stored.size.numel() * stored.properties.dtype.itemsize)
             value = torch.empty(stored.size, dtype=stored.properties.dtype)
-            items = self.read_items(key, Chunk((0,) * value.ndim, tuple(value.shape)))
-            self.read(items, {id(item): value for item in items})
+            self.read(self.parts(key, Chunk((0,) * value.ndim, tuple(value.shape)), value))
             return value
         info = self._metadata.storage_data[MetadataIndex(key)]
         self._check_size(key, info.length)
@@ -162,37 +175,12 @@ class StoredEntries:
             )
 
 
-class _Targets:
-    """Tells a DCP reader the target of each item."""
-
-    def __init__(self, targets: Mapping[int, torch.Tensor]) -> None:
-        self._targets = targets
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        target = self._targets[id(item)]
-        for dimension, (offset, size) in enumerate(
-            zip(item.dest_offsets, item.lengths, strict=True)
-        ):
-            target = target.narrow(dimension, offset, size)
-        return target
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: the tensor is a view of the target."""
-
-
 PIECE_BYTES = 8 * 2**20
 """Most bytes read at once."""
 
 
-class Source(Protocol):
-    """An open file."""
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` with the bytes from ``offset`` on."""
-
-
 def read_box(
-    file: Source,
+    read_into: Callable[[memoryview, int], None],
     start: int,
     dtype: torch.dtype,
     sizes: Sequence[int],
@@ -204,7 +192,7 @@ def read_box(
     Whole rows of the stored tensor are read, unless a row is longer than PIECE_BYTES.
 
     Args:
-        file: the file.
+        read_into: fills a buffer with the bytes of the file from an offset on.
         start: the byte at which the stored elements begin.
         dtype: dtype of the stored tensor.
         sizes: shape of the stored tensor.
@@ -218,18 +206,15 @@ def read_box(
     row_numel = math.prod(sizes[1:])
     row_bytes = row_numel * dtype.itemsize
     first = start + offsets[0] * row_bytes
-    inner = target[0].shape
     if row_bytes > PIECE_BYTES and len(sizes) > 1:
         for index, row in enumerate(target):
-            read_box(file, first + index * row_bytes, dtype, sizes[1:], offsets[1:], row)
+            read_box(read_into, first + index * row_bytes, dtype, sizes[1:], offsets[1:], row)
         return
     rows_max = PIECE_BYTES // row_bytes
     piece = torch.empty(min(rows_max, len(target)) * row_numel, dtype=dtype)
     for begin in range(0, len(target), rows_max):
         rows = target[begin : begin + rows_max]
         read = piece[: len(rows) * row_numel]
-        file.read_into(read.view(torch.uint8).numpy().data, first + begin * row_bytes)
-        box = read.view(len(rows), *sizes[1:])
-        for dimension, (offset, size) in enumerate(zip(offsets[1:], inner, strict=True), start=1):
-            box = box.narrow(dimension, offset, size)
-        rows.copy_(box)
+        read_into(read.view(torch.uint8).numpy().data, first + begin * row_bytes)
+        box = Chunk((0, *offsets[1:]), tuple(rows.shape))
+        rows.copy_(box.select(read.view(len(rows), *sizes[1:])))

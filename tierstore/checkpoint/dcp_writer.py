@@ -1,4 +1,4 @@
-"""Writing of ``.metadata``, by which DCP finds every value of a checkpoint in its files.
+"""Writing of ``.metadata``, which tells DCP the file and offset of every value of a checkpoint.
 
 The keys are those of ``torch.distributed.checkpoint.state_dict`` for a model and its optimizer,
 with hyperparameters both by group and by parameter.
@@ -9,53 +9,45 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from tierstore.checkpoint.model_contents import Names
 from tierstore.errors import CheckpointError
-from tierstore.layout.page_layout import Record
-from tierstore.layout.parameters import MASTER, ParameterSpec
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.parameters import MASTER
 from tierstore.layout.records import record_length
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import UNPAGED_NAME, published_page
 
-# What DCP writes as the version of its metadata.
+# The version that DCP writes into its metadata.
 _DCP_VERSION = "1.0.0"
 
 Path = tuple[str | int, ...]
 
-_BYTES = BytesStorageMetadata()
+_BYTES = dcp.BytesStorageMetadata()
 
 
 def checkpoint_metadata(
     commits: Sequence[tuple[Commit, Sequence[CommittedPage]]],
-    names_of: Names,
+    names: Names,
     unpaged: Iterable[tuple[str, Any, Hashable]],
     model_prefix: str,
     append: Callable[[bytes], int],
 ) -> bytes:
-    """Return the content of ``.metadata``, after writing what is not paged.
+    """Return the content of ``.metadata``, after writing the values that are not paged.
 
     Args:
         commits: the commit of each rank, with its pages.
-        names_of: those of the paged parameters.
-        unpaged: name, value and identity of what is not paged; see ModelContents.values().
+        names: the names of the paged parameters.
+        unpaged: name, value and identity of unpaged values; see ModelContents.values().
         model_prefix: prefix of the names of the model: "model.", or "" as in torchtitan.
         append: adds bytes to the file UNPAGED_NAME and returns their offset.
 
@@ -66,14 +58,20 @@ def checkpoint_metadata(
     for commit, pages in commits:
         for page in pages:
             file = published_page(commit.manifest.rank, page.number)
-            sections = page.layout.sections
-            for record in (record for section in sections for record in section.records):
+            for record in (
+                record for section in page.layout.sections for record in section.records
+            ):
                 if record.parameter.name not in commit.manifest.dropped:
-                    for path in _record_paths(record, names_of, model_prefix):
-                        catalog.add_record(path, record, file)
+                    length = record_length(record.chunk.sizes, record.dtype)
+                    info = _StorageInfo(file, record.offset, length)
+                    shape = record.parameter.shape
+                    for path in _state_paths(
+                        names[record.parameter.name], record.state, model_prefix
+                    ):
+                        catalog.add_chunk(path, record.dtype, shape, record.chunk, info)
     first, _ = commits[0]  # All ranks have the same groups and values.
-    _add_scalars(catalog, first, names_of, model_prefix)
-    _add_hyperparameters(catalog, first, names_of)
+    _add_scalars(catalog, first, names, model_prefix)
+    _add_hyperparameters(catalog, first, names)
     for name, value, same in unpaged:
         catalog.add_value([_model_path(model_prefix, name)], value, same)
     return pickle.dumps(catalog.metadata)
@@ -83,22 +81,35 @@ class _Catalog:
     """The keys of a checkpoint, and the extent of each in its file."""
 
     def __init__(self, append: Callable[[bytes], int]) -> None:
-        self.metadata = Metadata(
-            {}, planner_data={}, storage_data={}, storage_meta=StorageMeta(), version=_DCP_VERSION
+        self.metadata = dcp.Metadata(
+            {},
+            planner_data={},
+            storage_data={},
+            storage_meta=dcp.StorageMeta(),
+            version=_DCP_VERSION,
         )
         self._append = append
         self._written: dict[Hashable, _StorageInfo] = {}
 
-    def add_record(self, path: Path, record: Record, file: str) -> None:
-        """Add one chunk of a paged state, which is in a page file."""
-        length = record_length(record.chunk.sizes, record.dtype)
-        self._add_chunk(
-            path,
-            record.dtype,
-            record.parameter.shape,
-            (record.chunk.offsets, record.chunk.sizes),
-            _StorageInfo(file, record.offset, length),
+    def add_chunk(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        chunk: Chunk,
+        info: _StorageInfo,
+    ) -> None:
+        """Add one chunk of a tensor of this shape."""
+        key = ".".join(map(str, path))
+        self.metadata.planner_data[key] = path
+        tensor = self.metadata.state_dict_metadata.setdefault(
+            key, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), [])
         )
+        assert isinstance(tensor, dcp.TensorStorageMetadata)
+        offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+        index = dcp.MetadataIndex(key, offsets, len(tensor.chunks))
+        tensor.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+        self.metadata.storage_data[index] = info
 
     def add_value(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
         """Add a tensor or another value; a value with the ``same`` identity is written once.
@@ -127,39 +138,18 @@ class _Catalog:
                 )
             if isinstance(value, torch.Tensor):
                 shape = tuple(value.shape)
-                self._add_chunk(path, value.dtype, shape, ((0,) * len(shape), shape), info)
+                self.add_chunk(path, value.dtype, shape, Chunk((0,) * len(shape), shape), info)
             else:
                 self.metadata.planner_data[key] = path
                 self.metadata.state_dict_metadata[key] = _BYTES
-                self.metadata.storage_data[MetadataIndex(key)] = info
-
-    def _add_chunk(
-        self,
-        path: Path,
-        dtype: torch.dtype,
-        shape: Sequence[int],
-        chunk: tuple[Sequence[int], Sequence[int]],
-        info: _StorageInfo,
-    ) -> None:
-        key = ".".join(map(str, path))
-        self.metadata.planner_data[key] = path
-        tensor = self.metadata.state_dict_metadata.setdefault(
-            key, TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-        )
-        assert isinstance(tensor, TensorStorageMetadata)
-        offsets, sizes = torch.Size(chunk[0]), torch.Size(chunk[1])
-        index = MetadataIndex(key, offsets, len(tensor.chunks))
-        tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
-        self.metadata.storage_data[index] = info
+                self.metadata.storage_data[dcp.MetadataIndex(key)] = info
 
 
-def _record_paths(record: Record, names_of: Names, model_prefix: str) -> Iterator[Path]:
-    names = names_of[record.parameter.name]
-    if record.state == MASTER:
-        for name in names:
-            yield _model_path(model_prefix, name)
-    else:
-        yield "optimizer", "state", names[0], record.state
+def _state_paths(names: Sequence[str], state: str, model_prefix: str) -> list[Path]:
+    """Return the paths of a state: a master is in the model, under all names of the parameter."""
+    if state == MASTER:
+        return [_model_path(model_prefix, name) for name in names]
+    return [("optimizer", "state", names[0], state)]
 
 
 def _model_path(model_prefix: str, name: str) -> Path:
@@ -167,43 +157,36 @@ def _model_path(model_prefix: str, name: str) -> Path:
     return (outer, name) if outer else (name,)
 
 
-def _add_scalars(catalog: _Catalog, commit: Commit, names_of: Names, model_prefix: str) -> None:
-    """Add what is not in pages: step counts, and all states of an empty parameter."""
+def _add_scalars(catalog: _Catalog, commit: Commit, names: Names, model_prefix: str) -> None:
+    """Add the values outside of pages: step counts, and all states of an empty parameter."""
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
-        names = names_of[spec.name]
         if math.prod(spec.shape) == 0:
-            _add_empty(catalog, spec, names, model_prefix)
-        for state, value in scalars.get(spec.name, {}).items():
-            path = ("optimizer", "state", names[0], state)
-            number = torch.tensor(float(value), dtype=torch.float32)
-            catalog.add_value([path], number, ("scalar", float(value)))
+            for state, dtype in spec.all_states:
+                paths = _state_paths(names[spec.name], state, model_prefix)
+                value = torch.empty(spec.shape, dtype=dtype)
+                catalog.add_value(paths, value, ("empty", spec.shape, dtype))
+        for scalar, number in scalars.get(spec.name, {}).items():
+            path = ("optimizer", "state", names[spec.name][0], scalar)
+            value = torch.tensor(float(number), dtype=torch.float32)
+            catalog.add_value([path], value, ("scalar", float(number)))
 
 
-def _add_empty(
-    catalog: _Catalog, spec: ParameterSpec, names: Sequence[str], model_prefix: str
-) -> None:
-    for state, dtype in spec.all_states:
-        value = torch.empty(spec.shape, dtype=dtype)
-        paths: list[Path] = [("optimizer", "state", names[0], state)]
-        if state == MASTER:
-            paths = [_model_path(model_prefix, name) for name in names]
-        catalog.add_value(paths, value, ("empty", spec.shape, dtype))
-
-
-def _add_hyperparameters(catalog: _Catalog, commit: Commit, names_of: Names) -> None:
+def _add_hyperparameters(catalog: _Catalog, commit: Commit, names: Names) -> None:
     """Add hyperparameters as a list of groups, and by parameter, as torchtitan does."""
     groups = zip(commit.groups, commit.manifest.hyperparameters, strict=True)
     for number, (specs, saved) in enumerate(groups):
-        names = [names_of[spec.name][0] for spec in specs]
-        group = {**portable(tagged_json.decode(saved)), "param_names": names}
+        members = [names[spec.name][0] for spec in specs]
+        group = {**portable(tagged_json.decode(saved)), "param_names": members}
         params: Path = ("optimizer", "param_groups", number, "params")
-        catalog.add_value([params], names, ("names", number))
+        catalog.add_value([params], members, ("names", number))
         for key, value in group.items():
             paths: list[Path] = [("optimizer", "param_groups", number, key)]
             # The key of a parameter whose name is a number would be that of a group.
             paths += [
-                ("optimizer", f"param_groups.{name}.{key}") for name in names if not name.isdigit()
+                ("optimizer", f"param_groups.{name}.{key}")
+                for name in members
+                if not name.isdigit()
             ]
             catalog.add_value(paths, value, ("group", number, key))
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import ReadItem
-
-from tierstore.checkpoint.dcp_reader import StoredEntries
+from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.checkpoint.saved_values import CommittedValues, StockValues
 from tierstore.errors import CheckpointError, CorruptionError
@@ -49,11 +47,9 @@ class CheckpointSource:
         self._path = Path(path)
         contents = _checked(self._path, peers)
         self._entries = StoredEntries(self._path, contents.metadata, contents.slices)
-        values = (
-            CommittedValues(self._entries, contents.commits[0])
-            if contents.commits
-            else StockValues(self._entries)
-        )
+        values: CommittedValues | StockValues = StockValues(self._entries)
+        if contents.commits:
+            values = CommittedValues(self._entries, contents.commits[0])
         self._model_prefixes = values.model_prefixes
         specs = [parameter.spec for group in groups for parameter in group.parameters]
         self._names = self._names_of([spec.name for spec in specs])
@@ -73,23 +69,19 @@ class CheckpointSource:
 
     def fill(self, page: PageView) -> None:
         """Read masters and states of a page, and round the masters into the parameters."""
-        targets = {}
-        items: list[ReadItem] = []
+        parts: list[Part] = []
         for shard in page.shards:
             for chunk in shard.chunks:
                 for state, _ in shard.spec.all_states:
                     key = self._keys[shard.spec.name, state]
-                    for item in self._entries.read_items(key, chunk.chunk):
-                        targets[id(item)] = chunk.state(state)
-                        items.append(item)
-        self._entries.read(items, targets)
+                    parts += self._entries.parts(key, chunk.chunk, chunk.state(state))
+        self._entries.read(parts)
         page.write_parameters()
 
     def _names_of(self, names: Sequence[str]) -> dict[str, str]:
         """Return parameter name -> name in the checkpoint, without the names of wrappers."""
         for unwrap_parallel in (False, True):
-            plain = plain_names(names, unwrap_parallel=unwrap_parallel)
-            found = {name: stripped for name, (stripped,) in plain.items()}
+            found = plain_names(names, unwrap_parallel=unwrap_parallel)
             first = next(iter(found.values()), "")
             if any(self._entries.tensor(key) for key in self._master_keys(first)):
                 break
@@ -141,7 +133,7 @@ class CheckpointSource:
 
 
 def _checked(path: Path, peers: Peers) -> Contents:
-    """Return what a checkpoint holds, after checking this rank's part of it."""
+    """Return the contents of a checkpoint, after checking this rank's part of it."""
     report, contents = verify_contents(path, rank=peers.rank, world_size=peers.world_size)
     if report.kind == "run":
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Contents of a model in a checkpoint: what is stored besides pages, and all names."""
+"""Contents of a model in a checkpoint: the values that are stored besides pages, and all names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
 Names = Mapping[str, tuple[str, ...]]
-"""Name of a paged parameter -> its names in the model; a tied parameter has several."""
+"""Name of a paged parameter -> names in the model; a tied parameter has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class ModelContents:
     def values(self) -> Iterator[tuple[str, Any, Hashable]]:
         """Yield the name, the whole value and the identity of each unpaged value.
 
-        Tied values have one identity. A value that is cut is gathered from the ranks when its
-        turn comes, so all of them iterate together, to the end.
+        Tied values have one identity. A value that is cut is gathered from the ranks at its
+        turn, so all ranks iterate together, to the end.
         """
         cut = set(self.cut)
         for name, value in self.unpaged.items():
@@ -60,8 +60,8 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     """Return the contents of a checkpoint of a model with these paged parameters.
 
     Args:
-        model: the model, wrapped or not; None: only what is paged, under the names that the
-            optimizer has, without the names of wrappers.
+        model: the model, wrapped or not; None: only the paged parameters, under the names that
+            the optimizer has, without the names of wrappers.
         groups: the paged parameters.
 
     Raises:
@@ -70,8 +70,7 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     """
     parameters = [parameter for group in groups for parameter in group.parameters]
     if model is None:
-        names = plain_names(parameter.name for parameter in parameters)
-        return ModelContents(names=names, unpaged={})
+        return paged_contents(parameter.name for parameter in parameters)
     paged = {id(parameter.tensor): parameter.name for parameter in parameters}
     found: dict[str, list[str]] = {parameter.name: [] for parameter in parameters}
     unpaged: dict[str, Any] = {}
@@ -94,14 +93,19 @@ def contents_of(model: torch.nn.Module | None, groups: Sequence[PagedGroup]) -> 
     return ModelContents(names={name: tuple(keys) for name, keys in found.items()}, unpaged=unpaged)
 
 
-def plain_names(
-    names: Iterable[str], *, unwrap_parallel: bool = True
-) -> dict[str, tuple[str, ...]]:
-    """Return the one name of each paged parameter, without the names of wrappers.
+def paged_contents(names: Iterable[str]) -> ModelContents:
+    """Return the contents of a checkpoint of these paged parameters alone; see contents_of()."""
+    return ModelContents(
+        names={name: (plain,) for name, plain in plain_names(names).items()}, unpaged={}
+    )
+
+
+def plain_names(names: Iterable[str], *, unwrap_parallel: bool = True) -> dict[str, str]:
+    """Return parameter name -> name without the names of wrappers.
 
     Args:
-        names: of the parameters.
-        unwrap_parallel: whether a "module." at the beginning of all names is of a wrapper.
+        names: the names of the parameters.
+        unwrap_parallel: whether "module." at the beginning of all names is of a wrapper.
 
     Raises:
         CheckpointError: two names become equal.
@@ -110,7 +114,7 @@ def plain_names(
     # DistributedDataParallel wraps the whole model, so "module." is in every name.
     if unwrap_parallel and all(name.startswith("module.") for name in plain.values()):
         plain = {name: stripped.removeprefix("module.") for name, stripped in plain.items()}
-    return {name: (stripped,) for name, stripped in plain.items()}
+    return plain
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

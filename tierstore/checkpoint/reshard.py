@@ -1,7 +1,7 @@
-"""Resume on another number of ranks, and what jobs of other ranks left in the run directory.
+"""Resume on another number of ranks, and removal of the files of ranks that are no longer there.
 
 The committed step is published as ``RUN/resharded``, which moves no data. Then the commits are
-removed and a new run begins from that checkpoint, whose first commit ends the reshard.
+removed and a new run begins from that checkpoint. The first commit of the new run ends the reshard.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LEFTOVER = re.compile(
 def look_for_other_ranks(
     directories: Sequence[Path], peers: Peers, *, resume: bool, reshard: bool, overwrite: bool
 ) -> tuple[Path | None, list[Path]]:
-    """Find what jobs of other ranks left in the directories of a run; all ranks call this.
+    """Find the commits of other ranks in the directories of a run; all ranks call this.
 
     Args:
         directories: of the run, in any order.
@@ -61,7 +61,7 @@ def look_for_other_ranks(
 
     Returns:
         The checkpoint from which a new run must begin, or None, and the directories in the
-        order that the run has them in.
+        order of the run.
 
     Raises:
         RunDirectoryError: a directory cannot be used; or it has commits of a rank that this job
@@ -81,14 +81,14 @@ def look_for_other_ranks(
             return None, given
         ordered = sorted(map(Path, given), key=_position)
         checkpoint = _begin_reshard(ordered, peers.world_size, reshard=reshard)
-        return None if checkpoint is None else str(checkpoint), list(map(str, ordered))
+        return checkpoint, list(map(str, ordered))
 
     checkpoint, ordered = on_rank_0(peers, "look into the run directories", look)
     if sorted(ordered) != sorted(given):
         ordered = given  # This rank has a disk of its own, under another path.
     if checkpoint is None and resume:
         _require_commits_of_same_ranks(ordered, peers)
-    return None if checkpoint is None else Path(checkpoint), list(map(Path, ordered))
+    return Path(checkpoint) if checkpoint else None, list(map(Path, ordered))
 
 
 def _position(directory: Path) -> tuple[int, bool]:
@@ -119,7 +119,7 @@ def _commits_of_ranks(directories: Sequence[str], rank: int) -> dict[int, str]:
     for directory in map(Path, directories):
         with looking_into(directory):
             if _has_commits(directory / rank_folder(rank)):
-                return {rank: str(directory)}  # It takes time to look for those of other ranks.
+                return {rank: str(directory)}  # A search for other ranks takes time.
             for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
                 other = folder_rank(folder.name)
                 if other is not None and _has_commits(folder):
@@ -135,7 +135,7 @@ def _has_commits(folder: Path) -> bool:
 
 # ---------------------------------------------------------------------------- the reshard
 
-# What a crash leaves            what the next job with reshard=True does
+# A crash leaves                 the next job with reshard=True
 #
 # the old run                    publishes it as resharded, removes its commits
 # the old run and resharded      the same, after removing resharded
@@ -148,8 +148,8 @@ def _has_commits(folder: Path) -> bool:
 # first commit on.
 
 
-def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> Path | None:
-    """Return the checkpoint to begin from; None if the run is to be opened as it is."""
+def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> str | None:
+    """Return the checkpoint to begin from; None if the run is opened as it is."""
     run = directories[0]
     if not _leftovers(run) and not (reshard and _is_of_other_ranks(run, world_size)):
         return None
@@ -174,19 +174,17 @@ def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: boo
         for storage in storages.values():
             erase_commits(storage)
         _remove_ranks(directories, {r: s for r, s in storages.items() if r >= world_size})
-    return run / RESHARDED_NAME
+    return str(run / RESHARDED_NAME)
 
 
 def _world_size(ranks: Sequence[Rank]) -> int | None:
     """Return the number of ranks of a run if all are here and have a commit in common."""
-    identities = [rank.identity for rank in ranks if rank.identity]
-    if newest_commit(ranks) is None or not identities:
-        return None
-    return identities[0].world_size if len(ranks) == identities[0].world_size else None
+    world_size = next((rank.identity.world_size for rank in ranks if rank.identity), None)
+    return world_size if newest_commit(ranks) and world_size == len(ranks) else None
 
 
 def _is_of_other_ranks(run: Path, world_size: int) -> bool:
-    """Return whether rank 0 was one of another number of ranks, and any of them has commits."""
+    """Return whether rank 0 was in a job of another number of ranks that has commits."""
     ranks = read_ranks(Reader(run)) if run.exists() else []
     found = [(rank.identity, rank.commits) for rank in ranks if rank.identity]
     if not found or found[0][0].rank or found[0][0].world_size == world_size:
@@ -233,7 +231,7 @@ def end_reshard(run: Path) -> None:
         try:
             remove(folder, name)
         except StorageError as error:
-            logger.warning("what reshard=True does not need any more stays: %s", error)
+            logger.warning("a checkpoint that reshard=True no longer needs stays: %s", error)
 
 
 def _leftovers(directory: Path) -> list[str]:
@@ -247,14 +245,14 @@ def _leftovers(directory: Path) -> list[str]:
 
 
 def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: bool) -> None:
-    """Remove what jobs of more ranks left where a new run begins; all ranks call this.
+    """Remove the files of further ranks where a new run begins; all ranks call this.
 
-    Where that fails the log says so: the new run does not need the space.
+    A failure is logged: the new run does not need the space.
 
     Args:
         directories: of the run.
         peers: all ranks.
-        overwrite: whether also to remove what those ranks had committed, and ``resharded``.
+        overwrite: whether to remove also the commits of these ranks, and ``resharded``.
 
     Raises:
         RunDirectoryError, StorageError: ``resharded`` keeps its name, and would be taken for
@@ -277,7 +275,7 @@ def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: 
                 }
                 _remove_ranks(directories, removed)
         except (TierstoreError, OSError) as error:
-            logger.warning("what further ranks had in %s stays there: %s", directories[0], error)
+            logger.warning("files of further ranks stay in %s: %s", directories[0], error)
 
     on_rank_0(peers, "remove the files of other ranks", remove_surplus)
 

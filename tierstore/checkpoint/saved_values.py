@@ -1,7 +1,7 @@
 """Values of a checkpoint besides masters and states: step, scalars, hyperparameters, extra.
 
-A checkpoint that tierstore published has them in its manifests, any other one in the entries
-that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have their names in
+A checkpoint that tierstore published has these values in the manifests, another checkpoint in
+the entries that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have the names of
 ``.metadata``.
 """
 
@@ -34,13 +34,19 @@ class CommittedValues:
         self._entries = entries
         self._manifest = commit.manifest
         self._groups: dict[str, int] = {}  # Name of a parameter -> number of its group.
-        self._members: dict[str, str] = {}  # -> its name in the manifests.
+        self._members: dict[str, str] = {}  # Name of a parameter -> name in the manifests.
         self._scalars = commit.scalars
         for number, group in enumerate(commit.groups):
             names = entries.value(".".join((*_GROUPS, str(number), "params")))
             members = [spec.name for spec in group]
-            self._require(isinstance(names, list) and len(names) == len(members))
-            self._require(all(isinstance(name, str) for name in names))
+            if (
+                not isinstance(names, list)
+                or len(names) != len(members)
+                or not all(isinstance(name, str) for name in names)
+            ):
+                raise CorruptionError(
+                    f"{entries.path}: .metadata is of another commit than the manifests"
+                )
             self._groups |= dict.fromkeys(names, number)
             self._members |= zip(names, members, strict=True)
 
@@ -84,15 +90,9 @@ class CommittedValues:
         found: dict[str, Any] = tagged_json.decode(self._manifest.hyperparameters[number])
         return found
 
-    def _require(self, condition: bool) -> None:
-        if not condition:
-            raise CorruptionError(
-                f"{self._entries.path}: .metadata is of another commit than the manifests"
-            )
-
 
 class StockValues:
-    """Values of a checkpoint that DCP wrote of a model and its optimizer; it has no extra."""
+    """Values of a checkpoint that DCP wrote of a model and its optimizer, without an extra."""
 
     model_prefixes: Sequence[str] = ("model.", "")
     extra = None
@@ -153,24 +153,22 @@ class StockValues:
     def _parameter_paths(self, name: str) -> dict[EntryPath, str]:
         """Find the paths ``("optimizer", "param_groups.<name>.<key>", ...)``, from <key> on."""
         prefix = ".".join((*_GROUPS, name, ""))
-        heads = {path: ".".join(map(str, path[:2])) for path in self._paths}
         return {
-            (head.removeprefix(prefix), *path[2:]): self._paths[path]
-            for path, head in heads.items()
-            if head.startswith(prefix)
+            (head.removeprefix(prefix), *path[2:]): key
+            for path, key in self._paths.items()
+            if (head := ".".join(map(str, path[:2]))).startswith(prefix)
         }
 
     def _group_paths(self, name: str) -> dict[EntryPath, str]:
         """Find ``("optimizer", "param_groups", <number>, <key>, ...)`` of the parameter's group."""
-        for number, names in self._params.items():
-            if isinstance(names, list) and name in names:
-                start = (*_GROUPS, number)
-                return {
-                    path[3:]: key
-                    for path, key in self._paths.items()
-                    if path[:3] == start and len(path) > 3
-                }
-        return {}
+        groups = self._params.items()
+        found = (n for n, names in groups if isinstance(names, list) and name in names)
+        number = next(found, None)
+        return {
+            path[3:]: key
+            for path, key in self._paths.items()
+            if path[:3] == (*_GROUPS, number) and len(path) > 3
+        }
 
 
 def _nested(leaves: list[tuple[EntryPath, Any]]) -> Any:

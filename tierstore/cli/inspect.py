@@ -65,7 +65,7 @@ def _summary_parts(summary: Summary) -> Iterator[RenderableType]:
             f"{state} {format_bytes(nbytes)}" for state, nbytes in summary.state_bytes.items()
         )
         yield f"{count(len(summary.parameters), 'parameter')}: {plain(totals)}"
-    if summary.tensors and not summary.parameters:
+    elif summary.tensors:
         yield _tensor_table(summary)
     if summary.tensors:
         nbytes = format_bytes(sum(tensor.nbytes for tensor in summary.tensors))

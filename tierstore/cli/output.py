@@ -1,7 +1,6 @@
 """Output of commands: results on stdout, a progress bar on stderr.
 
-Modules that are slow to import are imported by the functions that need them, so that
-``--help`` is printed at once.
+Functions import the modules that are slow to import, so that ``--help`` is printed at once.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def cell(value: object) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number and its noun, which is put into the plural."""
+    """Return a number and a noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -74,12 +73,12 @@ def shape_text(shape: Sequence[int]) -> str:
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> RenderableType:
-    """Return a table of the first 40 rows, and how many more there are.
+    """Return a table of the first 40 rows, with the number of further rows below it.
 
     Args:
-        headers: One text per column.
-        rows: The cells.
-        right: The headers of columns that are aligned to the right.
+        headers: one text per column.
+        rows: the cells.
+        right: the headers of the columns that are aligned to the right.
     """
     from rich.table import Table
     from rich.text import Text
@@ -99,27 +98,18 @@ def progress(verb: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr for the length of a block, if stderr is a terminal.
 
     Args:
-        verb: What happens to the bytes, for example "checked".
+        verb: the operation on the bytes, for example "checked".
 
     Yields:
-        A function to be called with the bytes done and the bytes in all.
+        A function to call with the number of bytes done and of all bytes.
     """
+    from rich import progress as rich_progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+    bar = rich_progress.Progress(
+        *rich_progress.Progress.get_default_columns(),
+        rich_progress.DownloadColumn(binary_units=True),
+        rich_progress.TransferSpeedColumn(),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from tierstore.inspection.reader import Report
 
 _FAULTS_MAX = 20
+_RUN_ADVICE = (
+    "What to do: a restart goes back to an older commit if one is whole, and refuses damaged "
+    "pages. If none is whole, begin a new run with restore(checkpoint=PATH) from the last "
+    "checkpoint of this run that verifies."
+)
+_CHECKPOINT_ADVICE = (
+    "What to do: copy the files named above again from where this checkpoint came from, or take "
+    "an older checkpoint that verifies."
+)
 
 
 def verify(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
@@ -52,14 +61,5 @@ def _report_parts(report: Report) -> Iterator[RenderableType]:
     for note in report.notes:
         yield f"note: {plain(note)}"
     yield f"{plain(report.path)}: {report.kind}{step}: {verdict} ({checked})"
-    if not report.good and report.kind == "run":
-        yield (
-            "What to do: a restart goes back to an older commit if one is whole, and refuses "
-            "damaged pages. If none is whole, begin a new run with restore(checkpoint=PATH) from "
-            "the last checkpoint of this run that verifies."
-        )
-    elif not report.good:
-        yield (
-            "What to do: copy the files named above again from where this checkpoint came from, "
-            "or take an older checkpoint that verifies."
-        )
+    if not report.good:
+        yield _RUN_ADVICE if report.kind == "run" else _CHECKPOINT_ADVICE
