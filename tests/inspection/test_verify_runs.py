@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 import tierstore
+from tests.support.commands import call
 from tests.support.originals import (
     STEPS,
     TWIN,
@@ -286,11 +287,17 @@ def test_two_ranks(two_ranks: Path) -> None:
         flip(two_ranks / page, 600)
 
 
-def test_an_absent_rank(two_ranks: Path) -> None:
-    shutil.rmtree(two_ranks / "rank-00001")
-    (fault,) = check(two_ranks).faults
-    assert fault.where == "rank-00001"
+@pytest.mark.parametrize("absent", [RANK, "rank-00001"])
+def test_an_absent_rank_is_one_fault_by_its_name(absent: str, two_ranks: Path) -> None:
+    """Neither a fault per file of the rank, nor one per parameter of which it owned a part."""
+    shutil.rmtree(two_ranks / absent)
+    report = check(two_ranks)
+    (fault,) = report.faults
+    assert (fault.where, report.step) == (absent, STEPS)
     assert "is missing, and the run has 2 ranks: if it is on the disk of another" in fault.what
+    code, out, _ = call("verify", "--json", two_ranks)
+    assert code == 1
+    assert [found["where"] for found in json.loads(out)["faults"]] == [absent]
 
 
 def test_a_rank_with_a_newer_commit(two_ranks: Path) -> None:
