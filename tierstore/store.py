@@ -452,11 +452,11 @@ class TierStore:
         manifest, table = committer.committed, self._table
         page_files = []
         if manifest is not None:
-            layout = committer.layout(table.groups, [page.layout for page in table.pages])
+            layouts = [page.layout for page in table.pages]
+            layout = committer.layout(table.groups, layouts)
             commit = Commit(manifest=manifest, layout=layout)
-            page_files.append(
-                page_links.PageFiles(committer.storage, commit, committer.provide_spares)
-            )
+            pages, spares = commit.pages(layouts), committer.provide_spares
+            page_files.append(page_links.PageFiles(committer.storage, commit, pages, spares))
         committed = Committed(
             peers=self._ranks,
             page_files=page_files,

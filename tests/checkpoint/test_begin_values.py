@@ -323,7 +323,7 @@ def test_everything_is_parsed_once(
     counted(slices, "_elements_start")
     counted(verification, "read_metadata")
     counted(Manifest, "from_bytes")
-    counted(run_reader, "read_marker")
+    counted(run_reader, "parse_marker")
     assert ours.optimizer.restore(checkpoint=checkpoint) == 1
     assert set(parsed.values()) == {1}
     assert {name for name, _ in parsed} >= {"_elements_start", "read_metadata"}

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -40,16 +39,15 @@ class StoredEntries:
 
     Args:
         path: the directory.
-        metadata: the content of ``.metadata``.
-        slices: the slices of files that ``.metadata`` names, checked.
+        slices: the metadata, and the slices of files that it names, checked.
     """
 
-    def __init__(self, path: Path, metadata: Metadata, slices: Slices) -> None:
+    def __init__(self, path: Path, slices: Slices) -> None:
         self.path = path
-        self._metadata = metadata
+        self._metadata = slices.metadata
         self._slices = slices
         self._reader = FileSystemReader(path)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(slices.metadata, is_coordinator=True)
 
     @property
     def keys(self) -> Sequence[str]:

@@ -25,7 +25,7 @@ _REMOVE_TIMEOUT_S = 1.0
 
 
 class State(Enum):
-    """What a rank has to remove if publishing fails."""
+    """The state of the directory, which decides what a failure removes."""
 
     ABSENT = "this rank did not make the directory"
     TEMPORARY = "it has its temporary name"
@@ -63,7 +63,7 @@ class CheckpointDirectory:
 
     @property
     def made_here(self) -> bool:
-        """Whether this rank made the directory."""
+        """True if this rank made the directory."""
         return self._state is not State.ABSENT
 
     def make(self) -> None:
@@ -83,7 +83,7 @@ class CheckpointDirectory:
         self._state = State.TEMPORARY
 
     def is_visible(self) -> bool:
-        """Return whether this rank sees the directory, whoever made it."""
+        """Return whether this rank sees the directory, which any rank may have made."""
         return self.made_here or self.child in self.folder.children()
 
     def put(self, name: str, data: bytes) -> None:
@@ -99,7 +99,7 @@ class CheckpointDirectory:
         self.folder.sync_children()
 
     def keep(self) -> None:
-        """Have nothing remove the directory any more."""
+        """Protect the directory from remove()."""
         self._state = State.KEPT
 
     def withdraw(self) -> None:
@@ -113,14 +113,14 @@ class CheckpointDirectory:
             return
         try:
             retain(self.folder, self._run_id, self.name, keep_last)
-        except Exception as error:  # The new checkpoint is published all the same.
+        except Exception as error:  # The new checkpoint is published nevertheless.
             logger.warning("older checkpoints beside %s stay: %r", self.name, error)
 
     def remove(self) -> None:
         """Remove the directory if this rank made it and it is not kept.
 
-        An error is not raised: the error that ended publishing is the one to mend, and the
-        next checkpoint of the run removes what stays.
+        An error is not raised: the user has to mend the error that ended publishing, and the
+        next checkpoint of the run removes the rest.
         """
         with contextlib.suppress(TierstoreError):
             if self._state is State.NAMED:

@@ -11,6 +11,7 @@ from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.checkpoint.saved_values import CommittedValues, StockValues
 from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.inspection.reader import Reader
 from tierstore.inspection.verify import Contents, verify_contents
 from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
@@ -46,7 +47,7 @@ class CheckpointSource:
     ) -> None:
         self._path = Path(path)
         contents = _checked(self._path, peers)
-        self._entries = StoredEntries(self._path, contents.metadata, contents.slices)
+        self._entries = StoredEntries(self._path, contents.slices)
         values: CommittedValues | StockValues = StockValues(self._entries)
         if contents.commits:
             values = CommittedValues(self._entries, contents.commits[0])
@@ -134,7 +135,7 @@ class CheckpointSource:
 
 def _checked(path: Path, peers: Peers) -> Contents:
     """Return the contents of a checkpoint, after checking this rank's part of it."""
-    report, contents = verify_contents(path, rank=peers.rank, world_size=peers.world_size)
+    report, contents = verify_contents(Reader(path, rank=peers.rank, world_size=peers.world_size))
     if report.kind == "run":
         raise CheckpointError(
             f"{path} is a run directory, not a checkpoint: open it with resume=True, or "

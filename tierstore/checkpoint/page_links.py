@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tierstore.errors import CorruptionError, StorageError, TierstoreError
 from tierstore.layout.page_layout import BLOCK_BYTES
@@ -23,21 +24,20 @@ class PageFiles:
     Args:
         storage: of the rank's files.
         commit: of the rank.
+        pages: the pages of the commit.
         provide_spares: allocates the files that will replace these page files in the run.
-
-    Raises:
-        CorruptionError: the layout of the commit is not as it was written.
     """
 
     def __init__(
         self,
         storage: Storage,
         commit: Commit,
+        pages: Sequence[CommittedPage],
         provide_spares: Callable[[Iterable[str]], None] = lambda names: None,
     ) -> None:
         self.storage = storage
         self.commit = commit
-        self._pages = commit.pages()
+        self.pages = pages
         self._provide_spares = provide_spares
         self._unlinked: list[CommittedPage] = []
         """The pages to copy."""
@@ -47,7 +47,7 @@ class PageFiles:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(page.layout.nbytes for page in self._pages)
+        return sum(page.layout.nbytes for page in self.pages)
 
     @property
     def bytes_to_copy(self) -> int:
@@ -56,13 +56,9 @@ class PageFiles:
 
     def link(self, folder: Folder, child: str) -> None:
         """Allocate the files that will replace the pages, then link the pages where possible."""
-        self._provide_spares(map(_name, self._pages))
-        for page in self._pages:
-            try:
-                folder.link(self.storage, _name(page), child, self._new_name(page))
-            except StorageError as error:
-                if error.errno not in _NO_LINK:
-                    raise
+        self._provide_spares(map(_name, self.pages))
+        for page in self.pages:
+            if not _linked(folder.link, self.storage, _name(page), child, self._new_name(page)):
                 self._unlinked.append(page)
 
     def hold(self, token: str) -> bool:
@@ -72,15 +68,11 @@ class PageFiles:
             token: distinguishes the temporary links of this attempt to publish.
 
         Returns:
-            Whether the filesystem can. Else the run must not write until they are copied.
+            False if the filesystem cannot; then the run must not write until they are copied.
         """
         for page in self._unlinked:
             self._links.append(f"{_name(page)}.copying-{token}")
-            try:
-                self.storage.link(_name(page), self._links[-1])
-            except StorageError as error:
-                if error.errno not in _NO_LINK:
-                    raise
+            if not _linked(self.storage.link, _name(page), self._links[-1]):
                 self._links.pop()
                 self._release()
                 return False
@@ -133,6 +125,17 @@ class PageFiles:
 
     def _new_name(self, page: CommittedPage) -> str:
         return published_page(self.commit.manifest.rank, page.number)
+
+
+def _linked(link: Callable[..., None], *arguments: Any) -> bool:
+    """Make a link; return False if the filesystem cannot."""
+    try:
+        link(*arguments)
+    except StorageError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
 
 
 def _name(page: CommittedPage) -> str:

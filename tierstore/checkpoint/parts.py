@@ -1,7 +1,7 @@
 """Checkpoints in parts: several directories, because ranks see several disks under the path.
 
-Each part has the files of the ranks that see it, and the files that describe the whole
-checkpoint. A user copies all parts into one directory to load it.
+A part has the files of the ranks that see the directory, and the files that describe the whole
+checkpoint. A user copies all parts into one directory to load the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tierstore.run.file_names import MARKER_NAME
 
 
 class Parts:
-    """The parts of one checkpoint, of which rank 0 and further ranks made one each.
+    """The parts of one checkpoint: one part of rank 0, and one of every further maker.
 
     All methods are collective.
 
@@ -32,16 +32,13 @@ class Parts:
     def share(self, metadata: bytes, marker: bytes) -> bytes:
         """Put the marker that rank 0 wrote into every part; return the metadata of rank 0."""
         metadata, marker = self._peers.gather((metadata, marker))[0]
-
-        def mark() -> None:
-            if self._made_further_part:
-                self._directory.put(MARKER_NAME, marker)
-
-        together(self._peers, "mark the parts of the checkpoint", mark)
+        self._on_further_parts(
+            "mark the parts of the checkpoint", lambda: self._directory.put(MARKER_NAME, marker)
+        )
         return metadata
 
     def name(self, metadata: bytes, publish: Callable[[], None], keep_last: int | None) -> None:
-        """Give all parts their final name, that of rank 0 last.
+        """Give all parts the final name, the part of rank 0 last.
 
         Args:
             metadata: the content of ``.metadata``.
@@ -51,9 +48,8 @@ class Parts:
         Raises:
             PeerFailed: another rank failed, or rank 0 does not answer.
         """
-
-        # The checkpoint is published when the part of rank 0 has its name. Rank 0 made part A,
-        # rank 2 made part B:
+        # The checkpoint is published when the part of rank 0 has the final name. Rank 0 made part
+        # A, rank 2 made part B:
         #
         #   phase                  on success            on failure
         #   1 name further parts   A TEMPORARY, B KEPT   of any rank: all ranks remove their parts
@@ -61,11 +57,10 @@ class Parts:
         #                                                parts; rank 0 does not answer: B stays,
         #                                                because A may have its name
         #   3 retain               old parts removed     logged
-        def take_name() -> None:
-            if self._made_further_part:
-                self._directory.take_name(metadata)
-
-        together(self._peers, "name the further parts of the checkpoint", take_name)
+        self._on_further_parts(
+            "name the further parts of the checkpoint",
+            lambda: self._directory.take_name(metadata),
+        )
         if self._made_further_part:
             self._directory.keep()
         failure = self._attempt_on_rank_0("name the checkpoint", publish)
@@ -74,6 +69,10 @@ class Parts:
             raise failure
         if self._made_further_part:
             self._directory.retain(keep_last)
+
+    def _on_further_parts(self, call: str, act: Callable[[], None]) -> None:
+        """Do something on the ranks that made a further part, or raise on all ranks."""
+        together(self._peers, call, act if self._made_further_part else lambda: None)
 
     def _attempt_on_rank_0(self, call: str, act: Callable[[], None]) -> Exception | None:
         """Do something on rank 0; return why it failed there, or None.

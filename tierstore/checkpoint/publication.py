@@ -1,4 +1,4 @@
-"""Publication: the handle of a checkpoint that is being published, or was."""
+"""Publication: the handle of a checkpoint that is published, perhaps in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from concurrent.futures import Future, wait
 
 
 class Publication:
-    """A checkpoint that is being published, or was.
+    """A checkpoint that is being published, or was published.
 
     Attributes:
         path: the directory.
@@ -35,5 +35,5 @@ class Publication:
         self.outcome.result()
 
     def settle(self) -> None:
-        """Block until publishing has ended, and do not raise what failed."""
+        """Block until publishing has ended; do not raise the error of a failure."""
         wait([self.outcome])

@@ -1,4 +1,4 @@
-"""Publishing of a committed step: links to its page files, and files that describe it.
+"""Publishing of a committed step: links to the page files, and files that describe them.
 
 A directory is built under a temporary name and then renamed; pages on another filesystem are
 copied in the background. Until the name is durable, a failure or an interrupt leaves nothing
@@ -48,16 +48,16 @@ class Committed:
     """The commit that one process publishes, and the names of the model."""
 
     peers: Peers
-    """The processes that publish it together."""
+    """The processes that publish the commit together."""
     page_files: Sequence[PageFiles]
-    """The commit of one rank, or of all ranks if one process has the files of all. Empty if
-    nothing was committed, which is refused."""
+    """The page files of one rank, or of all ranks if one process has all files. Empty if nothing
+    was committed, which is refused."""
     contents: Callable[[], ModelContents]
     """Returns the values of the model that are not paged, and all names."""
     model_prefix: str
     """Prefix of the names of the model: ends in a dot, or is empty."""
     for_reshard: bool = False
-    """Whether reshard=True begins from the checkpoint; only then it may have RESHARDED_NAME."""
+    """True if reshard=True begins from the checkpoint, which may then have RESHARDED_NAME."""
 
 
 def publish(
@@ -76,10 +76,11 @@ def publish(
     Args:
         committed: the commit.
         path: the directory; absent or empty.
-        keep_last: number of checkpoints of this run to keep beside it, with this one.
+        keep_last: number of checkpoints of this run to keep in the directory above, this one
+            included.
         on_progress: called with the number of bytes that were copied, and of all bytes to copy.
-        on_copying: called with a publication that continues in the background, whether this
-            then returns it or is interrupted.
+        on_copying: called with a publication that continues in the background, before publish()
+            returns it or is interrupted.
 
     Raises:
         CheckpointError: ``path`` exists or cannot be made, or the model has a value that a
@@ -212,7 +213,7 @@ class _Publishing:
             self._directory.make()
 
     def link_pages(self) -> bool:
-        """Link pages into the directory; return whether any must be copied."""
+        """Link pages into the directory; return whether some must be copied."""
         for files in self._page_files:
             files.link(self._directory.folder, self._directory.child)
         total = sum(files.nbytes for files in self._page_files)
@@ -253,7 +254,7 @@ class _Publishing:
             self._metadata = self._parts.share(self._metadata, self._marker)
 
     def finish(self, *, copying: bool) -> None:
-        """Copy what could not be linked, and give the directory its name."""
+        """Copy the pages that could not be linked, and give the directory the final name."""
         if copying:
             together(self._peers, "copy pages", self._copy_pages)
         if self._parts is None:
@@ -262,7 +263,7 @@ class _Publishing:
             self._parts.name(self._metadata, self._take_name, self._keep_last)
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
-        """Copy and finish in a thread, and return when that has begun."""
+        """Start a thread that copies and finishes, and return when it has begun."""
         threading.Thread(
             target=self._finish_alone, args=(on_copying,), name="tierstore-publish"
         ).start()
@@ -310,8 +311,11 @@ class _Publishing:
         digests: Mapping[str, dict[str, Any]],
         values: Iterable[tuple[str, Any, Hashable]],
     ) -> None:
-        """Write what is not paged, and the marker; make the content of ``.metadata``."""
-        published = [(commit, commit.pages()) for commit in commits]
+        """Write the unpaged values and the marker; make the content of ``.metadata``."""
+        known = {files.commit.manifest.rank: files.pages for files in self._page_files}
+        published = [
+            (commit, known.get(commit.manifest.rank) or commit.pages()) for commit in commits
+        ]
         unpaged = _UnpagedFile(self._directory.folder, self._directory.child)
         self._metadata = checkpoint_metadata(
             published, self._contents.names, values, self._model_prefix, unpaged.append
@@ -338,14 +342,14 @@ class _Publishing:
         self._directory.put(MARKER_NAME, self._marker)
 
     def _take_name(self) -> None:
-        """Publish the directory of rank 0, and remove the oldest ones beside it."""
+        """Publish the directory of rank 0, and remove the oldest checkpoints beside it."""
         self._directory.take_name(self._metadata)
         self._directory.keep()
         self._directory.retain(self._keep_last)
 
 
 class _UnpagedFile:
-    """The file of everything that is not paged, while it is written."""
+    """The file of all unpaged values, while it is written."""
 
     def __init__(self, folder: Folder, child: str) -> None:
         self._folder = folder

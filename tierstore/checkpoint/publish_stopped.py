@@ -25,7 +25,7 @@ def publish_run(
 ) -> Publication:
     """Publish the committed step of a run that no process uses; see publish().
 
-    The checkpoint holds what is paged; the rest of the model is not in a run.
+    The checkpoint holds the paged parameters and states; a run does not have the rest of a model.
 
     Raises:
         CheckpointError: ``run`` is not a run or lacks ranks, or this user may not read it; or
@@ -50,8 +50,8 @@ def publish_whole(
     """Publish the committed step of a run, given the locked storages of all its ranks.
 
     Raises:
-        RunDirectoryError: they are not of one run, or it has no committed step.
-        CorruptionError: the commits of the ranks do not fit each other.
+        RunDirectoryError: they are not of one run, or the run has no committed step.
+        CorruptionError: the commits of the ranks do not fit together.
         CheckpointError, StorageError, CorruptionError: as in publish().
     """
     found = find_whole_run(storages)
@@ -63,7 +63,8 @@ def publish_whole(
         peers=Alone(),
         # The next job allocates spares when it overwrites a page.
         page_files=[
-            PageFiles(storage, commit) for (storage, _), commit in zip(found, commits, strict=True)
+            PageFiles(storage, commit, commit.pages())
+            for (storage, _), commit in zip(found, commits, strict=True)
         ],
         contents=lambda: paged_contents(names),
         model_prefix="model.",

@@ -18,7 +18,7 @@ from pathlib import Path
 from tierstore.checkpoint.retention import remove
 from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.run_reader import Rank, newest_commit, read_ranks
+from tierstore.inspection.run_reader import Rank, newest_commit, parse_marker, read_ranks
 from tierstore.ranks.peers import Peers, agree, on_rank_0
 from tierstore.run.directories import looking_into, rank_directory, striping_in, whole_run
 from tierstore.run.file_names import (
@@ -29,7 +29,6 @@ from tierstore.run.file_names import (
     rank_folder,
 )
 from tierstore.run.recovery import erase, erase_commits, find_whole_run
-from tierstore.run.sealed import unseal
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder
 from tierstore.storage.paths import get_file
@@ -37,7 +36,7 @@ from tierstore.storage.paths import get_file
 logger = logging.getLogger("tierstore")
 
 _TEMPORARY_PREFIX = f".{RESHARDED_NAME}.tmp-"
-"""Prefix of the names of that checkpoint while it is published or removed."""
+"""Prefix of the temporary names of the checkpoint RESHARDED_NAME."""
 
 _LEFTOVER = re.compile(
     rf"{RESHARDED_NAME}|{re.escape(_TEMPORARY_PREFIX)}[0-9a-f]{{8}}(-[0-9a-f]{{8}})?"
@@ -92,7 +91,7 @@ def look_for_other_ranks(
 
 
 def _position(directory: Path) -> tuple[int, bool]:
-    """Return a key that sorts directories as the run has them, and first where it reshards."""
+    """Return a sort key: the order of the run, and a directory with a reshard first."""
     striping = striping_in(rank_directory(directory, 0))
     return striping.index if striping else 0, not _leftovers(directory)
 
@@ -143,9 +142,9 @@ def _has_commits(folder: Path) -> bool:
 # resharded and the new run      removes resharded, resumes the new run
 # the new run                    resumes it
 #
-# A run is there if all of its ranks are here and have a commit in common: an old run until its
-# first commit is removed, which is after resharded has its name for good; a new run from its
-# first commit on.
+# A run exists if all ranks of the run are in the directories and have a commit in common: the old
+# run until its first commit is removed, which is after the name of resharded is durable; the new
+# run from its first commit on.
 
 
 def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> str | None:
@@ -178,7 +177,7 @@ def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: boo
 
 
 def _world_size(ranks: Sequence[Rank]) -> int | None:
-    """Return the number of ranks of a run if all are here and have a commit in common."""
+    """Return the number of ranks of a run if all are present and have a commit in common."""
     world_size = next((rank.identity.world_size for rank in ranks if rank.identity), None)
     return world_size if newest_commit(ranks) and world_size == len(ranks) else None
 
@@ -203,15 +202,15 @@ def has_resharded(run: Path) -> bool:
     if not os.path.lexists(path):
         return False
     try:
-        name = unseal("checkpoint", get_file(path / MARKER_NAME), f"{path}/{MARKER_NAME}")["name"]
+        name = parse_marker(get_file(path / MARKER_NAME), f"{path}/{MARKER_NAME}")["name"]
     except TierstoreError as error:
         if isinstance(error, StorageError) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         name = error
     if name != RESHARDED_NAME:
         raise RunDirectoryError(
-            f"{path} is not what reshard=True leaves under this name, but {name}: move "
-            "it somewhere else"
+            f"{path} is not the checkpoint that reshard=True leaves under this name, but {name}: "
+            "move it somewhere else"
         )
     return True
 
@@ -224,7 +223,7 @@ def end_reshard(run: Path) -> None:
     """
     folder = LocalFolder(run)
     if has_resharded(run):
-        # Renamed first, so that no part of it is taken for the whole.
+        # Renamed first, so that a partly removed checkpoint does not look whole.
         folder.rename(RESHARDED_NAME, f"{_TEMPORARY_PREFIX}{secrets.token_hex(4)}")
         folder.sync_children()
     for name in _leftovers(run):
@@ -235,7 +234,7 @@ def end_reshard(run: Path) -> None:
 
 
 def _leftovers(directory: Path) -> list[str]:
-    """Return the names of that checkpoint in a directory, whole or not."""
+    """Return the names of checkpoints of a reshard in a directory, whole or not."""
     with looking_into(directory):
         names = os.listdir(directory) if directory.is_dir() else []
     return [name for name in names if _LEFTOVER.fullmatch(name)]
@@ -281,7 +280,7 @@ def remove_other_ranks(directories: Sequence[Path], peers: Peers, *, overwrite: 
 
 
 def _remove_ranks(directories: Sequence[Path], storages: Mapping[int, Storage]) -> None:
-    """Remove everything that some ranks have in the directories of a run, commits first."""
+    """Remove all files of some ranks in the directories of a run, commits first."""
     for storage in storages.values():
         erase_commits(storage)
         erase(storage)

@@ -19,7 +19,7 @@ from tierstore.run.usability import Usability
 
 
 class Restore:
-    """The ways back to a step. All ranks make the same calls.
+    """Restore of a step, from one of three sources. All ranks make the same calls.
 
     Args:
         ranks: all ranks of the job.
@@ -48,7 +48,7 @@ class Restore:
                 "there is none to go back to: start over with a new model and a new store"
             )
         together(self._ranks, "check the run", lambda: self._check(manifest))
-        usability.awaits_restore = True  # Until all of the below is done.
+        usability.awaits_restore = True  # Until the restore is complete.
         try:
             self._table.pager.reset(self._table.pages, manifest.entries)
             self._table.ensure_placed()
@@ -69,11 +69,11 @@ class Restore:
         )
 
     def from_resharded(self, checkpoint: Path, commit: Callable[[], None]) -> int:
-        """Begin a run from what it was on another number of ranks; return its step.
+        """Begin a run from a checkpoint of the run on another number of ranks; return its step.
 
         Args:
             checkpoint: the old run, published in its own directory; removed at the end.
-            commit: makes a step durable, so that the checkpoint is not needed any more.
+            commit: makes a step durable, after which the checkpoint is not needed.
         """
         self._usability.awaits_restore = False
         try:
@@ -102,7 +102,7 @@ class Restore:
 
         Args:
             checkpoint: the directory.
-            todo: what to do if the run has steps already.
+            todo: the advice in the error if the run has steps already.
         """
         from tierstore.checkpoint.load import CheckpointSource
 

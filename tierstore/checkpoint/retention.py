@@ -1,7 +1,7 @@
-"""Retention: which checkpoints of a run in a directory are kept, and what is removed.
+"""Retention: removal of old checkpoints of a run, and of the leftovers of publishing.
 
 Only checkpoints that the run published are removed. A checkpoint loses its name before its
-files, so that a part of it is not taken for the whole.
+files, so that a partly removed checkpoint does not look whole.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierstore.errors import StorageError, TierstoreError
+from tierstore.inspection.run_reader import parse_marker
 from tierstore.run.file_names import MARKER_NAME
-from tierstore.run.sealed import is_count, unseal
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")
 
 
 def is_taken(folder: Folder, name: str) -> bool:
-    """Return whether the name is that of a file or of a directory that is not empty."""
+    """Return whether a file or a directory that is not empty has this name."""
     try:
         return bool(folder.files(name))
     except StorageError as error:
@@ -37,18 +37,18 @@ def temporary_prefix(name: str, run_id: str) -> str:
 
 
 def remove_leftovers(folder: Folder, run_id: str) -> None:
-    """Remove what a crash left of earlier publishing; the caller alone publishes this run."""
+    """Remove what a crash left of earlier publishing; nobody else publishes this run now."""
     pattern = re.compile(rf"{re.escape(temporary_prefix('', run_id)[1:])}[0-9a-f]{{8}}$")
     leftovers = [
         child for child in folder.children() if child.startswith(".") and pattern.search(child)
     ]
-    if leftovers:  # On the disk, one may still have the name of a checkpoint.
+    if leftovers:  # On the disk, a leftover may still have the name of a checkpoint.
         folder.sync_children()
     for child in leftovers:
         try:
             remove(folder, child)
         except StorageError as error:  # Publishing does not need the space.
-            logger.warning("what an earlier checkpoint() left stays: %s", error)
+            logger.warning("files of an earlier checkpoint() stay: %s", error)
 
 
 def retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
@@ -70,7 +70,7 @@ def retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
                 sorted(unknown)[0],
             )
             continue
-        # Renamed first, so that a part of it is not taken for a checkpoint.
+        # Renamed first, so that a partly removed checkpoint does not look whole.
         doomed = f"{temporary_prefix(child, run_id)}{secrets.token_hex(4)}"
         folder.rename(child, doomed)
         folder.sync_children()
@@ -85,14 +85,11 @@ def remove(folder: Folder, child: str) -> None:
 
 
 def _marker_of_run(folder: Folder, child: str, run_id: str) -> Mapping[str, Any] | None:
-    """Return the marker of a checkpoint that this run published under this name; else None."""
+    """Return the marker of a checkpoint if this run published it under this name; else None."""
     try:
         if MARKER_NAME not in folder.files(child):
             return None
-        marker = unseal("checkpoint", folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
+        marker = parse_marker(folder.get(child, MARKER_NAME), f"{folder.location}/{child}")
     except TierstoreError:  # Unreadable, damaged or of another version: not removed.
         return None
-    if (marker.get("run_id"), marker.get("name")) != (run_id, child):
-        return None
-    is_whole = is_count(marker.get("step")) and isinstance(marker.get("files"), dict)
-    return marker if is_whole else None
+    return marker if (marker["run_id"], marker["name"]) == (run_id, child) else None

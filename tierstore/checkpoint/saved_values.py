@@ -23,7 +23,7 @@ class CommittedValues:
     """Values of a checkpoint that tierstore published.
 
     Args:
-        entries: of the checkpoint.
+        entries: the entries of the checkpoint.
         commit: the commit of rank 0. The other ranks have the same values.
 
     Raises:
@@ -33,27 +33,26 @@ class CommittedValues:
     def __init__(self, entries: StoredEntries, commit: Commit) -> None:
         self._entries = entries
         self._manifest = commit.manifest
-        self._groups: dict[str, int] = {}  # Name of a parameter -> number of its group.
-        self._members: dict[str, str] = {}  # Name of a parameter -> name in the manifests.
+        self._members: dict[str, tuple[int, str]] = {}
+        """Name of a parameter -> number of the group, name in the manifests."""
         self._scalars = commit.scalars
         for number, group in enumerate(commit.groups):
             names = entries.value(".".join((*_GROUPS, str(number), "params")))
-            members = [spec.name for spec in group]
             if (
                 not isinstance(names, list)
-                or len(names) != len(members)
+                or len(names) != len(group)
                 or not all(isinstance(name, str) for name in names)
             ):
                 raise CorruptionError(
                     f"{entries.path}: .metadata is of another commit than the manifests"
                 )
-            self._groups |= dict.fromkeys(names, number)
-            self._members |= zip(names, members, strict=True)
+            for name, spec in zip(names, group, strict=True):
+                self._members[name] = number, spec.name
 
     @cached_property
     def model_prefixes(self) -> Sequence[str]:
-        """The prefix of the names of parameters, as given to checkpoint(model_prefix=)."""
-        name = next(iter(self._groups), None)
+        """The prefix of the names of parameters that was given to checkpoint(model_prefix=)."""
+        name = next(iter(self._members), None)
         for key in self._entries.keys if name is not None else ():
             *outer, last = self._entries.path_of(key)
             if last == name and len(outer) < 2:
@@ -76,7 +75,8 @@ class CommittedValues:
             CheckpointError: the checkpoint does not have it.
         """
         try:
-            return float(self._scalars[self._members[name]][scalar])
+            _, member = self._members[name]
+            return float(self._scalars[member][scalar])
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self._entries.path} has no number {scalar!r} of parameter {name!r}"
@@ -84,9 +84,9 @@ class CommittedValues:
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
         """Return the hyperparameters of the group of a parameter; empty if it has none."""
-        number = self._groups.get(name)
-        if number is None:
+        if name not in self._members:
             return {}
+        number, _ = self._members[name]
         found: dict[str, Any] = tagged_json.decode(self._manifest.hyperparameters[number])
         return found
 
@@ -120,7 +120,7 @@ class StockValues:
         return float(self._entries.value(key))
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return the hyperparameters stored by the parameter's name, or else by its group.
+        """Return the hyperparameters stored under the name of the parameter, else of its group.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -175,7 +175,7 @@ def _nested(leaves: list[tuple[EntryPath, Any]]) -> Any:
     """Return the nested dicts and lists that have these values at these paths.
 
     Raises:
-        ValueError: there are none, as where a list lacks an item.
+        ValueError: the paths contradict each other, or a list lacks an item.
     """
     inner: dict[str | int, list[tuple[EntryPath, Any]]] = {}
     for path, value in leaves:

@@ -17,7 +17,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def note_interrupted_reshard(run: Path) -> None:
-    """Say on stderr where the step of a run is whose resharding did not end."""
+    """Tell on stderr where the committed step of a run is while a reshard is not complete."""
     from tierstore.inspection.reader import Reader
     from tierstore.inspection.run_reader import newest_commit, read_ranks
     from tierstore.run.file_names import RESHARDED_NAME

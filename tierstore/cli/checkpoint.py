@@ -23,7 +23,7 @@ def checkpoint(
     """Publish the committed step of a stopped run as a checkpoint.
 
     torch.distributed.checkpoint loads it. On the filesystem of the run, pages are linked
-    and take no further space; on another one they are copied.
+    and take no further space; on another filesystem they are copied.
     """
     with exit_codes(as_json):
         from tierstore.checkpoint.publish_stopped import publish_run
@@ -31,7 +31,6 @@ def checkpoint(
         note_interrupted_reshard(run)
         with progress("copied") as on_progress:
             publication = publish_run(run, out, on_progress=on_progress)
-            publication.wait()
         if as_json:
             fields = ("path", "step", "bytes_total", "bytes_copied", "bytes_linked")
             write_json({name: getattr(publication, name) for name in fields})

@@ -16,7 +16,7 @@ BAD_DATA, WRONG_CALL = 1, 2
 
 @contextmanager
 def exit_codes(as_json: bool) -> Iterator[None]:
-    """Turn what a command raises into a message and an exit code."""
+    """Turn the errors of a command into a message and an exit code."""
     try:
         yield
     except (CorruptionError, StorageError, PeerFailed) as error:

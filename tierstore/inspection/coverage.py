@@ -14,8 +14,8 @@ from tierstore.run.commit import Commit
 def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str]:
     """Yield the faults of chunks that should cover a tensor of this shape exactly once.
 
-    Chunks without elements are ignored. Takes O(n * m) steps for n chunks, of which m at most
-    lie beside each other along one dimension.
+    Chunks without elements are ignored. Takes O(n * m) steps for n chunks, of which at most m
+    overlap along the dimension of the sweep.
     """
     chunks = [chunk for chunk in chunks if chunk.numel > 0]
     outside = [chunk for chunk in chunks if not chunk.lies_within(shape)]
@@ -37,8 +37,8 @@ def tiling_faults(shape: Sequence[int], chunks: Sequence[Chunk]) -> Iterator[str
 def _overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Return two chunks that have an element in common, or None.
 
-    Sweeps along the dimension in which chunks have most different offsets, and compares each
-    chunk with the chunks that have not ended there.
+    Sweeps along the dimension in which the chunks have most different offsets, and compares a
+    chunk with the chunks that have not ended at its offset.
     """
     if len(chunks) < 2:
         return None

@@ -1,10 +1,9 @@
-"""Restricted reader of the ``.metadata`` of a checkpoint; it runs nothing that is in the file.
+"""Restricted reader of the ``.metadata`` of a checkpoint, which runs nothing from the file.
 
-``.metadata`` is a pickle, and a pickle is a program: stock readers call whatever it names. Here
-Python's own unpickler runs it, with only the instructions that plain values are made of and only
-the names that ``torch.distributed.checkpoint`` itself writes; then one pass checks the fields of
-every object. (Of the two unpicklers of Python it is the one written in Python: its memory is in
-proportion to the file, while the one in C believes any index in it.)
+``.metadata`` is a pickle, and a pickle is a program: stock readers call every function that it
+names. Here Python's own unpickler runs it, restricted to the instructions of plain values and to
+the names that ``torch.distributed.checkpoint`` writes; then one pass checks the fields of every
+object.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ _FIELDS[_StorageInfo]["transform_descriptors"] = list[str] | tuple[str, ...] | N
 
 
 def read_metadata(data: bytes, where: str) -> dcp.Metadata:
-    """Return the ``Metadata`` that a checkpoint's ``.metadata`` holds.
+    """Return the ``Metadata`` in the ``.metadata`` of a checkpoint.
 
-    Each tensor has a dtype, a size and chunks of as many dimensions, each storage entry a
-    path and a range of bytes. Whether these fit each other and the files is not checked.
+    Every tensor has a dtype, a size and chunks of as many dimensions, every storage entry a path
+    and a range of bytes. It is not checked that these fit the files.
 
     Args:
         data: the content of the file.
-        where: what errors call the file.
+        where: the name of the file in errors.
 
     Raises:
-        CorruptionError: it is damaged, or holds what no stock checkpoint does.
+        CorruptionError: it is damaged, or has content that is not in a stock checkpoint.
     """
     try:
         unpickler = _Unpickler(io.BytesIO(data), encoding="utf-8")
@@ -80,7 +79,7 @@ def _expect(condition: bool, otherwise: str) -> None:
 
 
 def _check_object(made: Any) -> None:
-    """Check the fields of an object of one of the classes in _FIELDS."""
+    """Check the fields of an object whose class is in _FIELDS."""
     name, fields, found = type(made).__name__, _FIELDS[type(made)], vars(made)
     _expect(bool(found) or not fields, f"leaves a {name} without its fields")
     for field in fields.keys() | found.keys():
@@ -92,7 +91,7 @@ def _check_object(made: Any) -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value, and each of its items, is exactly of a type of _FIELDS."""
+    """Return whether a value and all items in it have exactly a type of _FIELDS."""
     if get_origin(kind) in (Union, UnionType):
         return any(_fits(value, choice) for choice in get_args(kind))
     if kind is Any or type(value) is not (get_origin(kind) or kind):
@@ -103,7 +102,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _check_keys(keys: list[Any]) -> None:
-    """Refuse keys whose hash may recurse without end, as that of tuples in tuples does."""
+    """Refuse keys whose hash may recurse without end, such as tuples in tuples."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
         if type(key) is dcp.MetadataIndex:
@@ -112,7 +111,7 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def _taking(kind: type, function: Any) -> Any:
-    """Return the function, for arguments of exactly this type: a path of paths could double."""
+    """Restrict a function to arguments of exactly this type: a path of paths could double."""
 
     def checked(*arguments: Any) -> Any:
         _expect(all(type(argument) is kind for argument in arguments), "calls with a strange value")
@@ -136,7 +135,7 @@ def _named_memory_format(kind: Any, name: Any) -> Any:
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
-# What a pickle may name: values, classes, which are never called, and functions, which are.
+# The names that are allowed in a pickle: values, classes, which are never called, and functions.
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # Before torch 2.3.
 _NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): it for name, it in vars(torch).items() if isinstance(it, torch.dtype)},
@@ -156,7 +155,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib._local", "WindowsPath"): _taking(str, PureWindowsPath),
 }
 
-# Those of pickle's instructions that plain values and these objects are made of.
+# The instructions of pickle that make plain values and these objects.
 _INSTRUCTIONS = """
     PROTO FRAME STOP MARK POP POP_MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
     NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
@@ -165,14 +164,15 @@ _INSTRUCTIONS = """
     EMPTY_DICT SETITEM SETITEMS EMPTY_SET ADDITEMS FROZENSET
     GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD
 """
+# The unpickler in C allocates memory up to any index in the file; this one, in Python, does not.
 _Stock: Any = pickle._Unpickler
 
 
 class _Unpickler(_Stock):  # type: ignore[misc]
-    """Python's unpickler, which checks what an instruction is about to work on."""
+    """Python's unpickler, with checks of the values that an instruction is about to use."""
 
-    # Decoded strictly, as Python 2's text is: today's text may hold halves of characters, which
-    # could be neither printed nor part of a path.
+    # Decoded strictly, like the text of Python 2: the text of Python 3 may contain halves of
+    # characters, which cannot be printed or be part of a path.
     load_short_binunicode = _Stock.load_short_binstring
     load_binunicode = _Stock.load_binstring
 
@@ -203,7 +203,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         target, state = self.stack[-2:]
         fresh = type(target) in _FIELDS and not vars(target)
         _expect(fresh, "changes something that was made already")
-        # Never a pair of dicts, of which the second would be set with setattr().
+        # Not a pair of dicts: the items of the second would be set with setattr().
         fits = type(state) is (tuple if type(target) is dcp.TensorProperties else dict)
         _expect(fits, f"makes a {type(target).__name__} of something strange")
         super().load_build()

@@ -78,7 +78,7 @@ def _affected(layout: PageLayout, block: Extent) -> str:
 
 
 def _check_framing(file: File, layout: PageLayout) -> None:
-    """Check the bytes around the records by which torch.load reads them."""
+    """Check the bytes around the data of records, which torch.load needs."""
     for section in layout.sections:
         for record in section.records:
             if not is_record(file, record.offset, record.chunk.sizes, record.dtype):

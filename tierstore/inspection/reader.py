@@ -1,4 +1,4 @@
-"""Reading of files that are not trusted: links are not followed, nothing is changed.
+"""Reading of untrusted files: links are not followed, and nothing is changed.
 
 A name cannot lead out of the directory, except into directories that were allowed. A fault of
 one file is recorded, and the next file is read.
@@ -33,7 +33,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
 
 
 def wrong_name(name: str) -> str | None:
-    """Return what is wrong with a file's name, which may have folders in it; or None."""
+    """Return the fault of a file name, which may contain folders; None if it has no fault."""
     if not name or "\0" in name:
         return "is not a file name"
     if name.startswith("/"):
@@ -84,11 +84,6 @@ class File:
         self.read_into(memoryview(data), offset)
         return bytes(data)
 
-    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes [start, stop) in order, each piece valid until the next."""
-        for offset in range(start, stop, BLOCK_BYTES):
-            yield self.piece(offset, min(BLOCK_BYTES, stop - offset))
-
     def piece(self, offset: int, nbytes: int) -> memoryview:
         """Return up to BLOCK_BYTES bytes, valid until the next call for any file."""
         piece = self.reader.buffer[:nbytes]
@@ -118,7 +113,8 @@ class Reader:
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         """Facts that a user should know and that are not faults."""
-        self._names: set[str] = set()
+        self.opened: set[str] = set()
+        """Names of the files that were opened."""
         self._allowed: set[str] = set()
         self.bytes_done = 0
         """Bytes that were read or given up, of the bytes that expect() announced."""
@@ -134,11 +130,6 @@ class Reader:
     def buffer(self) -> memoryview:
         """BLOCK_BYTES of memory to read into."""
         return memoryview(bytearray(BLOCK_BYTES))
-
-    @property
-    def files(self) -> int:
-        """Number of files that were opened."""
-        return len(self._names)
 
     def fault(self, where: str, what: str) -> None:
         """Record a fault; see Fault."""
@@ -226,7 +217,7 @@ class Reader:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CorruptionError("is not a file")
-            self._names.add(name)
+            self.opened.add(name)
             yield File(self, name, fd)
         finally:
             os.close(fd)
@@ -251,12 +242,11 @@ class Reader:
         data = self.get(name)
         try:
             return parse(data, name)
-        except CorruptionError as error:
-            raise CorruptionError(str(error).removeprefix(f"{name} ")) from error
-        except RunDirectoryError as error:
-            raise CorruptionError(
-                f"{str(error).removeprefix(f'{name} ')}; if there is none, the file is damaged"
-            ) from error
+        except (CorruptionError, RunDirectoryError) as error:
+            what = str(error).removeprefix(f"{name} ")
+            if isinstance(error, RunDirectoryError):
+                what += "; if there is none, the file is damaged"
+            raise CorruptionError(what) from error
 
     def list(self, folder: str = "") -> list[str]:
         """Return the names in the directory, or in a folder of it, sorted.
@@ -284,12 +274,12 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is not as it was written."""
+    """One difference from the files as they were written."""
 
     where: str
     """The file, relative to the directory that was checked, or the key of ``.metadata``."""
     what: str
-    """What is wrong with it."""
+    """The fault, in words that follow the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,12 +294,12 @@ class Report:
     files: int
     """Number of files that were opened."""
     bytes_checked: int
-    """Number of bytes that were checked, each counted once."""
+    """Number of bytes that were checked, without duplicates."""
     faults: Sequence[Fault]
     notes: Sequence[str]
-    """What a user should know and is not a fault."""
+    """Facts that a user should know and that are not faults."""
 
     @property
     def good(self) -> bool:
-        """Whether no fault was found."""
+        """True if no fault was found."""
         return not self.faults

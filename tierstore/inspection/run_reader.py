@@ -68,7 +68,7 @@ class Rank:
 
     @property
     def holds_run(self) -> bool:
-        """Whether the folder holds a run; a job that was refused may leave an empty one."""
+        """True if the folder holds a run; a job that was refused may leave an empty folder."""
         return IDENTITY_NAME in self.names or bool(self.commits)
 
 
@@ -76,7 +76,7 @@ def read_ranks(reader: Reader) -> list[Rank]:
     """Return the content of the folder of each rank of a run; record every file with a fault.
 
     Raises:
-        CheckpointError: the directory is not the first one of a run; the message names that.
+        CheckpointError: the directory is not the first of a run; the message names the first.
     """
     ranks = []
     for folder in reader.list():
@@ -103,22 +103,22 @@ def _read_striping(reader: Reader, rank: Rank) -> None:
     path = f"{rank.folder}/{STRIPING_NAME}"
     rank.page_folders = [None]
     with reader.record_faults(path):
-        rank.striping = reader.parse(path, Striping.from_bytes)
-    if rank.striping is None:
-        return
-    first, *others = rank.striping.directories
-    if rank.striping.index:
-        raise CheckpointError(
-            f"{reader.root} has only pages of a run that is striped over "
-            f"{len(rank.striping.directories)} directories: name the first, "
-            f"{os.path.dirname(first)}"
-        )
-    striping_id = rank.striping.striping_id
-    folders = [
-        rank.folder,
-        *(_allowed(reader, other, striping_id, n) for n, other in enumerate(others, start=1)),
-    ]
-    rank.page_folders = [folders[index] for index in stripe(rank.striping.weights)]
+        rank.striping = striping = reader.parse(path, Striping.from_bytes)
+        first, *others = striping.directories
+        if striping.index:
+            raise CheckpointError(
+                f"{reader.root} has only pages of a run that is striped over "
+                f"{len(striping.directories)} directories: name the first, "
+                f"{os.path.dirname(first)}"
+            )
+        folders = [
+            rank.folder,
+            *(
+                _allowed(reader, directory, striping.striping_id, index)
+                for index, directory in enumerate(others, start=1)
+            ),
+        ]
+        rank.page_folders = [folders[index] for index in stripe(striping.weights)]
 
 
 def _allowed(reader: Reader, directory: str, striping_id: str, index: int) -> str | None:
@@ -154,18 +154,15 @@ def _read_rank(reader: Reader, rank: Rank) -> None:
             )
 
 
-def read_commits(
-    reader: Reader, manifests: Sequence[Manifest], layouts: Sequence[str]
-) -> list[Commit]:
+def read_commits(reader: Reader, layouts: Mapping[str, Manifest]) -> list[Commit]:
     """Return the commits whose layout is whole; record every other layout as a fault.
 
     Args:
         reader: of the run or checkpoint.
-        manifests: manifests of one commit, by rank.
-        layouts: the path of the layout file of each rank.
+        layouts: path of the layout file of a rank -> manifest of the rank, all of one commit.
     """
     commits = []
-    for manifest, path in zip(manifests, layouts, strict=True):
+    for path, manifest in layouts.items():
         with reader.record_faults(path):
             layout = reader.parse(path, partial(RankLayout.from_bytes, digest=manifest.layout))
             _require_size(layout)
@@ -185,25 +182,22 @@ def _require_size(layout: RankLayout) -> None:
         raise CorruptionError("has a right checksum but more in its pages than there can be")
 
 
-def read_marker(reader: Reader) -> Mapping[str, Any]:
+def parse_marker(data: bytes, where: str) -> Mapping[str, Any]:
     """Return the content of tierstore.json in a published checkpoint.
 
     Raises:
         CorruptionError: it is not whole.
+        RunDirectoryError: another version wrote it.
     """
-
-    def parse(data: bytes, where: str) -> Mapping[str, Any]:
-        body = unseal("checkpoint", data, where)
-        with body_errors(where):
-            files = body["files"].values()
-            numbers = [body["step"], body["world_size"], *(file["nbytes"] for file in files)]
-            texts = [body["run_id"], body["name"], *(file["xxh3_128"] or "" for file in files)]
-            require(all(map(is_count, numbers)), all(type(text) is str for text in texts))
-            require(not any(wrong_name(name) or "/" in name for name in body["files"]))
-            require(body["world_size"] > 0)
-        return body
-
-    return reader.parse(MARKER_NAME, parse)
+    body = unseal("checkpoint", data, where)
+    with body_errors(where):
+        files = body["files"].values()
+        numbers = [body["step"], body["world_size"], *(file["nbytes"] for file in files)]
+        texts = [body["run_id"], body["name"], *(file["xxh3_128"] or "" for file in files)]
+        require(all(map(is_count, numbers)), all(type(text) is str for text in texts))
+        require(not any(wrong_name(name) or "/" in name for name in body["files"]))
+        require(body["world_size"] > 0)
+    return body
 
 
 def read_published(
@@ -218,16 +212,16 @@ def read_published(
     """
     marker: Mapping[str, Any] | None = None
     with reader.record_faults(MARKER_NAME):
-        marker = read_marker(reader)
+        marker = reader.parse(MARKER_NAME, parse_marker)
     world_size = sum(name.endswith(".commit") for name in names)
     if marker is not None:
         world_size = marker["world_size"]
-    manifests: list[Manifest] = []
+    layouts: dict[str, Manifest] = {}
     for rank in range(min(world_size, RANKS_MAX)):
         name = published_manifest(rank)
         with reader.record_faults(name):
             manifest = reader.parse(name, Manifest.from_bytes)
-            expected = replace(manifests[0] if manifests else manifest, rank=rank)
+            expected = replace(next(iter(layouts.values()), manifest), rank=rank)
             if marker is not None:
                 common = {key: marker[key] for key in ("run_id", "world_size", "step")}
                 expected = replace(expected, **common)
@@ -235,9 +229,8 @@ def read_published(
                 raise CorruptionError(
                     f"is of {_commit_text(manifest)}; expected {_commit_text(expected)}"
                 )
-            manifests.append(manifest)
-    layouts = [published_layout(manifest.rank) for manifest in manifests]
-    return marker, read_commits(reader, manifests, layouts)
+            layouts[published_layout(rank)] = manifest
+    return marker, read_commits(reader, layouts)
 
 
 def _commit_text(manifest: Manifest) -> str:
@@ -257,12 +250,11 @@ def newest_commit(ranks: Sequence[Rank]) -> Revision | None:
 
 def committed_in(reader: Reader, ranks: Sequence[Rank], revision: Revision) -> list[Commit]:
     """Return a commit of all ranks of a run whose layouts are whole."""
-    manifests = [rank.manifests[revision] for rank in ranks]
-    layouts = [
-        f"{rank.folder}/{layout_name(manifest.layout)}"
-        for rank, manifest in zip(ranks, manifests, strict=True)
-    ]
-    return read_commits(reader, manifests, layouts)
+    layouts = {}
+    for rank in ranks:
+        manifest = rank.manifests[revision]
+        layouts[f"{rank.folder}/{layout_name(manifest.layout)}"] = manifest
+    return read_commits(reader, layouts)
 
 
 def holder_of(reader: Reader) -> str | None:
@@ -275,7 +267,7 @@ def holder_of(reader: Reader) -> str | None:
         ):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
             try:
-                # A shared lock for a moment; a store that is opened meanwhile waits for longer.
+                # The shared lock lasts a moment; a store that is opened meanwhile waits longer.
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(fd, 1024, 0).decode(errors="replace")

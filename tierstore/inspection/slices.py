@@ -1,4 +1,4 @@
-"""Check of the slices of files that ``.metadata`` names, and of what each slice holds."""
+"""Check of the slices of files that ``.metadata`` names, and of their contents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Slices:
 
     def __init__(self, reader: Reader, metadata: Metadata) -> None:
         self._reader = reader
-        self._metadata = metadata
+        self.metadata = metadata
         self._expected: dict[_Slice, dict[_Expected, str]] = defaultdict(dict)
         """Slice -> its expected contents -> the first key that needs the content."""
         self._starts: dict[tuple[_Slice, _Expected], int | None] = {}
@@ -138,7 +138,7 @@ class Slices:
                 self._add(key, index, _Expected(chunk.sizes, item.properties.dtype))
 
     def _add(self, key: str, index: MetadataIndex, expected: _Expected) -> None:
-        info: _StorageInfo | None = self._metadata.storage_data.get(index)
+        info: _StorageInfo | None = self.metadata.storage_data.get(index)
         if info is None:
             chunk = "" if index.offset is None else f" of its chunk at {list(index.offset)}"
             self._reader.fault(key, f".metadata does not say in which file the data{chunk} is")
@@ -172,7 +172,7 @@ class Slices:
 
 
 def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
-    """Return whether a slice is a record of a page, whose framing is known byte for byte."""
+    """Return whether a slice is a record of a page. The framing of a record is fixed."""
     sizes, dtype = expected
     return (
         dtype in RECORD_DTYPES
@@ -213,20 +213,13 @@ class _UnknownClassError(CorruptionError):
     """The object is of a class that torch.load(weights_only=True) does not make."""
 
 
-class _Loaded(NamedTuple):
-    """The content of a slice that torch.save wrote."""
+def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int, int | None]:
+    """Read a slice that torch.save wrote.
 
-    value: object
-    """Tensors are on the meta device, without data."""
-    data_nbytes: int
-    """Bytes of data of all tensors."""
-    data_start: int | None
-    """Where in the file the data begins; None unless the data is of one storage and in the byte
-    order of this machine."""
-
-
-def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
-    """Return the content of a slice.
+    Returns:
+        The value, with tensors on the meta device; the bytes of data of all tensors; the byte of
+        the file at which the data begins, or None unless the data is of one storage and in the
+        byte order of this machine.
 
     Raises:
         CorruptionError: it is not whole; _UnknownClassError if it names a class that torch does
@@ -239,8 +232,8 @@ def _load(file: File, piece: _Slice, whole: bool) -> _Loaded:
             data_start = _data_start(file, piece, archive)
         stream.seek(0)
         # On the meta device, storages are made but not read.
-        value = torch.load(stream, map_location="meta", weights_only=True)
-        return _Loaded(value, data_nbytes, data_start)
+        value: object = torch.load(stream, map_location="meta", weights_only=True)
+        return value, data_nbytes, data_start
     except CorruptionError:
         raise
     except zipfile.BadZipFile as error:
@@ -266,21 +259,21 @@ def _data_start(file: File, piece: _Slice, archive: zipfile.ZipFile) -> int | No
 
 def _member_start(file: File, piece: _Slice, entry: zipfile.ZipInfo) -> int:
     header = piece.offset + entry.header_offset
-    # Name and extra field of the entry itself may be longer than those in the list.
+    # Name and extra field may be longer in front of the data than in the list of entries.
     lengths = struct.unpack("<HH", file.read(header + 26, 4))
     return header + 30 + int(sum(lengths))
 
 
 def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
-    """Compare entries with their CRC-32; return the number of bytes of tensor data."""
+    """Compare entries with the CRC-32 in the archive; return the number of bytes of tensor data."""
     entries = archive.infolist()
     data_nbytes = sum(entry.file_size for entry in entries if _is_data(entry))
     other_nbytes = sum(entry.file_size for entry in entries if not _is_data(entry))
-    # After torch.serialization.set_crc32_options(False) all of them are 0.
+    # After torch.serialization.set_crc32_options(False) all checksums are 0.
     has_checksums = any(entry.CRC for entry in entries)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CorruptionError("is compressed, which torch.save never does")
-    if other_nbytes > GET_BYTES_MAX:  # torch.load reads each of them at once.
+    if other_nbytes > GET_BYTES_MAX:  # torch.load reads every entry at once.
         raise CorruptionError(f"has {format_bytes(other_nbytes)} besides the data of tensors")
     for entry in entries:
         if not has_checksums or (_is_data(entry) and (not whole or entry.CRC == 0)):
@@ -297,7 +290,7 @@ def _is_data(entry: zipfile.ZipInfo) -> bool:
 
 
 class _BoundedReader(io.BufferedReader):
-    """Refuses a read that is longer than any list of entries, whatever the slice claims."""
+    """Refuses a read that is longer than any list of entries, whatever size the slice states."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > GET_BYTES_MAX:

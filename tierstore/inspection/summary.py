@@ -43,7 +43,7 @@ class ParameterSummary:
     shape: tuple[int, ...]
     dtype: str
     states: Mapping[str, str]
-    """Name of each state, with the master -> dtype."""
+    """Name of a state, the master included -> dtype."""
     nbytes: int
     """Bytes of all states together."""
 
@@ -88,7 +88,7 @@ class Summary:
     files: int = 0
     file_bytes: int = 0
     shared_files: int = 0
-    """Files with a further name, here or elsewhere, so that they take no further space."""
+    """Number of files that have another name, here or elsewhere, and share the space."""
     shared_bytes: int = 0
     in_use_by: str | None = None
     notes: list[str] = field(default_factory=list)

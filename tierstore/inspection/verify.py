@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata
 
 from tierstore.errors import CheckpointError, CorruptionError, RunLockedError
 from tierstore.inspection.coverage import coverage_faults
@@ -32,6 +31,7 @@ from tierstore.inspection.run_reader import (
     read_ranks,
 )
 from tierstore.inspection.slices import Slices
+from tierstore.layout.page_layout import BLOCK_BYTES
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import read_mark
 from tierstore.run.file_names import (
@@ -54,9 +54,8 @@ _TEMPORARY = re.compile(r"\..*\.tmp-[0-9a-f]{8}-[0-9a-f]{8}")
 class Contents:
     """The parsed files of a checkpoint without faults; every file was parsed once."""
 
-    metadata: Metadata
     slices: Slices
-    """The slices that ``metadata`` names."""
+    """The metadata, and the slices that it names."""
     commits: Sequence[Commit]
     """The commits of all ranks, in order; empty if tierstore did not publish the checkpoint."""
 
@@ -81,37 +80,32 @@ def verify(
     Raises:
         CheckpointError: ``path`` is neither, or this user may not read it.
         RunLockedError: it is a run in use.
-        StorageError: the disk cannot even list it.
+        StorageError: the disk cannot list it.
     """
-    report, _ = verify_contents(path, on_progress, rank=rank, world_size=world_size)
+    reader = Reader(Path(path), on_progress, rank=rank, world_size=world_size)
+    report, _ = verify_contents(reader)
     return report
 
 
-def verify_contents(
-    path: str | os.PathLike[str],
-    on_progress: Callable[[int, int], None] | None = None,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-) -> tuple[Report, Contents | None]:
-    """Check as verify() does; return also the contents of a checkpoint without faults."""
-    root = Path(path)
-    kind = kind_of(root)
-    reader = Reader(root, on_progress, rank=rank, world_size=world_size)
+def verify_contents(reader: Reader) -> tuple[Report, Contents | None]:
+    """Check as verify() does; return also the contents of a checkpoint without faults.
+
+    Args:
+        reader: a new reader of the directory.
+    """
+    kind = kind_of(reader.root)
     step: int | None = None
     contents: Contents | None = None
-    try:
+    with reader.record_faults(str(reader.root)):
         if kind == "run":
             step = _verify_run(reader)
         else:
             step, contents = _verify_checkpoint(reader, published=kind == "checkpoint")
-    except OSError as error:  # Of the directory itself: errors of files are recorded.
-        reader.fault(str(root), f"cannot be read: {error.strerror} (errno {error.errno})")
     report = Report(
-        path=str(root),
+        path=str(reader.root),
         kind=kind,
         step=step,
-        files=reader.files,
+        files=len(reader.opened),
         bytes_checked=reader.bytes_done,
         faults=tuple(reader.faults),
         notes=tuple(reader.notes),
@@ -284,12 +278,11 @@ def _verify_checkpoint(reader: Reader, *, published: bool) -> tuple[int | None, 
     if published:
         step, commits = _check_published(reader)
     with reader.record_faults(METADATA_NAME):
-        metadata = read_metadata(reader.get(METADATA_NAME), METADATA_NAME)
-        slices = Slices(reader, metadata)
+        slices = Slices(reader, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
         if not published:  # Else all bytes were read already.
             reader.expect(slices.nbytes)
         slices.check(whole=not published)
-        contents = Contents(metadata=metadata, slices=slices, commits=commits)
+        contents = Contents(slices=slices, commits=commits)
     if not published:
         reader.notes.append(
             "tierstore did not publish it, so there are no checksums of whole files: data was "
@@ -352,7 +345,8 @@ def _check_files(
                 raise CorruptionError("has no checksum and is not a page of a manifest")
             digest = xxhash.xxh3_128()
             opened.drop_cached()
-            for piece in opened.pieces(0, opened.nbytes):
+            for start in range(0, nbytes, BLOCK_BYTES):
+                piece = opened.piece(start, min(BLOCK_BYTES, nbytes - start))
                 digest.update(piece)
                 reader.advance(len(piece))
             if digest.hexdigest() != file["xxh3_128"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import CorruptionError
@@ -80,14 +81,17 @@ class Commit:
         names = [[spec.name for spec in group] for group in self.layout.groups]
         return unpack_scalars(self.manifest.scalars, names)
 
-    def pages(self) -> list[CommittedPage]:
+    def pages(self, layouts: Sequence[PageLayout] = ()) -> list[CommittedPage]:
         """Return the pages that the run still has, in order.
+
+        Args:
+            layouts: the layouts of all pages; laid out here if empty, which takes time.
 
         Raises:
             CorruptionError: a page has another number of checksums than blocks, or its records
                 have other places than when it was written.
         """
-        layouts = self.layout.lay_out()
+        layouts = layouts or self.layout.lay_out()
         pages = [
             CommittedPage(
                 run_id=self.manifest.run_id, number=number, entry=entry, layout=layouts[number]
