@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
@@ -14,9 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tierstore.errors import CheckpointError
 from tierstore.layout.dtensors import is_dtensor
 from tierstore.layout.parameters import PagedGroup
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -150,7 +147,7 @@ def _is_cut(value: Any) -> bool:
 
 def _whole(value: Any) -> Any:
     with torch.no_grad():
-        return cast("DTensor", value).full_tensor() if _is_cut(value) else value
+        return value.full_tensor() if _is_cut(value) else value
 
 
 def _check(path: tuple[object, ...], value: Any) -> None:

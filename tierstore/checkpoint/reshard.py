@@ -99,11 +99,11 @@ def _position(directory: Path) -> tuple[int, bool]:
 def _require_commits_of_same_ranks(directories: Sequence[str], peers: Peers) -> None:
     """Refuse to begin a run beside commits whose rank is not started where they are."""
     found = agree(peers, "look for commits", lambda: _commits_of_ranks(directories, peers.rank))
-    no_rank_finds_its_own = not any(rank in ranks for rank, ranks in enumerate(found))
+    no_rank_has_its_commits = not any(rank in ranks for rank, ranks in enumerate(found))
     for finder, ranks in enumerate(found):
         for rank, directory in ranks.items():
             started = rank < len(found)
-            if rank not in found[rank] if started else no_rank_finds_its_own:
+            if rank not in found[rank] if started else no_rank_has_its_commits:
                 raise RunDirectoryError(
                     f"rank {finder} finds commits of rank {rank} in {directory}, and "
                     + (f"rank {rank} does not" if started else "no rank of this job finds its own")

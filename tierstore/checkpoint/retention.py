@@ -58,9 +58,8 @@ def retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
         for child in folder.children()
         if (marker := _marker_of_run(folder, child, run_id)) is not None
     }
-    others = [child for child in published if child != newest]
-    others.sort(key=lambda child: -published[child]["step"])
-    for child in others[keep_last - 1 :]:
+    others = (child for child in published if child != newest)
+    for child in sorted(others, key=lambda child: -published[child]["step"])[keep_last - 1 :]:
         unknown = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"]}
         if unknown:
             logger.warning(

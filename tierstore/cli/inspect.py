@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tierstore.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
@@ -14,7 +14,7 @@ from tierstore.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tierstore.inspection.summary import Summary
+    from tierstore.inspection.summary import ParameterSummary, Summary, TensorSummary
 
 
 def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
@@ -81,30 +81,23 @@ def _hyperparameter(value: object) -> str:
 
 
 def _parameter_table(summary: Summary) -> RenderableType:
-    rows = [
-        (
-            str(parameter.group),
-            plain(parameter.name),
-            shape_text(parameter.shape),
-            parameter.dtype,
-            cell(", ".join(f"{name} {dtype}" for name, dtype in parameter.states.items())),
-            format_bytes(parameter.nbytes),
-        )
-        for parameter in summary.parameters
-    ]
-    headers = ("group", "parameter", "shape", "dtype", "states", "bytes")
-    return table(headers, rows, right=("group", "bytes"))
+    columns: dict[str, Callable[[ParameterSummary], object]] = {
+        "group": lambda parameter: parameter.group,
+        "parameter": lambda parameter: plain(parameter.name),
+        "shape": lambda parameter: shape_text(parameter.shape),
+        "dtype": lambda parameter: parameter.dtype,
+        "states": lambda parameter: cell(", ".join(map(" ".join, parameter.states.items()))),
+        "bytes": lambda parameter: format_bytes(parameter.nbytes),
+    }
+    return table(columns, summary.parameters, right=("group", "bytes"))
 
 
 def _tensor_table(summary: Summary) -> RenderableType:
-    rows = [
-        (
-            plain(tensor.key),
-            shape_text(tensor.shape),
-            tensor.dtype,
-            str(tensor.chunks),
-            format_bytes(tensor.nbytes),
-        )
-        for tensor in summary.tensors
-    ]
-    return table(("key", "shape", "dtype", "chunks", "bytes"), rows, right=("chunks", "bytes"))
+    columns: dict[str, Callable[[TensorSummary], object]] = {
+        "key": lambda tensor: plain(tensor.key),
+        "shape": lambda tensor: shape_text(tensor.shape),
+        "dtype": lambda tensor: tensor.dtype,
+        "chunks": lambda tensor: tensor.chunks,
+        "bytes": lambda tensor: format_bytes(tensor.nbytes),
+    }
+    return table(columns, summary.tensors, right=("chunks", "bytes"))

@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+T = TypeVar("T")
 
 _ROWS_MAX = 40
 _WIDTH_PIPED = 160
@@ -71,25 +73,25 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+    columns: Mapping[str, Callable[[T], object]], items: Sequence[T], right: Sequence[str]
 ) -> RenderableType:
-    """Return a table of the first 40 rows, with the number of further rows below it.
+    """Return a table of the first 40 items, with the number of further items below it.
 
     Args:
-        headers: one text per column.
-        rows: the cells.
+        columns: header of a column -> function from an item to the content of the cell.
+        items: one item for each row.
         right: the headers of the columns that are aligned to the right.
     """
     from rich.table import Table
     from rich.text import Text
 
     shown = Table(box=None, pad_edge=False)
-    for header in headers:
+    for header in columns:
         shown.add_column(header, justify="right" if header in right else "left", overflow="fold")
-    for row in rows[:_ROWS_MAX]:
-        shown.add_row(*map(Text, row))
-    if len(rows) > _ROWS_MAX:
-        shown.caption = f"... {len(rows) - _ROWS_MAX} more; --json lists all"
+    for item in items[:_ROWS_MAX]:
+        shown.add_row(*(Text(str(content(item))) for content in columns.values()))
+    if len(items) > _ROWS_MAX:
+        shown.caption = f"... {len(items) - _ROWS_MAX} more; --json lists all"
     return shown
 
 

@@ -57,9 +57,8 @@ def read_metadata(data: bytes, where: str) -> dcp.Metadata:
     """
     try:
         unpickler = _Unpickler(io.BytesIO(data), encoding="utf-8")
-        value = unpickler.load()
-        if type(value) is not dcp.Metadata:
-            raise _RefusedError("does not hold the metadata of a checkpoint")
+        value: dcp.Metadata = unpickler.load()
+        _expect(type(value) is dcp.Metadata, "does not hold the metadata of a checkpoint")
         for made in unpickler.made:
             _check_object(made)
         return value
