@@ -292,11 +292,13 @@ def serve(connection: Connection, directory: Path, plan: Plan, state_bytes: int)
 def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
     """Measure states of several sizes in turn."""
     context = multiprocessing.get_context("spawn")
-    ends, start_s, taken = [], [], []
+    processes, ends, start_s, taken = [], [], [], []
     for state_bytes in plan.growth_bytes:
         ours, theirs = context.Pipe()
         run = directory / f"run-{state_bytes}"
-        context.Process(target=serve, args=(theirs, run, plan, state_bytes), daemon=True).start()
+        arguments = (theirs, run, plan, state_bytes)
+        processes.append(context.Process(target=serve, args=arguments, daemon=True))
+        processes[-1].start()
         theirs.close()  # recv() ends if the process dies.
         ends.append(ours)
         start_s.append(ours.recv())
@@ -310,6 +312,7 @@ def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
     for index, end in enumerate(ends):
         end.send(False)
         stats, peak_bytes = end.recv()
+        processes[index].join()  # It closes its store before the caller removes the directory.
         growths.append(
             Growth(
                 state_bytes=stats.state_bytes,

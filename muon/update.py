@@ -1,4 +1,4 @@
-"""Update rules of Muon and AdamW as pure functions over the tensors of one chunk.
+"""Update rules of Muon and AdamW, in place on the tensors of one chunk.
 
 All operations are elementwise, so results do not depend on where a parameter is cut, and
 gradients are never modified. The tensors of one call have one shape; a learning rate that is a

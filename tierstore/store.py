@@ -441,8 +441,8 @@ class TierStore:
             CorruptionError: a copied page is not what was committed. Nothing is left of the
                 checkpoint.
         """
-        from tierstore.checkpoint import page_links
         from tierstore.checkpoint.model_contents import contents_of
+        from tierstore.checkpoint.page_links import PageLinks
         from tierstore.checkpoint.publish import Committed, publish
 
         self._usability.require_restored()
@@ -456,7 +456,7 @@ class TierStore:
             layout = committer.layout(table.groups, layouts)
             commit = Commit(manifest=manifest, layout=layout)
             pages, spares = commit.pages(layouts), committer.provide_spares
-            page_files.append(page_links.PageFiles(committer.storage, commit, pages, spares))
+            page_files.append(PageLinks(committer.storage, commit, pages, spares))
         committed = Committed(
             peers=self._ranks,
             page_files=page_files,

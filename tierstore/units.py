@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Every offset and length that reaches a disk is a multiple of this. It covers the
+# Every offset and length of a transfer is a multiple of this. It covers the
 # direct-I/O granularity of all block devices in use (512 or 4096).
 SECTOR_BYTES = 4096
 

@@ -32,20 +32,7 @@ def compiled() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(
-            "io_uring",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=TypeError,
-                reason="the compiler traces a call of the native module",
-            ),
-        ),
-        "aiofiles",
-    ],
-)
+@pytest.mark.parametrize("engine", ["io_uring", "aiofiles"])
 def test_a_compiled_function_may_step(
     engine: str, compiled: Callable[..., Callable[[], Any]], tmp_path: Path
 ) -> None:

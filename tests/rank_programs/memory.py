@@ -164,9 +164,9 @@ def spread_peak(bytes_max: int) -> int:
         peak = max(peak, sum(in_flight.values()))
         return work
 
-    def wait(ranks: ProcessGroupRanks, work: dist.Work) -> None:
-        real_wait(ranks, work)
-        del in_flight[work]
+    def wait(ranks: ProcessGroupRanks, work: dist.Work, *thread: Any) -> None:
+        real_wait(ranks, work, *thread)
+        in_flight.pop(work, None)  # Other collectives are waited for, too.
 
     parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(24)]
     with (

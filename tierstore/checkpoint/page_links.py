@@ -18,7 +18,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOS
 """Errors of a filesystem that cannot give a file a further name there."""
 
 
-class PageFiles:
+class PageLinks:
     """Links or copies the page files of one rank into the directory of a checkpoint.
 
     Args:

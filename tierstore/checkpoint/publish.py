@@ -22,7 +22,7 @@ import xxhash
 from tierstore.checkpoint.dcp_writer import checkpoint_metadata
 from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.checkpoint.model_contents import ModelContents
-from tierstore.checkpoint.page_links import PageFiles
+from tierstore.checkpoint.page_links import PageLinks
 from tierstore.checkpoint.parts import Parts
 from tierstore.checkpoint.publication import Publication
 from tierstore.errors import CheckpointError, RunDirectoryError
@@ -49,7 +49,7 @@ class Committed:
 
     peers: Peers
     """The processes that publish the commit together."""
-    page_files: Sequence[PageFiles]
+    page_files: Sequence[PageLinks]
     """The page files of one rank, or of all ranks if one process has all files. Empty if nothing
     was committed, which is refused."""
     contents: Callable[[], ModelContents]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tierstore.checkpoint.model_contents import paged_contents
-from tierstore.checkpoint.page_links import PageFiles
+from tierstore.checkpoint.page_links import PageLinks
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
 from tierstore.errors import CheckpointError, CorruptionError
@@ -63,7 +63,7 @@ def publish_whole(
         peers=Alone(),
         # The next job allocates spares when it overwrites a page.
         page_files=[
-            PageFiles(storage, commit, commit.pages())
+            PageLinks(storage, commit, commit.pages())
             for (storage, _), commit in zip(found, commits, strict=True)
         ],
         contents=lambda: paged_contents(names),

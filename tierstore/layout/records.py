@@ -7,7 +7,7 @@
 Prefix and trailer turn the data into the stored (uncompressed) zip archive that
 ``torch.save`` would write: ``data.pkl`` describes a contiguous tensor of these sizes and this
 dtype, ``data/0`` holds its raw little-endian elements. Prefix and trailer depend on sizes and
-dtype alone, so they are written once and stay valid when the data is rewritten in place. The
+dtype alone, so they stay valid when the data is rewritten in place. The
 CRC-32 of ``data/0`` changes with the data and is stored as 0: ``torch.load`` does not check it.
 Python's ``zipfile`` lists all entries and reads the other ones; reading ``data/0`` to its end
 raises ``BadZipFile`` (unless the CRC-32 of the data happens to be 0).

@@ -1,4 +1,4 @@
-"""A fixed pool of page buffers, cut from one arena of huge pages when the store starts."""
+"""A fixed pool of page buffers, cut from one arena of huge pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of all files of a run directory and of a published checkpoint.
+"""Names of the files of a run directory and of a published checkpoint.
 
 ``RUN/rank-00000/`` holds the files of one rank; a checkpoint is one flat directory.
 """

@@ -79,8 +79,8 @@ class Usability:
             raise StoreClosedError("the store is closed: open another")
         if self.sweeping:
             raise SweepError(
-                "a step is in progress, and its pages are of two steps: make this call after the "
-                "step. A signal handler should only note the signal"
+                "a step is in progress, and some pages are of the step before: make this call "
+                "after the step. A signal handler should only note the signal"
             )
 
     def require_usable(self) -> None:

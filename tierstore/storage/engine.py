@@ -38,7 +38,7 @@ class Engine(Protocol[_SubmittedT]):
         """Start a transfer; memory and descriptor must stay valid until it has ended.
 
         Raises:
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed. The ticket ends with ECANCELED.
         """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Engine(Protocol[_SubmittedT]):
 
         Returns:
             (errno or 0, position of the failure): the file offset, for a sync the index of the
-            descriptor.
+            descriptor. A transfer past the end of the file fails with EIO.
 
         Raises:
             ValueError: the ticket was never submitted.

@@ -39,6 +39,8 @@ ThreadedTicketT = TypeVar("ThreadedTicketT", bound=ThreadedTicket)
 class ThreadedEngine(Engine[ThreadedTicketT], ABC):
     """A thread and the tickets that it works on.
 
+    A subclass sets its fields before it calls this constructor, which starts the thread.
+
     Raises:
         RuntimeError: the system does not start another thread.
     """

@@ -1,10 +1,10 @@
 """Conformance suite of storages.
 
-Subclass StorageTests once per storage, with a ``storage`` fixture and the methods of RawAccess;
-pytest then runs all tests on it. A storage with one file per name in a directory subclasses
-FileStorageTests, which has both. Call
-``pytest.register_assert_rewrite("tierstore.testing.storage_tests")`` in a conftest.py to
-have failed assertions explained.
+Subclass StorageTests once per storage, with a ``storage`` fixture and the methods of
+``transfers.RawAccess``; pytest then runs all tests on it. A storage with one file per name in a
+directory subclasses FileStorageTests, which has both. To have failed assertions explained, call
+``pytest.register_assert_rewrite()`` in a conftest.py for this module, ``storage_transfers``,
+``storage_sharing``, ``storage_machine`` and ``transfers``.
 """
 
 from __future__ import annotations
