@@ -1,4 +1,4 @@
-"""How fast each storage engine moves pages, beside fio with requests of the same size.
+"""Speed of each storage engine when it moves pages, beside fio with requests of the same size.
 
 fio and the engines take turns on the same files, so that a drift of the device meets all of
 them, and fio runs twice in each round: how much it differs from itself is how much of any

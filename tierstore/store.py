@@ -271,7 +271,7 @@ class TierStore:
 
     @property
     def compute(self) -> str:
-        """Where steps are computed: on the parameters' "device", or on the "host"."""
+        """The place of computation: "device" (that of the parameters) or "host"."""
         return self._compute
 
     @property

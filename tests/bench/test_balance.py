@@ -1,4 +1,4 @@
-"""How evenly ranks share the work of a step, computed as a user computes it."""
+"""Balance of the work of a step over ranks, computed as a user computes it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_small_run_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_pages_rest_where_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What plain memory cannot show: that state in host memory is not on the GPU."""
+    """State in host memory is not on the GPU."""
     monkeypatch.syspath_prepend(str(BENCH))
     gpu = importlib.import_module("gpu")
     plan, cpu = gpu.PLANS["small"], torch.device("cpu")
