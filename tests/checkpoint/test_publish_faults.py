@@ -220,6 +220,24 @@ def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
     watched.toy.store.close()
 
 
+def test_an_interrupt_leaves_no_allocated_space(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    created: list[str] = []
+
+    def interrupt(operation: str, name: str) -> None:
+        if operation == "create":
+            created.append(name)
+            if len(created) == 2:
+                raise KeyboardInterrupt
+
+    watched.watch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        watched.toy.store.checkpoint(watched.folder / "2")
+    assert len(created) == 2
+    assert not list((watched.run / RANK).glob("page-*.b.next"))
+    watched.toy.store.close()
+
+
 # --------------------------------------------------------------------------------- crashes
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tests.support.published import run_pages
 from tests.support.toy import RANK, Toy, make_run, train_and_die
 from tierstore.run.committer import Committer
 from tierstore.storage.select import open_storage
@@ -59,6 +60,30 @@ def test_a_failed_store_leaves_no_mark(tmp_path: Path) -> None:
     with pytest.raises(tierstore.StorageError):
         toy.store.synchronize()
     storage.disarm()
+    toy.store.close()
+    assert not (tmp_path / RANK / "clean").exists()
+
+
+def test_a_run_that_cannot_be_restored_any_more_is_not_marked(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    toy = Toy(tmp_path, resume=True)
+    toy.store.restore()
+    toy.step()
+    toy.store.synchronize()
+    for path in run_pages(tmp_path):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(tierstore.CorruptionError):
+        toy.store.restore()
+    toy.store.close()
+    assert not (tmp_path / RANK / "clean").exists()
+
+
+def test_a_mark_of_another_commit_is_no_mark(tmp_path: Path) -> None:
+    """The newest manifest is damaged; the run was not closed at the commit before it."""
+    make_run(tmp_path)
+    (tmp_path / RANK / "commit-0000000003").write_bytes(b"")
+    toy = Toy(tmp_path, resume=True)
+    assert not was_closed(toy)
     toy.store.close()
     assert not (tmp_path / RANK / "clean").exists()
 

@@ -193,13 +193,11 @@ def _next_step_overtakes_commit() -> Iterator[None]:
             submit(self, *late.pop(self))
 
     def claim(self: committer.Committer, page: int) -> str:
-        committed, self.committed = self.committed, self._begun
         self.wait = lambda: None  # type: ignore[method-assign]
         try:
             return claim_slot(self, page)
         finally:
             del self.wait
-            self.committed = committed
 
     with (
         mock.patch.object(committer.Committer, "_commit", note),
@@ -357,8 +355,8 @@ def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
 _read_mark, _refuse_dirty = recovery.read_mark, recovery._refuse_dirty
 
 
-def _about_a_step(data: bytes) -> tuple[int, int] | None:
-    overwritten = _read_mark(data)
+def _about_a_step(data: bytes, field: str) -> tuple[int, int] | None:
+    overwritten = _read_mark(data, field)
     return None if overwritten is None else (overwritten[0], sys.maxsize)
 
 

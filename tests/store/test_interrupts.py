@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ import torch
 import muon
 import tierstore
 from tests.support import kernel
-from tests.support.toy import Toy, resumed
+from tests.support.toy import FIRST, RANK, SECOND, THIRD, Toy, resumed
+from tierstore.run.committer import Committer
+from tierstore.run.layout_file import RankLayout
+from tierstore.storage.select import open_storage
+from tierstore.testing.faults import FaultyStorage
 
 CALLS: list[Callable[[tierstore.TierStore], Any]] = [
     lambda store: store.commit(),
@@ -108,7 +113,10 @@ def test_an_exception_between_step_and_commit_commits_nothing_new(tmp_path: Path
     again.store.close()
 
 
-def test_an_interrupt_when_a_commit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["step", "synchronize", "commit", "checkpoint", "close"])
+def test_an_interrupt_when_a_commit_begins(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing that the last commit needs is overwritten, whatever the program does next."""
     toy = Toy(tmp_path, page_bytes=4096)
     toy.step()
@@ -123,12 +131,81 @@ def test_an_interrupt_when_a_commit_begins(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt):
             toy.store.commit()
     with pytest.raises(tierstore.StoreFailedError, match="never made"):
-        toy.step()
-    assert toy.store.restore() == 1
-    toy.assert_at(1)
+        {
+            "step": toy.step,
+            "commit": lambda: toy.store.commit(extra=1),
+            "checkpoint": lambda: toy.store.checkpoint(tmp_path / "checkpoint"),
+        }.get(call, getattr(toy.store, call, None))()
+    if call == "close":
+        toy = resumed(tmp_path, 1)
+    else:
+        assert toy.store.restore() == 1
+        toy.assert_at(1)
     toy.step()
     toy.store.close()
     resumed(tmp_path, 2).store.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_while_a_commit_describes_its_pages(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next commit describes them itself: of all groups, or of groups attached late."""
+    groups = [[FIRST, SECOND], [THIRD]]
+    toy = Toy(tmp_path, groups[: 1 if late else 2])
+    if late:
+        toy.step()
+        toy.store.synchronize()
+        toy.attach(groups[1])
+    toy.step()
+
+    def interrupted(layout: RankLayout) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankLayout, "to_bytes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            toy.store.commit()
+    toy.store.close()
+    step = toy.store.step
+    again = Toy(tmp_path, groups, resume=True)
+    assert again.store.restore() == step
+    for name, parameter in toy.parameters.items():
+        assert torch.equal(parameter, again.parameters[name])
+    again.store.close()
+
+
+def test_the_layout_of_a_commit_in_flight_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group without pages is attached and committed while the commit before is flushed."""
+    may_flush = threading.Event()
+
+    def wait_to_flush(operation: str, name: str, when: str) -> None:
+        if (operation, when) == ("flush", "before"):
+            assert may_flush.wait(30)
+
+    storage = FaultyStorage(open_storage(tmp_path / RANK), on_operation=wait_to_flush)
+    toy = Toy(storage, commit_every=2)
+    toy.step()
+    toy.step()
+    toy.store.commit()
+    begin = Committer.begin
+
+    def begin_next(committer: Committer, *arguments: Any) -> None:
+        may_flush.set()
+        begin(committer, *arguments)
+
+    monkeypatch.setattr(Committer, "begin", begin_next)
+    toy.attach([("empty", (0,), torch.float32, {}, True)])
+    toy.step(names=[])
+    toy.store.synchronize()
+    layouts = list((tmp_path / RANK).glob("layout-*"))
+    assert len(layouts) == 2
+    for path in layouts:
+        head = path.read_bytes().partition(b"\n")[0].decode()
+        assert path.name == f"layout-{head.split()[-1]}"
+    toy.store.close()
 
 
 def test_close_frees_memory(tmp_path: Path) -> None:

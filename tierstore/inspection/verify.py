@@ -219,7 +219,7 @@ def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
     where = f"{rank.folder}/{DIRTY_NAME}"
     overwritten = None
     with reader.record_faults(where):
-        overwritten = read_mark(reader.get(where))
+        overwritten = read_mark(reader.get(where), "overwriting")
     # A mark of an older commit is stale: the crash came after the next commit.
     if newest is None or overwritten is None or overwritten >= newest:
         reader.fault(

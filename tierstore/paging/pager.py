@@ -85,10 +85,10 @@ class Pager:
                 self._write(page)
         self.finish_writes()
         for page in leaving:
-            page.buffer = page.device_buffer = None
-            page.tier = Tier.NVME
             if page.in_memory:
                 page.content = Content.STORED
+            page.tier = Tier.NVME
+            page.buffer = page.device_buffer = None
         self._provide_staging(device, [], 0)
         for page, tier in moving:
             if page in copied and tier is Tier.DEVICE:

@@ -52,10 +52,10 @@ def mark_dirty(storage: Storage, revision: Revision) -> None:
     write_durably(storage, DIRTY_NAME, json.dumps(mark).encode())
 
 
-def read_mark(data: bytes) -> Revision | None:
-    """Return the commit that a dirty mark names; None if the mark is damaged."""
+def read_mark(data: bytes, field: str) -> Revision | None:
+    """Return the commit that a mark names in its only field; None if the mark is damaged."""
     try:
-        return manifest_revision(json.loads(data)["overwriting"])
+        return manifest_revision(json.loads(data)[field])
     except (ValueError, LookupError, TypeError):
         return None
 
@@ -149,7 +149,7 @@ class Committer(Progress):
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""
         self.was_closed = True
-        """Whether the run had been closed with nothing in flight; True for a new run."""
+        """Whether the run was closed with nothing in flight, and no page was written since."""
         self.marks_clean_end = False
         """Whether close() marks the run as closed with nothing in flight."""
 
@@ -228,8 +228,7 @@ class Committer(Progress):
             StorageError, StoreFailedError: the last commit never becomes durable.
         """
         self.wait()
-        if self.committed is not self._begun:
-            raise StoreFailedError("an interrupt came as a commit began, and it was never made")
+        self.was_closed = False
         needed = self._needed[page].slot if page in self._needed else None
         slot = "b" if needed == "a" and "b" in self._slots else "a"
         name = page_file(page, slot)
@@ -297,8 +296,9 @@ class Committer(Progress):
         if self._layout is None or len(self._layout.groups) < self.groups_written:
             count = self.groups_written
             written = [page for page in pages if page.subgroup.group < count]
-            self._layout = RankLayout.from_pages(specs_of(groups[:count]), written)
-            self._layout_data = self._layout.to_bytes()
+            layout = RankLayout.from_pages(specs_of(groups[:count]), written)
+            # Together: an interrupt of to_bytes() leaves both as they were.
+            self._layout, self._layout_data = layout, layout.to_bytes()
         return self._layout
 
     def manifest(
@@ -351,13 +351,13 @@ class Committer(Progress):
         self.wait()
         files = sorted(self._files_written)
         # Submitted last: an interrupt before that leaves a commit that is never durable, and
-        # claim_slot() then refuses to overwrite any page.
+        # wait() then refuses every claim of a slot and every further commit.
         before, self._begun = self._begun, manifest
         self._needed = manifest.entries
         self._files_written, self._dirty = set(), False
         renamed, self._renamed = self._renamed, False
         self._pending = self._executor.submit(
-            self._commit, before, manifest, writes, files, renamed
+            self._commit, before, manifest, self._layout_data, writes, files, renamed
         )
         self._note_begun()
 
@@ -367,10 +367,13 @@ class Committer(Progress):
         Raises:
             StorageError: the commit failed, and the previous commit is still the last one. Raised
                 by every call until restore().
+            StoreFailedError: an interrupt came as the commit began. As above.
         """
         if self._pending is not None:
             self._pending.result()
             self._pending = None
+        if self.committed is not self._begun:
+            raise StoreFailedError("an interrupt came as a commit began, and it was never made")
 
     def settle(self) -> None:
         """Block until the thread is idle, even if the commit failed."""
@@ -391,6 +394,7 @@ class Committer(Progress):
         self,
         before: Manifest | None,
         manifest: Manifest,
+        layout_data: bytes,
         writes: Sequence[Transfer],
         files: Sequence[str],
         renamed: bool,
@@ -404,7 +408,7 @@ class Committer(Progress):
             if renamed:  # Without this, a crash could undo the renaming of a spare file.
                 self.storage.sync_directory()
             if manifest.layout != self._durable_layout:  # Syncs the names of new page files, too.
-                write_durably(self.storage, layout_name(manifest.layout), self._layout_data)
+                write_durably(self.storage, layout_name(manifest.layout), layout_data)
                 self._durable_layout = manifest.layout
             write_durably(self.storage, manifest_name(manifest.revision), manifest.to_bytes())
 

@@ -19,7 +19,7 @@ from tierstore.units import format_bytes
 
 
 def create_all(storage: Storage, sizes: Mapping[str, int]) -> None:
-    """Create files of these sizes in bytes, all or none.
+    """Create files of these sizes in bytes, all or none, also after an interrupt.
 
     Raises:
         StorageError: the disk is full, say. No new file is left.
@@ -29,7 +29,7 @@ def create_all(storage: Storage, sizes: Mapping[str, int]) -> None:
         for name, nbytes in sizes.items():
             storage.create(name, nbytes)
             created.append(name)
-    except StorageError:
+    except BaseException:
         for name in created:
             with contextlib.suppress(StorageError):  # The user has to solve the first error.
                 storage.unlink(name)

@@ -63,8 +63,10 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
     act = partial(_require_rank, found[peers.rank], storage, peers.rank)
     identity = together(peers, "check the identity", act)
     _require_one_run(found, identity, storage)
-    was_closed = all(agree(peers, "look for the mark", lambda: CLEAN_NAME in storage.list()))
-    return identity, recover(storage, identity, peers), was_closed
+    marked = agree(peers, "read the mark", lambda: _closed_after(storage))
+    manifest = recover(storage, identity, peers)
+    was_closed = manifest is not None and set(marked) == {manifest.revision}
+    return identity, manifest, was_closed
 
 
 def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]]:
@@ -271,6 +273,13 @@ class _RankCommits:
                 storage.unlink(name)
 
 
+def _closed_after(storage: Storage) -> Revision | None:
+    """Return the commit that the mark of a clean end names; None without a mark."""
+    if CLEAN_NAME not in storage.list():
+        return None
+    return read_mark(storage.get(CLEAN_NAME), "committed")
+
+
 def _remove_clean_mark(storage: Storage) -> None:
     if CLEAN_NAME in storage.list():
         storage.unlink(CLEAN_NAME)
@@ -308,7 +317,7 @@ def read_manifest(
 def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     if DIRTY_NAME not in storage.list():
         return
-    overwritten = read_mark(storage.get(DIRTY_NAME))
+    overwritten = read_mark(storage.get(DIRTY_NAME), "overwriting")
     if newest and overwritten and overwritten < newest:
         return  # The mark is stale: the crash came just before clear_dirty().
     commit = f"step {overwritten[0]}" if overwritten else "a commit"
