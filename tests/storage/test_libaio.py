@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -35,6 +36,7 @@ except OSError as refused:
 
 from tierstore.storage.libaio import LibaioEngine, LibaioStorage, LibaioTicket
 from tierstore.storage.request import RETRIES_MAX
+from tierstore.storage.threaded_engine import sync_files
 
 Submit = Callable[[list[Any]], int]
 _NO_FD = 1 << 20
@@ -218,6 +220,29 @@ class TestEngine:
         engine.submit_sync(ticket, [_NO_FD])
         assert engine.wait(ticket) == (errno.EBADF, 0)
         engine.close()
+
+    @pytest.mark.parametrize("threads", [0, 1, 3])
+    def test_a_file_is_synced_once_however_many_threads_start(
+        self, threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kernel reports an error of writing back once: a second sync would succeed."""
+        start, started, synced = threading.Thread.start, [], Counter[int]()
+
+        def limited(thread: threading.Thread) -> None:
+            if len(started) == threads:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        def sync(fd: int) -> None:
+            synced[fd] += 1
+            if fd in (3, 5) and synced[fd] == 1:
+                raise OSError(errno.EIO, "lost")
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        monkeypatch.setattr(os, "fdatasync", sync)
+        assert sync_files(range(9)) == (errno.EIO, 3)
+        assert synced == Counter(range(9))
 
     def test_ticket_that_was_never_submitted(self) -> None:
         engine = LibaioEngine(2, SECTOR_BYTES)

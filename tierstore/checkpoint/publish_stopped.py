@@ -71,5 +71,9 @@ def publish_whole(
         for_reshard=for_reshard,
     )
     publication = publish(committed, os.fspath(out), on_progress=on_progress)
-    publication.wait()
+    try:
+        publication.wait()
+    except BaseException:
+        publication.settle()  # After an interrupt, the copy still uses the storages.
+        raise
     return publication

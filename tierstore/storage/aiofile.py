@@ -41,9 +41,12 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
         # Created here, so that a forked child can close its copy of the descriptor.
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._start_pool()
+        super().__init__()
+
+    def _start_pool(self) -> None:
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=THREAD_NAME)
         self._loop.set_default_executor(self._executor)
-        super().__init__()
 
     @override
     def submit(
@@ -102,6 +105,7 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
             # No thread can be started, or the interpreter is ending. The pool may have queued
             # the call, which must not run later, when its memory and descriptor are gone.
             self._executor.shutdown(cancel_futures=True)
+            self._start_pool()
             ticket.outcome = (errno.EAGAIN, ticket.offset)
         finally:
             self._end(ticket)

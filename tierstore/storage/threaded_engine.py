@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from typing_extensions import override
@@ -134,12 +135,29 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
 
 
 def sync_files(fds: Sequence[int]) -> tuple[int, int]:
-    """Sync all files, in several threads; return (errno or 0, index of the first that failed)."""
-    with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix=THREAD_NAME) as pool:
+    """Sync all files, in several threads; return (errno or 0, index of the first that failed).
+
+    Every file is synced once: the kernel reports an error of writing back to the first sync alone.
+    """
+    waiting, errors = deque(enumerate(fds)), [0] * len(fds)
+
+    def sync() -> None:
+        while waiting:
+            with contextlib.suppress(IndexError):  # Another thread took the last one.
+                index, fd = waiting.popleft()
+                errors[index] = _fdatasync(fd)
+
+    threads = []
+    for _ in range(min(_SYNC_THREADS, len(fds)) - 1):
+        thread = threading.Thread(target=sync, name=THREAD_NAME, daemon=True)
         try:
-            errors = list(pool.map(_fdatasync, fds))
+            thread.start()
         except RuntimeError:  # No more threads can be started, or the interpreter is ending.
-            errors = [_fdatasync(fd) for fd in fds]
+            break
+        threads.append(thread)
+    sync()
+    for thread in threads:
+        thread.join()
     return next(((error, index) for index, error in enumerate(errors) if error), (0, 0))
 
 
