@@ -159,7 +159,7 @@ def test_commands_name_what_is_missing(two: list[Path], tmp_path: Path) -> None:
     made(two)
     two[1].rename(two[1].parent / "away")
     report = verify(two[0])
-    assert [(fault.where, fault.what) for fault in report.faults] == [
+    assert [(fault.place, fault.what) for fault in report.faults] == [
         (str(two[1] / RANK), "is missing")
     ]
     assert any(str(two[1] / RANK) in note for note in report.notes)

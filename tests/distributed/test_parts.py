@@ -63,7 +63,7 @@ def test_the_parts_make_a_checkpoint(
     for disk, part in enumerate(parts):
         here = [rank for rank, where in enumerate(disks) if where == disk]
         report = verify(part)
-        absent = {fault.where[:10] for fault in report.faults if fault.where.startswith("rank-")}
+        absent = {fault.place[:10] for fault in report.faults if fault.place.startswith("rank-")}
         assert absent == {f"rank-{rank:05d}" for rank in range(3) if rank not in here}
         (note,) = (note for note in report.notes if "copy all parts" in note)
         assert all(str(rank) in note for rank in range(3) if rank not in here)

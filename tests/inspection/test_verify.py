@@ -155,7 +155,7 @@ def test_flips_in_a_checkpoint(name: str, published: Path) -> None:
 def test_a_flip_names_the_lost_state(published: Path) -> None:
     flip(published / f"{RANK}.page-000000", 512)
     (fault,) = check(published).faults
-    assert fault.where == f"{RANK}.page-000000"
+    assert fault.place == f"{RANK}.page-000000"
     assert "bytes at offset 0 are not those written in step 3; they hold " in fault.what
     assert fault.what.endswith("they hold master of second")
 
@@ -178,7 +178,7 @@ def test_flips_in_a_plain_checkpoint(plain: Path) -> None:
         for position in (first, first + len(needle) - 1):
             flip(path, position)
             (fault,) = check(plain).faults
-            assert fault.where == index.fqn
+            assert fault.place == index.fqn
             assert "Bad CRC-32" in fault.what
             flip(path, position)
 
@@ -269,7 +269,7 @@ def test_pickles_of_any_size(
     place = {"relative_path": "hollow", "offset": 0, "length": length}
     edit(plain, lambda metadata: vars(entry_of(metadata, "object.lr")).update(place))
     (fault,) = verify(plain).faults
-    assert fault.where == "object.lr"
+    assert fault.place == "object.lr"
     assert expected in fault.what
 
 
@@ -355,7 +355,7 @@ def test_a_disk_that_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "preadv", failing)
     (fault,) = verify(run).faults
-    assert fault.where == committed_pages(run)[0]
+    assert fault.place == committed_pages(run)[0]
     assert "cannot be read at byte 0: Input/output error (errno 5); they hold" in fault.what
 
 

@@ -122,7 +122,7 @@ def test_chunks_of_one_tensor_in_several_files(plain: Path) -> None:
     assert torch.equal(state["weight"], torch.arange(12.0).view(4, 3))
     (plain / "__1_1.distcp").unlink()
     (fault,) = check(plain).faults
-    assert (fault.where, fault.what) == ("__1_1.distcp", "is missing")
+    assert (fault.place, fault.what) == ("__1_1.distcp", "is missing")
 
 
 OUTSIDE = ["../x", "/etc/hostname", "a/../../x", "./__0_0.distcp", "a//b", "", "a\0b", "a/"]
@@ -134,7 +134,7 @@ def test_paths_that_lead_outside(name: str, plain: Path) -> None:
     (plain / "a").mkdir()
     edit(plain, lambda metadata: setattr(entry_of(metadata, "weight"), "relative_path", name))
     (fault,) = check(plain).faults
-    assert fault.where == name
+    assert fault.place == name
     assert "the path " in fault.what
 
 
@@ -164,7 +164,7 @@ def test_files_that_are_not_regular(kind: str, plain: Path) -> None:
 
     edit(plain, change)
     (fault,) = verify(plain).faults
-    assert fault.where == name
+    assert fault.place == name
     assert "link" in fault.what or fault.what == "is not a file"
 
 
@@ -201,7 +201,7 @@ def test_a_hostile_metadata_is_not_run(plain: Path) -> None:
     hostile = b"cposix\nsystem\n(S'touch pwned'\ntR."
     (plain / ".metadata").write_bytes(hostile)
     (fault,) = check(plain).faults
-    assert fault.where == ".metadata"
+    assert fault.place == ".metadata"
     assert "names posix.system" in fault.what
 
 

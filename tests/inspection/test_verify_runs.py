@@ -198,7 +198,7 @@ def test_a_marker_that_lists_a_file_in_a_folder(published: Path) -> None:
     (published / "x" / "y").write_bytes(b"")
     relist(published, "x/y")
     (fault,) = check(published).faults
-    assert fault.where == "tierstore.json"
+    assert fault.place == "tierstore.json"
 
 
 def test_a_later_version(published: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:
     ):
         dirty.write_text(content)
         (fault,) = check(tmp_path).faults
-        assert fault.where == f"{RANK}/dirty"
+        assert fault.place == f"{RANK}/dirty"
         assert "its pages are of mixed steps" in fault.what
 
 
@@ -293,11 +293,11 @@ def test_an_absent_rank_is_one_fault_by_its_name(absent: str, two_ranks: Path) -
     shutil.rmtree(two_ranks / absent)
     report = check(two_ranks)
     (fault,) = report.faults
-    assert (fault.where, report.step) == (absent, STEPS)
+    assert (fault.place, report.step) == (absent, STEPS)
     assert "is missing, and the run has 2 ranks: if it is on the disk of another" in fault.what
     code, out, _ = call("verify", "--json", two_ranks)
     assert code == 1
-    assert [found["where"] for found in json.loads(out)["faults"]] == [absent]
+    assert [found["place"] for found in json.loads(out)["faults"]] == [absent]
 
 
 def test_a_rank_with_a_newer_commit(two_ranks: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_restart_heals_a_damaged_layout(tmp_path: Path) -> None:
     (name,) = layouts_in(tmp_path)
     for damage in (lambda path: flip(path, 200), Path.unlink):
         damage(tmp_path / RANK / name)
-        assert [fault.where for fault in verify(tmp_path).faults] == [f"{RANK}/{name}"]
+        assert [fault.place for fault in verify(tmp_path).faults] == [f"{RANK}/{name}"]
         toy = resumed(tmp_path, 3)
         toy.store.commit("again")
         toy.store.close()

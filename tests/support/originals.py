@@ -46,11 +46,11 @@ def flip(path: Path, position: int, mask: int = 4) -> None:
 
 
 def places(report: Report) -> set[str]:
-    return {fault.where for fault in report.faults}
+    return {fault.place for fault in report.faults}
 
 
 def text(report: Report) -> str:
-    return "\n".join(f"{fault.where}: {fault.what}" for fault in report.faults)
+    return "\n".join(f"{fault.place}: {fault.what}" for fault in report.faults)
 
 
 def reseal(path: Path, kind: str, change: Callable[[dict[str, Any]], None]) -> None:

@@ -144,7 +144,7 @@ def _checked(path: Path, peers: Peers) -> Contents:
     if contents is None:
         fault = report.faults[0]
         raise CorruptionError(
-            f"{path}: {fault.where}: {fault.what}; nothing of it "
+            f"{path}: {fault.place}: {fault.what}; nothing of it "
             "was loaded. `tierstore verify` lists everything that is wrong"
         )
     return contents

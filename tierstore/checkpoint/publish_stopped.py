@@ -57,7 +57,7 @@ def publish_whole(
     found = find_whole_run(storages)
     commits = [load_commit(storage, manifest) for storage, manifest in found]
     for fault in coverage_faults(commits):
-        raise CorruptionError(f"{storages[0].location} and beside it: {fault.where} {fault.what}")
+        raise CorruptionError(f"{storages[0].location} and beside it: {fault.place} {fault.what}")
     names = [spec.name for group in commits[0].groups for spec in group]
     committed = Committed(
         peers=Alone(),

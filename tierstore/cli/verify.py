@@ -55,7 +55,7 @@ def _report_parts(report: Report) -> Iterator[RenderableType]:
     checked = f"{count(report.files, 'file')}, {format_bytes(report.bytes_checked)} checked"
     verdict = "good" if report.good else count(len(report.faults), "fault")
     for fault in report.faults[:_FAULTS_MAX]:
-        yield f"fault: {plain(fault.where)}: {plain(fault.what)}"
+        yield f"fault: {plain(fault.place)}: {plain(fault.what)}"
     if len(report.faults) > _FAULTS_MAX:
         yield f"... {len(report.faults) - _FAULTS_MAX} more; --json lists all"
     for note in report.notes:

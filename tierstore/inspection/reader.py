@@ -276,7 +276,7 @@ class Reader:
 class Fault:
     """One difference from the files as they were written."""
 
-    where: str
+    place: str
     """The file, relative to the directory that was checked, or the key of ``.metadata``."""
     what: str
     """The fault, in words that follow the name."""

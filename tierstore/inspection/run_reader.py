@@ -213,7 +213,8 @@ def read_published(
     marker: Mapping[str, Any] | None = None
     with reader.record_faults(MARKER_NAME):
         marker = reader.parse(MARKER_NAME, parse_marker)
-    world_size = sum(name.endswith(".commit") for name in names)
+    # By full names: a stray file is not a rank.
+    world_size = len({published_manifest(rank) for rank in range(len(names))}.intersection(names))
     if marker is not None:
         world_size = marker["world_size"]
     layouts: dict[str, Manifest] = {}

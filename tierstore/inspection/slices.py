@@ -85,7 +85,7 @@ class Slices:
         Args:
             whole: whether to read all data and compare it with the checksums of torch.save.
         """
-        known = {fault.where for fault in self._reader.faults}
+        known = {fault.place for fault in self._reader.faults}
         for name, pieces in itertools.groupby(self._taken, key=lambda piece: piece.name):
             if name in known:
                 continue

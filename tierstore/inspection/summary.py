@@ -159,11 +159,11 @@ def _summarize_checkpoint(root: Path, kind: str) -> Summary:
 def _require_good(reader: Reader) -> None:
     if reader.faults:
         fault = reader.faults[0]
-        raise CorruptionError(f"{reader.root}: {fault.where} {fault.what}")
+        raise CorruptionError(f"{reader.root}: {fault.place} {fault.what}")
 
 
 def _note_faults(summary: Summary, reader: Reader) -> None:
-    summary.notes += [f"{fault.where} {fault.what}" for fault in reader.faults]
+    summary.notes += [f"{fault.place} {fault.what}" for fault in reader.faults]
 
 
 def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
