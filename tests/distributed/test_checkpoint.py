@@ -403,9 +403,9 @@ def test_holes_and_overlaps_are_named(published: dict[Case, Path], tmp_path: Pat
 
     assert faults("as it was", lambda subgroups: subgroups) == []
     (overlap,) = faults("overlap", moved)
-    assert overlap.where == "parameter 'hidden.weight'"
+    assert overlap.place == "parameter 'hidden.weight'"
     assert "on all ranks together: the chunk at [0, 0]" in overlap.what
     assert "overlap" in overlap.what
     holes = faults("hole", lambda subgroups: subgroups[:-1])
-    assert {hole.where for hole in holes} == {"parameter 'head.weight'"}
+    assert {hole.place for hole in holes} == {"parameter 'head.weight'"}
     assert all("are in no chunk" in hole.what for hole in holes)
