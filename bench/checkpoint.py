@@ -227,7 +227,7 @@ def forget(path: Path) -> None:
 
 
 def same(mine: Any, other: Any) -> bool:
-    """Whether two state dicts hold the same bits."""
+    """True if two state dicts hold the same bits."""
     if isinstance(other, dict):
         return mine.keys() == other.keys() and all(same(mine[key], other[key]) for key in other)
     return torch.equal(mine, other)

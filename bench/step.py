@@ -111,7 +111,7 @@ class Comparison:
     bound: str
     """The case that all times are divided by."""
     drained: bool
-    """Whether times end when the writes have ended, instead of when step() returns."""
+    """True if times end when the writes have ended, instead of when step() returns."""
     parameters: int
     state_bytes: int
     rows: list[Row]

@@ -136,7 +136,7 @@ def assert_sound(
 
 
 def contains(held: HeldChunk, owned: HeldChunk) -> bool:
-    """Whether a chunk lies in another, in the whole tensor and in the local one."""
+    """True if a chunk lies in another, in the whole tensor and in the local one."""
     return all(
         outer_at <= inner_at and inner_at + inner_size <= outer_at + outer_size
         for outer, inner in ((held.whole, owned.whole), (held.local, owned.local))

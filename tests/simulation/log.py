@@ -42,7 +42,7 @@ class Entry:
     node: Node | None
     old_name: str | None = None
     alone: bool = False
-    """Whether the node is a directory, which has one name at most."""
+    """True if the node is a directory, which has one name at most."""
 
 
 @dataclass(frozen=True, slots=True)

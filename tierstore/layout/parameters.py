@@ -35,11 +35,11 @@ class ParameterSpec:
     states: tuple[tuple[str, torch.dtype], ...]
     """Name and dtype of each state besides the master, each of the parameter's shape."""
     elementwise: bool
-    """Whether the parameter may be cut at rows over several pages."""
+    """True if the parameter may be cut at rows over several pages."""
 
     @property
     def owns_master(self) -> bool:
-        """Whether the parameter is its own master, because it has the master's dtype."""
+        """True if the parameter is its own master, because it has the master's dtype."""
         return self.dtype == master_dtype(self.dtype)
 
     @property

@@ -251,7 +251,7 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole parameter."""
+        """True if every rank holds the whole parameter."""
         meshes = zip(self.sharding.mesh_shape, self.sharding.placements, strict=True)
         return all(size == 1 or placement is None for size, placement in meshes)
 

@@ -46,7 +46,7 @@ class Device:
     """The device that steps are computed on: the CPU, whose copies end at once."""
 
     is_host = True
-    """Whether pages are stepped in their host buffers."""
+    """True if pages are stepped in their host buffers."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Return ``nbytes`` of device memory."""

@@ -98,12 +98,12 @@ class Page:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank owns nothing of the subgroup."""
+        """True if this rank owns nothing of the subgroup."""
         return not self.layout.nbytes
 
     @property
     def in_memory(self) -> bool:
-        """Whether memory that the page keeps holds its content."""
+        """True if memory that the page keeps holds its content."""
         return self.content in (Content.LOADED, Content.CHANGED)
 
     @property

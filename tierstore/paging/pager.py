@@ -47,7 +47,7 @@ class Pager:
         self.host_bytes_peak = 0
         self.device_bytes_peak = 0
         self.lost_write = False
-        """Whether a write failed. Its page may be in no file and in no buffer."""
+        """True if a write failed. Its page may be in no file and in no buffer."""
 
     # -- Moving between tiers.
     #

@@ -98,7 +98,7 @@ class ShardView:
     chunks: list[ChunkView]
     """The chunks that this rank owns; may be empty."""
     has_gradient: bool
-    """Whether any rank has a gradient, so that the shard is to be stepped."""
+    """True if any rank has a gradient, so that the shard is to be stepped."""
 
 
 class PageView:

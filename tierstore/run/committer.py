@@ -85,7 +85,7 @@ class Progress:
         self.extra: Any = None
         """The value that was given to the commit that was restored."""
         self.changed = False
-        """Whether pages were changed since the last commit was begun."""
+        """True if pages were changed since the last commit was begun."""
         self.groups_written = 0
         """Number of groups with pages; commits leave out groups that were attached later."""
 
@@ -96,7 +96,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last step must be committed before the next step begins."""
+        """True if the last step must be committed before the next step begins."""
         return False
 
     def note_written(self, groups: int) -> None:
@@ -149,9 +149,9 @@ class Committer(Progress):
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""
         self.was_closed = True
-        """Whether the run was closed with nothing in flight, and no page was written since."""
+        """True if the run was closed with nothing in flight, and no page was written since."""
         self.marks_clean_end = False
-        """Whether close() marks the run as closed with nothing in flight."""
+        """True if close() marks the run as closed with nothing in flight."""
 
     def begin_attempt(self, manifest: Manifest | None) -> None:
         """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
@@ -190,7 +190,7 @@ class Committer(Progress):
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether the last commit that was begun has all changes."""
+        """True if the last commit that was begun has all changes."""
         return not self.changed and not (self.step and self._next_extra[0] == self.step)
 
     @property

@@ -78,7 +78,7 @@ class Manifest:
     number: int
     """1, or more if the step was committed before, for example with another ``extra``."""
     first: bool
-    """Whether this is the first commit of the run. Before any other, all ranks had one."""
+    """True if this is the first commit of the run. Before any other, all ranks had one."""
     page_bytes: int
     hyperparameters: Any
     """One dict per group, as tagged_json.encode() returns it."""

@@ -106,7 +106,7 @@ class NamedDirectory:
     location: str
     striping: Striping | None
     has_run: bool
-    """Whether the directory holds the identity, a commit or a page of a run."""
+    """True if the directory holds the identity, a commit or a page of a run."""
 
     @property
     def path(self) -> str:

@@ -37,11 +37,11 @@ class Usability:
         self.failure: BaseException | None = None
         """The error that left parameters or pages in a mixture of two steps."""
         self.sweeping = False
-        """Whether a step is in progress: parameters and pages are a mixture of two steps."""
+        """True if a step is in progress: parameters and pages are a mixture of two steps."""
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the process that opened the store."""
+        """True if this process is a child of the process that opened the store."""
         return self._pid != os.getpid()
 
     def fail(self, error: BaseException) -> None:

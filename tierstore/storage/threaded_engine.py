@@ -139,7 +139,7 @@ def sync_files(fds: Sequence[int]) -> tuple[int, int]:
 
     Every file is synced once: the kernel reports an error of writing back to the first sync alone.
     """
-    waiting, errors = deque(enumerate(fds)), [0] * len(fds)
+    waiting, errors = deque(enumerate(fds)), [errno.EIO] * len(fds)  # Until a sync has ended.
 
     def sync() -> None:
         while waiting:
