@@ -79,3 +79,11 @@ def test_the_rank_with_least_memory_bounds_how_much_is_stepped_at_once(
         resting = [each.resting > 0 for each in found]
         assert resting == {"unlike": [False, False, True, False]}.get(name, [name == "much"] * 4)
     assert issued[0] == issued[1]
+
+
+@pytest.mark.parametrize(("world_size", "wrapped_first"), [(1, True), (2, False), (2, True)])
+def test_a_run_resumes_with_or_without_ddp(
+    pool: RankPool, tmp_path: Path, world_size: int, wrapped_first: bool
+) -> None:
+    work = "tests.rank_programs.wrapped_names:resume_with_ddp"
+    assert pool.run(world_size, work, tmp_path / "run", wrapped_first) == [2] * world_size

@@ -62,19 +62,6 @@ def test_replicas_with_gradients_that_differ_are_refused_at_the_first_step(
         assert "gradient" in raised
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the name of the wrapper is part of the name of the parameter",
-)
-@pytest.mark.parametrize("wrapped_first", [True, False])
-def test_a_run_resumes_with_or_without_ddp(
-    pool: RankPool, wrapped_first: bool, tmp_path: Path
-) -> None:
-    work = f"{CALLS}:resume_with_ddp"
-    assert pool.run(1, work, tmp_path / "run", wrapped_first) == [["", ""]]
-
-
 # ------------------------------------------------------------------------- a missing rank
 
 

@@ -1,4 +1,4 @@
-"""Runs that are gone on with: names, schedulers made late, and how a process ends.
+"""Runs that are gone on with: schedulers made late, and how a process ends.
 
 Known failures: each test states the wanted behaviour and fails today.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
 import muon
@@ -24,39 +22,6 @@ from tests.support.twins import parameter
 
 NOT_RAISED = pytest.fail.Exception
 ROOT = Path(__file__).resolve().parents[2]
-
-# ---------------------------------------------------------------------------------- names
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    wrapped: Any = torch.compile(model)  # Nothing is compiled before a forward.
-    return nn.Sequential(wrapped)
-
-
-def checkpointed(model: nn.Module) -> nn.Module:
-    return nn.Sequential(checkpoint_wrapper(model))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=tierstore.RunMismatchError,
-    reason="the name of the wrapper is part of the name of the parameter",
-)
-@pytest.mark.parametrize("wrapped_first", [True, False])
-@pytest.mark.parametrize("wrap", [compiled, checkpointed])
-def test_a_run_resumes_with_or_without_a_wrapper(
-    wrap: Callable[[nn.Module], nn.Module], wrapped_first: bool, tmp_path: Path
-) -> None:
-    for step, wrapped in enumerate((wrapped_first, not wrapped_first)):
-        layer = nn.Linear(3, 4)
-        model = wrap(layer) if wrapped else nn.Sequential(layer)
-        with tierstore.TierStore(tmp_path, resume=True) as store:
-            optimizer = muon.Muon(muon.param_groups(model), store=store)
-            assert optimizer.restore() == step
-            for weight in model.parameters():
-                weight.grad = torch.ones_like(weight)
-            optimizer.step()
-
 
 # ----------------------------------------------------------------------------- schedulers
 

@@ -125,17 +125,3 @@ def step_with_other_gradients() -> str:
         for parameter in parameters.values():
             parameter.grad = torch.full((6, 4), 1.0 + dist.get_rank())
         return _attempt(optimizer.step)
-
-
-def resume_with_ddp(directory: Path, wrapped_first: bool) -> list[str]:
-    """Train with and without DDP, in an order: what restore() raises each time."""
-    raised = []
-    for wrapped in (wrapped_first, not wrapped_first):
-        layer = nn.Linear(3, 4)
-        model = nn.parallel.DistributedDataParallel(layer) if wrapped else layer
-        with tierstore.TierStore(directory, resume=True, peer_timeout=30.0) as store:
-            optimizer = muon.Muon(muon.param_groups(model), store=store)
-            raised.append(_attempt(optimizer.restore))
-            if not raised[-1]:
-                _step(optimizer)
-    return raised

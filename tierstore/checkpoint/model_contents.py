@@ -13,10 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tierstore.errors import CheckpointError
 from tierstore.layout.dtensors import is_dtensor
-from tierstore.layout.parameters import PagedGroup
+from tierstore.layout.parameters import PagedGroup, unwrapped_name
 
-# Parts that wrappers add to the names of parameters, before the last part.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
@@ -130,8 +128,7 @@ def _all_stripped(names: Iterable[str]) -> dict[str, str]:
     """
     name_of: dict[str, str] = {}
     for name in names:
-        *modules, last = name.split(".")
-        plain = ".".join([*(part for part in modules if part not in _WRAPPERS), last])
+        plain = unwrapped_name(name, without_module=False)
         if plain in name_of:
             raise CheckpointError(
                 f"{name_of[plain]!r} and {name!r} have the same name {plain!r} without the names "

@@ -47,13 +47,13 @@ class Restore:
                 f"no step was committed by all ranks of {committer.storage.location} yet, so "
                 "there is none to go back to: start over with a new model and a new store"
             )
-        together(self._ranks, "check the run", lambda: self._check(manifest))
+        renamed = together(self._ranks, "check the run", lambda: self._check(manifest))
         usability.awaits_restore = True  # Until the restore is complete.
         try:
             self._table.pager.reset(self._table.pages, manifest.entries)
             self._table.ensure_placed()
             restore_parameters(self._table)
-            committer.restore(manifest, self._table.groups)
+            committer.restore(manifest, self._table.groups, renamed)
             self._table.allocate_files(self._table.pages)
         except BaseException as error:
             self._ranks.fail(error)
@@ -91,11 +91,13 @@ class Restore:
         on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(checkpoint.parent))
         return step
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: Manifest) -> dict[str, str]:
+        """Check a commit and its files; return what check_same_model() does."""
         layouts = [page.layout for page in self._table.pages]
         storage = self._committer.storage
-        check_same_model(storage, manifest, self._table.groups, layouts)
+        renamed = check_same_model(storage, manifest, self._table.groups, layouts)
         check_files(storage, layouts, manifest)
+        return renamed
 
     def _load(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
         """Fill the pages of a new run from a checkpoint; return its step.

@@ -15,6 +15,9 @@ from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 _PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+# Parts that wrappers add to the names of parameters, before the last part.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 MASTER = "master"
 """Name of the state that every parameter has: the value that a step updates."""
 
@@ -149,6 +152,19 @@ class PagedGroup:
         """Return the hyperparameters without the keys "params" and "param_names"."""
         others = ("params", "param_names")
         return {key: value for key, value in self.hyperparameters.items() if key not in others}
+
+
+def unwrapped_name(name: str, *, without_module: bool) -> str:
+    """Return the name of a parameter without the parts that wrappers add.
+
+    Args:
+        name: the name.
+        without_module: whether to leave out every part "module". DataParallel and
+            DistributedDataParallel add it, but a module of the model may have this name, too.
+    """
+    *modules, last = name.split(".")
+    added = (*_WRAPPERS, "module") if without_module else _WRAPPERS
+    return ".".join([*(part for part in modules if part not in added), last])
 
 
 def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:

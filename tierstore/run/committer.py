@@ -164,17 +164,34 @@ class Committer(Progress):
         self._dirty = self._renamed = False
         self._pending: Future[None] | None = None
 
-    def restore(self, manifest: Manifest, groups: Sequence[PagedGroup]) -> None:
-        """Go back to a commit, and give the groups their hyperparameters. All ranks call this."""
+    def restore(
+        self, manifest: Manifest, groups: Sequence[PagedGroup], renamed: Mapping[str, str]
+    ) -> None:
+        """Go back to a commit, and give the groups their hyperparameters. All ranks call this.
+
+        Args:
+            manifest: the commit.
+            groups: all groups.
+            renamed: parameter name -> its name in the commit, if another. The step is then
+                committed again under the present names.
+        """
         self.begin_attempt(manifest)
         for group, saved in zip(groups, manifest.hyperparameters, strict=True):
             group.hyperparameters.update(tagged_json.decode(saved))
-        names = [[parameter.name for parameter in group.parameters] for group in groups]
-        self.scalars = unpack_scalars(manifest.scalars, names)
+        names = [parameter.name for group in groups for parameter in group.parameters]
+        former = {name: renamed.get(name, name) for name in names}
+        scalars = unpack_scalars(
+            manifest.scalars,
+            [[former[parameter.name] for parameter in group.parameters] for group in groups],
+        )
+        self.scalars = {name: scalars[former[name]] for name in names if former[name] in scalars}
         self.extra = tagged_json.decode(manifest.extra)
         self.step = manifest.step
         self.groups_written = len(groups)
         self._note_begun()
+        if renamed:
+            self.annotate(self.extra)
+            self.changed = True
 
     @property
     @override

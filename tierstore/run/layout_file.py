@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -78,6 +78,34 @@ class RankLayout:
             pages = [_page_from_json(groups, *page) for page in body["pages"]]
             require(isinstance(body["offsets"], str))
             return cls(groups=groups, subgroups=pages, offsets=body["offsets"])
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the layout under other names.
+
+        Args:
+            names: name of a parameter -> its other name, if it has one.
+
+        Raises:
+            CorruptionError: as lay_out().
+        """
+        self.lay_out()
+        specs = {
+            spec.name: replace(spec, name=names.get(spec.name, spec.name))
+            for group in self.groups
+            for spec in group
+        }
+        subgroups = [
+            Subgroup(
+                subgroup.group,
+                tuple(
+                    ParameterShard(specs[shard.parameter.name], shard.chunks)
+                    for shard in subgroup.shards
+                ),
+            )
+            for subgroup in self.subgroups
+        ]
+        groups = [[specs[spec.name] for spec in group] for group in self.groups]
+        return self.from_pages(groups, list(map(lay_out, subgroups)))
 
     def lay_out(self) -> list[PageLayout]:
         """Return the layout of every page.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from tierstore.errors import CorruptionError, RunMismatchError, StorageError
 from tierstore.layout.page_layout import PageLayout
-from tierstore.layout.parameters import PagedGroup, ParameterSpec
+from tierstore.layout.parameters import PagedGroup, ParameterSpec, unwrapped_name
 from tierstore.run.commit import load_commit
 from tierstore.run.file_names import page_file
 from tierstore.run.layout_file import RankLayout
@@ -96,14 +97,19 @@ def check_same_model(
     manifest: Manifest,
     groups: Sequence[PagedGroup],
     pages: Sequence[PageLayout],
-) -> None:
+) -> dict[str, str]:
     """Check that a commit holds these groups, laid out in these pages.
+
+    Names may differ in the parts that wrappers add, such as "module." and "_orig_mod.".
 
     Args:
         storage: the rank's files. The layout file is read only to name a difference.
         manifest: the commit.
         groups: all groups.
         pages: the layout of every page.
+
+    Returns:
+        Parameter name -> its name in the commit, of parameters with another name there.
 
     Raises:
         RunMismatchError: the commit is of another model; the message names the first difference.
@@ -118,15 +124,21 @@ def check_same_model(
                 f"and its layout has {len(pages)}: go back to a checkpoint of the run, if one "
                 "exists"
             )
-        return
+        return {}
     committed = load_commit(storage, manifest)
+    in_run, here = _unwrapped(committed.groups), _unwrapped(attached.groups)
     for found, expected in zip_longest(_specs(committed.groups), _specs(attached.groups)):
-        if found != expected:
+        if _without_wrappers(found, in_run) != _without_wrappers(expected, here):
             raise RunMismatchError(
                 "this model is not the one of the run. First difference: the run has "
                 f"{_describe(found)}; this model has {_describe(expected)}. Build the model "
-                "and its param groups as they were, or start over with overwrite=True"
+                "and its param groups as they were, or name another directory for another run. "
+                "(overwrite=True deletes the run)"
             )
+    former = dict(zip(here, in_run, strict=True))
+    now = {name: other for other, name in former.items()}
+    if committed.layout.renamed(now).to_bytes() == attached.to_bytes():
+        return {name: other for name, other in former.items() if name != other}
     raise RunMismatchError(
         "the run has the parameters of this model, but in other pages: ranks held or owned the "
         "parameters in another way, or another version of tierstore cut them. Restore the former "
@@ -145,6 +157,22 @@ def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, Par
     for index, group in enumerate(groups):
         yield from ((index, spec) for spec in group)
         yield index, None
+
+
+def _unwrapped(groups: Sequence[Sequence[ParameterSpec]]) -> dict[str, str]:
+    """Return name -> name without the parts of wrappers; all names as they are if two are equal."""
+    names = [spec.name for group in groups for spec in group]
+    plain = {name: unwrapped_name(name, without_module=True) for name in names}
+    return plain if len(set(plain.values())) == len(plain) else {name: name for name in names}
+
+
+def _without_wrappers(
+    place: tuple[int, ParameterSpec | None] | None, plain: Mapping[str, str]
+) -> tuple[int, ParameterSpec | None] | None:
+    if place is None:
+        return None
+    index, spec = place
+    return index, spec and replace(spec, name=plain[spec.name])
 
 
 def _describe(place: tuple[int, ParameterSpec | None] | None) -> str:
