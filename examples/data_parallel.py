@@ -70,9 +70,8 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
-    first_step = optimizer.restore(checkpoint=from_checkpoint)
+    first_step = optimizer.restore(from_checkpoint, scheduler=scheduler)
     if first_step > 0:
-        scheduler.load_state_dict(store.extra["scheduler"])
         say(f"resumed after step {first_step}")
     order = shuffled_windows(
         (len(train_text) - 1) // options.context, options.seed, first_step * options.batch

@@ -42,14 +42,12 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
     torch.manual_seed(options.seed)
     model = GPT(options)
     optimizer = muon.Muon(muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR), store=store)
-    # Made before restore(), because a new scheduler overwrites the learning rates.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
     position = 0
-    first_step = optimizer.restore() if resume else 0
+    first_step = optimizer.restore(scheduler=scheduler) if resume else 0
     if first_step > 0:
-        scheduler.load_state_dict(store.extra["scheduler"])
         torch.set_rng_state(store.extra["rng"])
         position = store.extra["position"]
         print(f"resumed after step {first_step}")

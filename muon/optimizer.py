@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -15,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
-from muon.checks import check_hyperparameters, check_saved, with_dtypes
+from muon.checks import check_has_scheduler, check_hyperparameters, check_saved, with_dtypes
 from muon.pipeline import Pipeline, compute_device
 from muon.state import PagedState
 
@@ -129,6 +130,7 @@ class Muon(torch.optim.Optimizer):
         self._attached: list[tierstore.PagedGroup] = []
         self._prefetches = prefetch_in_backward
         self._prefetched = False
+        self._restored_rates: list[float] = []  # The lr of each group, until the next step.
         super().__init__(params, defaults)
         # A mapping over the pages. It is never falsy: for a falsy state, torch's state-dict
         # helpers do a step to initialize the optimizer.
@@ -192,6 +194,10 @@ class Muon(torch.optim.Optimizer):
         Raises:
             StorageError, CorruptionError: pages could not be read or written. If a page was
                 stepped already, the store is failed, and restore() returns to the last commit.
+
+        Warns:
+            UserWarning: this is the first step after restore(), and the lr of a group is not the
+                committed one.
         """
         loss = None
         if closure is not None:
@@ -200,6 +206,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             check_hyperparameters(group)
         self._attach_groups()
+        self._warn_of_other_rates()
         self._pipeline.open(self.param_groups)
         window = self.store.window_max
         with self.store.sweep(window) as pages:
@@ -214,17 +221,27 @@ class Muon(torch.optim.Optimizer):
         self._prefetched = False
         return loss
 
-    def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
+    def restore(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        expected_step: int | None = None,
+    ) -> int:
         """Restore parameters, state and hyperparameters of the last committed step.
 
         Args:
             checkpoint: start a new run from this checkpoint; see ``TierStore.restore()``. The
                 parameters need names.
+            scheduler: restored from ``extra["scheduler"]`` of the commit; unchanged in a new run.
+            expected_step: the only step to restore; 0 for a new run.
 
         Returns:
             The step, or 0 for a new run.
 
         Raises:
+            ValueError: the step is not ``expected_step``, or has no ``extra["scheduler"]``.
+                Nothing was changed.
             RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
                 Nothing was changed.
         """
@@ -232,9 +249,25 @@ class Muon(torch.optim.Optimizer):
         with contextlib.suppress(tierstore.StoreFailedError):
             self._attach_groups()
         fixed = [{key: group[key] for key in _FIXED if key in group} for group in self.param_groups]
-        step = self.store.restore(checkpoint)
-        for group, values in zip(self.param_groups, fixed, strict=True):
-            group.update({**with_dtypes(group), **values})
+
+        def check(step: int, extra: Any) -> None:
+            if expected_step not in (None, step):
+                raise ValueError(f"there is step {step} to restore, not step {expected_step}")
+            if scheduler is not None and step:
+                check_has_scheduler(step, extra)
+
+        step = self.store.restore(checkpoint, check=check)
+        committed = [
+            {**with_dtypes(group), **values}
+            for group, values in zip(self.param_groups, fixed, strict=True)
+        ]
+        try:
+            if scheduler is not None and step:
+                scheduler.load_state_dict(deepcopy(self.store.extra["scheduler"]))
+        finally:  # A scheduler may set hyperparameters of its own.
+            for group, values in zip(self.param_groups, committed, strict=True):
+                group.update(values)
+        self._restored_rates = [float(group["lr"]) for group in committed] if step else []
         return step
 
     def state_dict(self) -> dict[str, Any]:
@@ -390,6 +423,19 @@ class Muon(torch.optim.Optimizer):
                 f"the state dict has states without a parameter: {list(unmatched)[:3]}"
             )
         return groups, states
+
+    def _warn_of_other_rates(self) -> None:
+        """Warn, once after a restore, if the lr of a group is not the restored lr."""
+        restored, self._restored_rates = self._restored_rates, []
+        for number, (group, lr) in enumerate(zip(self.param_groups, restored, strict=False)):
+            if float(group["lr"]) != lr:
+                warnings.warn(
+                    f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
+                    f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
+                    "start: make the scheduler before and pass it, restore(scheduler=scheduler)",
+                    stacklevel=2,
+                )
+                return
 
     def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""

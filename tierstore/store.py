@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -477,13 +477,20 @@ class TierStore:
             raise
 
     @torch.no_grad()
-    def restore(self, checkpoint: str | os.PathLike[str] | None = None) -> int:
+    def restore(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        check: Callable[[int, Any], None] = lambda step, extra: None,
+    ) -> int:
         """Go back to the committed step: parameters, states, hyperparameters and ``extra``.
 
         Args:
             checkpoint: begin a new run from this checkpoint instead: one that tierstore
                 published, or any DCP checkpoint of a model and its optimizer. It is checked
                 first.
+            check: called with the step and its ``extra`` before anything is changed; raises
+                ValueError if the program cannot continue from there.
 
         Returns:
             The step; 0 if nothing was ever committed and no step was done.
@@ -494,15 +501,15 @@ class TierStore:
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
             CorruptionError: a page, or the checkpoint, is not what was written.
-            ValueError: the optimizer cannot use a hyperparameter of the checkpoint, or a forward
-                of FSDP2 is in progress. Nothing was changed.
+            ValueError: of ``check``; or the optimizer cannot use a hyperparameter of the
+                checkpoint, or a forward of FSDP2 is in progress. Nothing was changed.
         """
         usability = self._usability
         usability.require_open()
         committer = self._require_committer("restore()")
         parameters = self._table.parameters
         together(self._ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
-        restore = Restore(self._ranks, committer, self._table, usability)
+        restore = Restore(self._ranks, committer, self._table, usability, check)
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
         if self._resharded is not None:
@@ -511,6 +518,7 @@ class TierStore:
             return step
         was_changed = committer.step or committer.groups_written or usability.failure
         if not (usability.awaits_restore or was_changed):
+            together(self._ranks, "check the step", lambda: check(0, None))
             return 0
         self._settle_publication()  # It reads files that recovery would remove.
         return restore.from_commit()

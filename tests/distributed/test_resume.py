@@ -85,5 +85,15 @@ def test_the_rank_with_least_memory_bounds_how_much_is_stepped_at_once(
 def test_a_run_resumes_with_or_without_ddp(
     pool: RankPool, tmp_path: Path, world_size: int, wrapped_first: bool
 ) -> None:
-    work = "tests.rank_programs.wrapped_names:resume_with_ddp"
+    work = "tests.rank_programs.resuming:resume_with_ddp"
     assert pool.run(world_size, work, tmp_path / "run", wrapped_first) == [2] * world_size
+
+
+def test_a_step_that_one_rank_does_not_expect_is_refused_on_all(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    work = "tests.rank_programs.resuming:expect_another_step_on_rank_1"
+    first, second = pool.run(2, work, tmp_path / "run")
+    text = "there is step 1 to restore, not step 2"
+    assert first == (f"PeerFailed: rank 1 failed: {text}", True)
+    assert second == (f"ValueError: {text}", True)

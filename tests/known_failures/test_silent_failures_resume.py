@@ -1,4 +1,4 @@
-"""Runs that are gone on with: schedulers made late, and how a process ends.
+"""How a process ends.
 
 Known failures: each test states the wanted behaviour and fails today.
 """
@@ -9,82 +9,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 import muon
 import tierstore
-from tests.support.twins import parameter
 
-NOT_RAISED = pytest.fail.Exception
 ROOT = Path(__file__).resolve().parents[2]
-
-# ----------------------------------------------------------------------------- schedulers
-
-
-def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-
-
-def open_run(directory: Path) -> tuple[tierstore.TierStore, Any, nn.Parameter]:
-    weight = parameter()
-    store = tierstore.TierStore(directory, resume=True)
-    return store, muon.Muon([("weight", weight)], store=store, lr=1.0), weight
-
-
-def train_warming_up(directory: Path) -> float:
-    """Leave a run of three steps behind; return the lr that comes next."""
-    store, optimizer, weight = open_run(directory)
-    with store:
-        scheduler = warm_up(optimizer)
-        for _ in range(3):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-            scheduler.step()
-            store.commit(extra={"scheduler": scheduler.state_dict()})
-        lr: float = optimizer.param_groups[0]["lr"]
-    return lr
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="restore() takes no scheduler")
-def test_restore_brings_a_scheduler_back(tmp_path: Path) -> None:
-    lr = train_warming_up(tmp_path)
-    store, optimizer, _ = open_run(tmp_path)
-    with store:
-        scheduler = warm_up(optimizer)
-        assert optimizer.restore(scheduler=scheduler) == 3
-        assert optimizer.param_groups[0]["lr"] == lr
-        assert scheduler.last_epoch == 3
-
-
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="nobody compares lr with the commit")
-def test_lr_that_a_late_scheduler_sets_back_warns(tmp_path: Path) -> None:
-    train_warming_up(tmp_path)
-    store, optimizer, weight = open_run(tmp_path)
-    with store:
-        optimizer.restore()
-        scheduler = warm_up(optimizer)
-        scheduler.load_state_dict(store.extra["scheduler"])
-        weight.grad = torch.ones_like(weight)
-        with pytest.warns(UserWarning, match=r"\blr\b|learning rate"):
-            optimizer.step()
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="restore() takes no expected step")
-def test_restore_refuses_another_step_than_the_expected(tmp_path: Path) -> None:
-    train_warming_up(tmp_path)
-    store, optimizer, weight = open_run(tmp_path)
-    with store:
-        before = weight.detach().clone()
-        with pytest.raises((ValueError, tierstore.TierstoreError), match=r"\b5\b"):
-            optimizer.restore(expected_step=5)
-        assert torch.equal(weight, before)
-        assert optimizer.restore(expected_step=3) == 3
-
 
 # --------------------------------------------------------------------------- how it ends
 

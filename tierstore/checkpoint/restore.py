@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tierstore.checkpoint.reshard import end_reshard
 from tierstore.errors import RunDirectoryError
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.whole_states import restore_parameters, write_pages
 from tierstore.ranks.peers import Ranks, on_rank_0, together
+from tierstore.run import tagged_json
 from tierstore.run.committer import Committer
 from tierstore.run.manifest import Manifest
 from tierstore.run.page_files import check_files, check_same_model
@@ -26,15 +28,22 @@ class Restore:
         committer: the commits of the run.
         table: the pages.
         usability: of the store.
+        check: see TierStore.restore().
     """
 
     def __init__(
-        self, ranks: Ranks, committer: Committer, table: PageTable, usability: Usability
+        self,
+        ranks: Ranks,
+        committer: Committer,
+        table: PageTable,
+        usability: Usability,
+        check: Callable[[int, Any], None],
     ) -> None:
         self._ranks = ranks
         self._committer = committer
         self._table = table
         self._usability = usability
+        self._check = check
 
     def from_commit(self) -> int:
         """Go back to the last commit of all ranks; return its step. See TierStore.restore()."""
@@ -47,7 +56,7 @@ class Restore:
                 f"no step was committed by all ranks of {committer.storage.location} yet, so "
                 "there is none to go back to: start over with a new model and a new store"
             )
-        renamed = together(self._ranks, "check the run", lambda: self._check(manifest))
+        renamed = together(self._ranks, "check the run", lambda: self._check_commit(manifest))
         usability.awaits_restore = True  # Until the restore is complete.
         try:
             self._table.pager.reset(self._table.pages, manifest.entries)
@@ -91,12 +100,13 @@ class Restore:
         on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(checkpoint.parent))
         return step
 
-    def _check(self, manifest: Manifest) -> dict[str, str]:
+    def _check_commit(self, manifest: Manifest) -> dict[str, str]:
         """Check a commit and its files; return what check_same_model() does."""
         layouts = [page.layout for page in self._table.pages]
         storage = self._committer.storage
         renamed = check_same_model(storage, manifest, self._table.groups, layouts)
         check_files(storage, layouts, manifest)
+        self._check(manifest.step, tagged_json.decode(manifest.extra))
         return renamed
 
     def _load(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
@@ -113,11 +123,13 @@ class Restore:
             raise RunDirectoryError(
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
-        source = together(
-            self._ranks,
-            "check a checkpoint",
-            lambda: CheckpointSource(checkpoint, groups, committer.scalars, self._ranks),
-        )
+
+        def checked_source() -> CheckpointSource:
+            source = CheckpointSource(checkpoint, groups, committer.scalars, self._ranks)
+            self._check(source.step, source.extra)
+            return source
+
+        source = together(self._ranks, "check a checkpoint", checked_source)
         with self._usability.failing(interrupts=True):
             committer.step = source.step
             write_pages(self._table, source.fill, source.scalars)

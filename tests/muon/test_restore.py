@@ -1,0 +1,201 @@
+"""restore() of an optimizer: the scheduler, the learning rates, and the step that is expected."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import muon
+import tierstore
+from tests.support.twins import parameter
+
+Schedule = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+
+
+def one_after_another(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    decay = lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up(optimizer), decay], milestones=[2])
+
+
+def decay_on_plateaus(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    plateau.step(1.0)
+    plateau.step(1.0)  # lr is now a tenth of what it was.
+    return plateau
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=20, cycle_momentum=False)
+
+
+def open_run(
+    directory: Path, **options: Any
+) -> tuple[tierstore.TierStore, muon.Muon, nn.Parameter]:
+    weight = parameter()
+    store = tierstore.TierStore(directory, **{"resume": True, **options})
+    return store, muon.Muon([("weight", weight)], store=store, lr=1.0), weight
+
+
+def train(
+    optimizer: muon.Muon, weight: nn.Parameter, scheduler: lr_scheduler.LRScheduler, steps: int
+) -> list[float]:
+    """Do some steps; return the lr of each, and the lr that comes next."""
+    rates = []
+    for step in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        weight.grad = torch.full_like(weight, rates[-1])
+        optimizer.step()
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(float(step))
+        else:
+            scheduler.step()
+        optimizer.store.commit(extra={"scheduler": scheduler.state_dict()})
+    return [*rates, optimizer.param_groups[0]["lr"]]
+
+
+def make_run(directory: Path, schedule: Schedule = warm_up) -> float:
+    """Leave a run of three steps behind; return the lr that comes next."""
+    store, optimizer, weight = open_run(directory)
+    with store:
+        return train(optimizer, weight, schedule(optimizer), 3)[-1]
+
+
+@pytest.mark.parametrize("schedule", [warm_up, one_after_another, one_cycle, decay_on_plateaus])
+def test_restore_brings_a_scheduler_back(schedule: Schedule, tmp_path: Path) -> None:
+    """The rates and results are those of a run that nothing interrupted."""
+    store, optimizer, expected = open_run(tmp_path / "expected")
+    with store:
+        expected_rates = train(optimizer, expected, schedule(optimizer), 6)
+    lr = make_run(tmp_path / "run", schedule)
+    assert lr == expected_rates[3]
+    store, optimizer, weight = open_run(tmp_path / "run")
+    with store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = schedule(optimizer)
+        assert optimizer.restore(scheduler=scheduler) == 3
+        assert optimizer.param_groups[0]["lr"] == lr
+        rates = train(optimizer, weight, scheduler, 3)
+    assert rates == expected_rates[3:]
+    assert torch.equal(weight, expected)
+
+
+def test_a_scheduler_gets_a_copy_of_its_state(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        scheduler = warm_up(optimizer)
+        optimizer.restore(scheduler=scheduler)
+        train(optimizer, weight, scheduler, 1)
+        assert store.extra["scheduler"]["last_epoch"] == 3
+
+
+class _Eager(lr_scheduler.LinearLR):
+    """A scheduler that sets the lr of its optimizer when it is loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.optimizer.param_groups[0]["lr"] = 7.0
+
+
+def test_the_committed_lr_prevails_over_that_of_a_scheduler(tmp_path: Path) -> None:
+    lr = make_run(tmp_path)
+    store, optimizer, _ = open_run(tmp_path)
+    with store:
+        optimizer.restore(scheduler=_Eager(optimizer))
+        assert optimizer.param_groups[0]["lr"] == lr
+
+
+def test_a_new_run_leaves_the_scheduler_as_it_is(tmp_path: Path) -> None:
+    store, optimizer, _ = open_run(tmp_path)
+    with store:
+        scheduler = warm_up(optimizer)
+        before = scheduler.state_dict()
+        assert optimizer.restore(scheduler=scheduler, expected_step=0) == 0
+        assert scheduler.state_dict() == before
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("extra", [None, {"rng": 1}, ["scheduler"]])
+def test_a_commit_without_a_scheduler_is_refused_before_anything_changes(
+    extra: Any, tmp_path: Path
+) -> None:
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        store.commit(extra=extra)
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        scheduler = warm_up(optimizer)
+        with pytest.raises(ValueError, match=r"step 1 has no extra\['scheduler'\].*commit with"):
+            optimizer.restore(scheduler=scheduler)
+        assert torch.equal(weight, parameter())
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert optimizer.restore() == 1
+
+
+def test_a_run_that_begins_from_a_checkpoint_brings_a_scheduler_back(tmp_path: Path) -> None:
+    store, optimizer, weight = open_run(tmp_path / "old")
+    with store:
+        lr = train(optimizer, weight, warm_up(optimizer), 3)[-1]
+        store.checkpoint(tmp_path / "checkpoint")
+    store, optimizer, weight = open_run(tmp_path / "new")
+    with store:
+        scheduler = warm_up(optimizer)
+        with pytest.raises(ValueError, match="step 3 to restore, not step 4"):
+            optimizer.restore(tmp_path / "checkpoint", expected_step=4)
+        assert torch.equal(weight, parameter())
+        assert optimizer.restore(tmp_path / "checkpoint", scheduler=scheduler) == 3
+        assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (lr, 3)
+
+
+def test_lr_that_a_late_scheduler_sets_back_warns_once(tmp_path: Path) -> None:
+    lr = make_run(tmp_path)
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        optimizer.restore()
+        scheduler = warm_up(optimizer)
+        scheduler.load_state_dict(store.extra["scheduler"])
+        weight.grad = torch.ones_like(weight)
+        found = optimizer.param_groups[0]["lr"]
+        assert found != lr
+        with pytest.warns(UserWarning, match=r"lr of group 0 .*restore\(scheduler=") as caught:
+            optimizer.step()
+        assert f"{found}" in str(caught[0].message)
+        assert f"{lr}" in str(caught[0].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+
+def test_another_step_than_the_expected_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        with pytest.raises(ValueError, match=r"\b3\b.*\b5\b"):
+            optimizer.restore(expected_step=5)
+        assert torch.equal(weight, parameter())
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        with pytest.raises(tierstore.RunDirectoryError, match="restore"):
+            optimizer.step()
+        assert optimizer.restore(expected_step=3) == 3
+
+
+def test_a_new_run_is_refused_where_a_step_is_expected(tmp_path: Path) -> None:
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        with pytest.raises(ValueError, match=r"\b0\b.*\b5\b"):
+            optimizer.restore(expected_step=5)
+        assert optimizer.restore(expected_step=0) == 0
+        train(optimizer, weight, warm_up(optimizer), 1)
