@@ -7,9 +7,10 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NoReturn
+from itertools import islice
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -41,6 +42,9 @@ _FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
 
 # None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
 _NOT_NONE = ("ns_dtype", "ns_batched")
+
+# A copy of an optimizer gets its own; torch.optim copies no hooks either.
+_NOT_COPIED = ("store", "step", "_attached", "_pipeline", "_state")
 
 
 class Muon(torch.optim.Optimizer):
@@ -124,17 +128,29 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f"partition must be 'auto', 'by_parameter' or 'flat', got {partition!r}"
             )
-        self.store = tierstore.TierStore(None) if store is None else store
+        self._owns_store = store is None
+        self._gather_memory = tierstore.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
-        self._pipeline = Pipeline(self.store, tierstore.parse_bytes(gather_memory))
-        self._attached: list[tierstore.PagedGroup] = []
+        self._use_store(tierstore.TierStore(None) if store is None else store)
         self._prefetches = prefetch_in_backward
         self._prefetched = False
         self._restored_rates: list[float] = []  # The lr of each group, until the next step.
         super().__init__(params, defaults)
-        # A mapping over the pages. It is never falsy: for a falsy state, torch's state-dict
-        # helpers do a step to initialize the optimizer.
-        self.state = PagedState(self)  # type: ignore[assignment]
+
+    @property  # type: ignore[override]
+    def state(self) -> PagedState:
+        """The states, as a mapping over the pages; see PagedState.
+
+        Assignment replaces the states of all parameters, as ``optimizer.state = {}`` does in
+        ``torch.optim``.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, values: Mapping[Any, Any]) -> None:
+        # The constructor of torch.optim assigns an empty mapping before there are groups.
+        if values is not self._state and "param_groups" in self.__dict__:
+            self._state.replace(values)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
@@ -274,16 +290,17 @@ class Muon(torch.optim.Optimizer):
         """Return the state in the format of ``torch.optim``, also before the first step.
 
         Tensors have the shape of their parameter. They are mappings of page files, which cost no
-        memory and do not change; see ``TierStore.read_states()``. Parameters of low precision
-        have an additional entry "master". All ranks call this together and get the same entries;
-        states of a DTensor are DTensors with its placements.
+        memory and do not change, or copies; see ``TierStore.read_states()``. Parameters of low
+        precision have an additional entry "master". Entries of ``optimizer.state`` that are not of
+        a parameter are there, too. All ranks call this together and get the same entries; states of
+        a DTensor are DTensors with its placements.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._attach_groups()
-        states = self.store.read_states()
+        states, scalars = self.store.read_states(), self.store.scalars
         packed_groups = []
-        packed_states: dict[int, dict[str, torch.Tensor]] = {}
+        packed_states: dict[Any, Any] = {}
         index = 0
         for number, group in enumerate(self.param_groups):
             # Dtypes by name, because torch's state-dict helpers support plain values only.
@@ -295,8 +312,9 @@ class Muon(torch.optim.Optimizer):
             packed["params"] = list(range(index, index + len(group["params"])))
             packed_groups.append(packed)
             for name, _ in self._named(number):
-                packed_states[index] = {**self._scalar_states(number, name), **states[name]}
+                packed_states[index] = {**_as_tensors(scalars.get(name, {})), **states[name]}
                 index += 1
+        packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
@@ -308,7 +326,8 @@ class Muon(torch.optim.Optimizer):
 
         State dicts of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters in
         the same order are accepted, and whole tensors for states of a DTensor. Each state keeps
-        its current dtype. All ranks call this together.
+        its current dtype. The tensors that state_dict() returned are not written again if no state
+        changed since. All ranks call this together.
 
         Raises:
             ValueError: the groups, or the states of a parameter, differ from this optimizer's.
@@ -318,25 +337,89 @@ class Muon(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups, states = self._matched(state_dict)
+        groups, states, others = self._matched(state_dict)
         self._attach_groups()
         scalars = {
             name: {"step": float(states[name].pop("step", 0.0))} for name in self.store.scalars
         }
         self.store.write_states(states, scalars)
+        self.state.others = others
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a Muon optimizer holds an open store and cannot be pickled or copied: use "
-            "state_dict(), or resume the run"
-        )
+    def reset_state(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Set the states of some parameters, or of all, to those of a new optimizer.
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(None)
+        All ranks call this together.
+
+        Args:
+            params: the parameters, the same on all ranks; None: all.
+
+        Raises:
+            ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
+        """
+        if isinstance(params, torch.Tensor):
+            raise TypeError("params must be an iterable of parameters, got a tensor")
+        tensors = [*self.state.parameters] if params is None else [*params]
+        try:
+            described = [self._described(tensor) for tensor in tensors]
+        except KeyError as error:
+            raise ValueError("reset_state() needs parameters of this optimizer") from error
+        self._write_states({parameter.name: {} for _, parameter in described})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the optimizer needs, with copies of the states.
+
+        Raises:
+            TypeError: the store was given by the caller, or has several ranks.
+        """
+        if not self._owns_store or self.store.ranks is not None:
+            raise TypeError(
+                "a Muon optimizer with a store, or on several ranks, cannot be pickled or copied: "
+                "use state_dict(), or resume the run"
+            )
+        kept = {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in _NOT_COPIED and not key.startswith("_optimizer_")
+        }
+        states = self.store.read_states() if self._attached else None
+        return {**kept, "_copied": (states, deepcopy(self.store.scalars), self.state.others)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy, with a store of its own, from __getstate__()."""
+        states, scalars, others = state.pop("_copied")
+        defaults = state["defaults"].copy()
+        super().__setstate__(state)
+        self.defaults = defaults  # Without what __setstate__() adds for optimizers of torch.
+        self._use_store(tierstore.TierStore(None))
+        self.state.others = others
+        if states is not None:
+            self._attach_groups()
+            self.store.write_states(states, scalars)
+
+    def _use_store(self, store: tierstore.TierStore) -> None:
+        self.store = store
+        self._pipeline = Pipeline(store, self._gather_memory)
+        self._attached: list[tierstore.PagedGroup] = []
+        self._state = PagedState(self)
+
+    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace all states of some parameters, each with a step if the parameter has one."""
+        if not (self._attached or any(states.values())):
+            return  # No parameter has a state.
+        self._attach_groups()
+        scalars = {
+            name: {"step": float(states[name].get("step", 0.0))}
+            for name in self.store.scalars.keys() & states
+        }
+        paged = {
+            name: {state: value for state, value in values.items() if state != "step"}
+            for name, values in states.items()
+        }
+        self.store.write_states(paged, scalars, names=states.keys())
 
     def _fastest_ns_dtype(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
         if not parameters:
@@ -366,17 +449,15 @@ class Muon(torch.optim.Optimizer):
                 )
         self._paged_group(number)  # Raises for a parameter that cannot be paged.
 
-    def _scalar_states(self, number: int, name: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter that are not paged, as ``torch.optim`` has them."""
-        if self.param_groups[number]["algorithm"] == "muon":
-            return {}
-        step = self.store.scalars.get(name, {"step": 0.0})["step"]
-        return {"step": torch.tensor(step)}  # ()
-
     def _matched(
         self, state_dict: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Check a state dict; return hyperparameters for each group, states by parameter name."""
+    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[Any, Any]]:
+        """Check a state dict.
+
+        Returns:
+            Hyperparameters for each group, states by parameter name, and the entries that are not
+            of a parameter.
+        """
         if not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError(
                 "the state dict of an optimizer has the keys 'state' and 'param_groups', got "
@@ -418,11 +499,24 @@ class Muon(torch.optim.Optimizer):
                 }
                 has_step = group["algorithm"] == "adamw"
                 check_saved(states[parameter.name], parameter, has_step=has_step)
-        if unmatched:
-            raise ValueError(
-                f"the state dict has states without a parameter: {list(unmatched)[:3]}"
-            )
-        return groups, states
+        lost = [key for key in unmatched if isinstance(key, int)]
+        if lost:
+            raise ValueError(f"the state dict has states without a parameter: {lost[:3]}")
+        return groups, states, deepcopy(unmatched)
+
+    def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:
+        """Return the scalar states of a parameter, and the parameter as it is paged.
+
+        Raises:
+            KeyError: no group has the tensor.
+        """
+        for number, group in enumerate(self.param_groups):
+            for index, candidate in enumerate(group["params"]):
+                if candidate is tensor:
+                    name, _ = next(islice(self._named(number), index, None))
+                    scalars = () if group["algorithm"] == "muon" else ("step",)
+                    return scalars, self._paged_parameter(number, name, tensor)
+        raise KeyError("the tensor is not a parameter of this optimizer")
 
     def _warn_of_other_rates(self) -> None:
         """Warn, once after a restore, if the lr of a group is not the restored lr."""
@@ -462,29 +556,30 @@ class Muon(torch.optim.Optimizer):
         """
         if number < len(self._attached):
             return self._attached[number]
+        return tierstore.PagedGroup(
+            parameters=[self._paged_parameter(number, *named) for named in self._named(number)],
+            hyperparameters=self.param_groups[number],
+            check=lambda hyperparameters: check_hyperparameters(with_dtypes(hyperparameters)),
+        )
+
+    def _paged_parameter(
+        self, number: int, name: str, parameter: torch.Tensor
+    ) -> tierstore.PagedParameter:
+        """Return a parameter of a group as it is paged."""
         group = self.param_groups[number]
         is_muon = group["algorithm"] == "muon"
-        parameters = []
-        for name, parameter in self._named(number):
-            if is_muon:
-                states = {"momentum_buffer": group["momentum_dtype"] or parameter.dtype}
-            else:
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                states = {"exp_avg": wide, "exp_avg_sq": wide}
-            parameters.append(
-                tierstore.PagedParameter(
-                    name=name,
-                    tensor=parameter,
-                    states=states,
-                    elementwise=not is_muon,
-                    partition=self._partition,
-                    cost=newton_schulz.cost((*parameter.shape,)) if is_muon else None,
-                )
-            )
-        return tierstore.PagedGroup(
-            parameters=parameters,
-            hyperparameters=group,
-            check=lambda hyperparameters: check_hyperparameters(with_dtypes(hyperparameters)),
+        if is_muon:
+            states = {"momentum_buffer": group["momentum_dtype"] or parameter.dtype}
+        else:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            states = {"exp_avg": wide, "exp_avg_sq": wide}
+        return tierstore.PagedParameter(
+            name=name,
+            tensor=parameter,
+            states=states,
+            elementwise=not is_muon,
+            partition=self._partition,
+            cost=newton_schulz.cost((*parameter.shape,)) if is_muon else None,
         )
 
     def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -493,6 +588,14 @@ class Muon(torch.optim.Optimizer):
         names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             yield (names[index] if names else f"{number}.{index}"), parameter
+
+
+def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Return the scalars of a parameter as ``torch.optim`` has them."""
+    return {
+        name: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
+        for name, value in scalars.items()
+    }
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

@@ -1,14 +1,16 @@
-"""``optimizer.state`` as a mapping that reads from the pages."""
+"""``optimizer.state`` as a mapping over the pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 import tierstore
+from muon.checks import check_saved
 
 
 class PagedOptimizer(Protocol):
@@ -17,68 +19,253 @@ class PagedOptimizer(Protocol):
     store: tierstore.TierStore
     param_groups: list[dict[str, Any]]
 
+    @property
+    def state(self) -> PagedState:
+        """The states of all parameters."""
+
     def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""
 
-    def _paged_group(self, number: int) -> tierstore.PagedGroup:
-        """Return a group as the store has it, or would have it now."""
+    def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:
+        """Return the scalar states of a parameter, and the parameter as it is paged."""
 
-    def _scalar_states(self, number: int, name: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter that are not paged."""
+    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace all states of some parameters."""
 
 
-class PagedState(Mapping[torch.Tensor, Mapping[str, torch.Tensor]]):
-    """``optimizer.state``, with an entry for every parameter also before the first step."""
+class PagedState(MutableMapping[Any, Any]):
+    """``optimizer.state``: parameter -> its states, also before the first step.
+
+    On one rank, states that are assigned are written to the pages at once, and a parameter that is
+    removed begins anew. On several ranks, which change a state together, both raise RuntimeError.
+    Keys that are not tensors are kept as they are.
+
+    A mapping of parameters is never falsy: for a falsy state, torch's state-dict helpers do a step
+    to initialize the optimizer.
+    """
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self._optimizer = optimizer
+        self.others: dict[Any, Any] = {}
+        """The entries that are not of a parameter. No commit has them."""
 
-    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        for number, group in enumerate(self._optimizer.param_groups):
-            for index, candidate in enumerate(group["params"]):
-                if candidate is parameter:
-                    return _ParameterState(self._optimizer, number, index)
-        raise KeyError(parameter)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    @property
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters, in order of the groups."""
         return chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
 
+    @override
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, torch.Tensor):
+            return self.others[key]
+        return ParameterState(self._optimizer, key)
+
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, torch.Tensor):
+            self._write({key: value})
+        else:
+            self.others[key] = value
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        if isinstance(key, torch.Tensor):
+            self._write({key: {}})
+        else:
+            del self.others[key]
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return chain(self.parameters, self.others)
+
+    @override
     def __len__(self) -> int:
-        return sum(len(group["params"]) for group in self._optimizer.param_groups)
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        return count + len(self.others)
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove an entry and return it; the states of a parameter as tensors of the caller."""
+        if not isinstance(key, torch.Tensor) or key not in self:
+            return self.others.pop(key, *default)
+        states = self[key].copy()
+        del self[key]
+        return states
+
+    @override
+    def clear(self) -> None:
+        """Let all parameters begin anew, and remove all other entries."""
+        self.replace({})
+
+    def replace(self, values: Mapping[Any, Any]) -> None:
+        """Take the entries of a mapping; a parameter that it lacks begins anew.
+
+        Raises:
+            KeyError, ValueError, RuntimeError: as for the assignment of one entry. Nothing was
+                changed.
+        """
+        given = {key: value for key, value in values.items() if isinstance(key, torch.Tensor)}
+        self._write({**{parameter: {} for parameter in self.parameters}, **given})
+        self.others = {key: value for key, value in values.items() if key not in given}
+
+    def _write(self, entries: Mapping[torch.Tensor, Any]) -> None:
+        """Write the states of some parameters that are not the current ones already."""
+        views = {key: ParameterState(self._optimizer, key) for key in entries}
+        states = {
+            views[key].name: views[key].complete(dict(value))
+            for key, value in entries.items()
+            if not (isinstance(value, ParameterState) and value.is_of(self._optimizer, key))
+        }
+        if states:
+            require_one_rank(self._optimizer)
+            self._optimizer._write_states(states)
 
 
-class _ParameterState(Mapping[str, torch.Tensor]):
+class ParameterState:
     """The states of one parameter: names are known, values are read from pages on access.
 
-    On several ranks reading raises RuntimeError, because one rank alone cannot read a state.
+    Has the methods of a mapping, and is not registered as one: frameworks that move tensors to a
+    device rebuild the mappings that they find, and leave other objects as they are.
     """
 
-    def __init__(self, optimizer: PagedOptimizer, number: int, index: int) -> None:
+    def __init__(self, optimizer: PagedOptimizer, tensor: torch.Tensor) -> None:
         self._optimizer = optimizer
-        self._paged = optimizer._paged_group(number).parameters[index]
-        self._scalars = optimizer._scalar_states(number, self._paged.name)
+        self._tensor = tensor
+        scalars, self._paged = optimizer._described(tensor)
+        self.name = self._paged.name
+        """Name of the parameter."""
         spec = self._paged.spec  # A float32 parameter has no separate master.
         states = spec.states if spec.owns_master else spec.all_states
-        self._names = [name for name, _ in states]
+        self._names = [*scalars, *(name for name, _ in states)]
 
     def __getitem__(self, state: str) -> torch.Tensor:
-        if state in self._scalars:
-            return self._scalars[state]
         if state not in self._names:
-            raise KeyError(state)
-        if self._optimizer.store.ranks is not None:
-            raise RuntimeError(
-                f"{state!r} of parameter {self._paged.name!r} may lie on other ranks: call "
-                "state_dict(), or store.read_states(), on all ranks together"
-            )
-        self._optimizer._attach_groups()
-        return self._optimizer.store.read_states([self._paged.name])[self._paged.name][state]
+            raise self._unknown(state)
+        return self._show(state)[state]
+
+    def __setitem__(self, state: str, value: Any) -> None:
+        if state not in self._names:
+            raise self._unknown(state)
+        values = {**self._show(state), state: value}
+        self._optimizer._write_states({self.name: self.complete(values)})
+
+    def __delitem__(self, state: str) -> None:
+        raise TypeError(
+            f"state {state!r} of parameter {self.name!r} cannot be removed alone: "
+            "optimizer.state.pop(parameter) lets the parameter begin anew"
+        )
 
     def __iter__(self) -> Iterator[str]:
-        return chain(self._scalars, self._names)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._scalars) + len(self._names)
+        return len(self._names)
 
     def __contains__(self, state: object) -> bool:
-        return state in self._scalars or state in self._names
+        return state in self._names
+
+    def keys(self) -> list[str]:
+        """Return the names of all states."""
+        return list(self._names)
+
+    def values(self) -> list[torch.Tensor]:
+        """Return all states."""
+        return [self[state] for state in self._names]
+
+    def items(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the name and value of each state."""
+        return [(state, self[state]) for state in self._names]
+
+    def get(self, state: str, default: Any = None) -> Any:
+        """Return a state, or ``default`` for a name that the parameter does not have."""
+        return self[state] if state in self._names else default
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Assign several states."""
+        self._optimizer.state[self._tensor] = {**dict(self.items()), **dict(values)}
+
+    def clear(self) -> None:
+        """Let the parameter begin anew."""
+        del self._optimizer.state[self._tensor]
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Return all states, as tensors of the caller."""
+        shown = self._show()
+        owned = self._optimizer.store.read_states([self.name])[self.name]
+        return {state: owned.get(state, shown[state]).clone() for state in self._names}
+
+    def __repr__(self) -> str:
+        return f"<states of parameter {self.name!r}: {', '.join(self._names)}>"
+
+    def is_of(self, optimizer: PagedOptimizer, tensor: torch.Tensor) -> bool:
+        """Return whether these are the states of a parameter of an optimizer."""
+        return self._optimizer is optimizer and self._tensor is tensor
+
+    def complete(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Check states that are to be written; return them, current ones as they are shown.
+
+        Args:
+            values: all states of the parameter, or none.
+
+        Raises:
+            KeyError: the parameter does not have a state of that name.
+            ValueError: a state is missing, or of another type.
+        """
+        for state in values:
+            if state not in self._names:
+                raise self._unknown(state)
+        if not values:
+            return values
+        check_saved(values, self._paged, has_step="step" in self._names)
+        shown = self._show()
+        return {
+            # A copy: the value may be a view of memory that is written first.
+            state: shown[state] if _same(value, shown[state]) else _copied(value)
+            for state, value in values.items()
+        }
+
+    def _show(self, state: str | None = None) -> dict[str, torch.Tensor]:
+        described = "a state" if state is None else repr(state)
+        require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
+        self._optimizer._attach_groups()
+        return self._optimizer.store.show_states(self.name)
+
+    def _unknown(self, state: object) -> KeyError:
+        known = ", ".join(map(repr, self._names))
+        return KeyError(
+            f"parameter {self.name!r} has no state {state!r}, only {known}: keep other values in "
+            "optimizer.state under a key of your own"
+        )
+
+
+def require_one_rank(optimizer: PagedOptimizer, state: str = "a state") -> None:
+    """Refuse what one rank alone cannot do.
+
+    Args:
+        optimizer: the optimizer.
+        state: describes what would be read or changed.
+
+    Raises:
+        RuntimeError: there are several ranks.
+    """
+    if optimizer.store.ranks is not None:
+        raise RuntimeError(
+            f"{state} may lie on other ranks: to read it, call state_dict(), or "
+            "store.read_states(), on all ranks together; to change it, load_state_dict(), "
+            "store.write_states() or reset_state()"
+        )
+
+
+def _same(value: Any, shown: torch.Tensor) -> bool:
+    """Return whether a value is the tensor that shows a state, or its copy on another device."""
+    if value is shown:
+        return True
+    if not isinstance(value, torch.Tensor) or value.dtype != shown.dtype:
+        return False
+    if value.device == shown.device or value.shape != shown.shape:
+        return False
+    return torch.equal(value.to(shown.device), shown)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -21,6 +21,7 @@ from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
+from tierstore.paging.given_states import GivenStates
 from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
@@ -31,6 +32,8 @@ from tierstore.paging.whole_states import (
     agree_to_write,
     fill_states,
     read_states,
+    readable_states,
+    show_in_memory,
     write_pages,
 )
 from tierstore.ranks.job import ranks_of
@@ -130,6 +133,7 @@ class TierStore:
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._changes = Changes()
+        self._given = GivenStates()
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
@@ -225,7 +229,8 @@ class TierStore:
             StorageError, CorruptionError: a page could not be read or written. Before the
                 first page was handed out, nothing was changed and the step may be retried.
             SweepError: the loop was left before its last page.
-            ValueError: a parameter or gradient is not as it was attached.
+            ValueError: a parameter or gradient is not as it was attached, or a tensor of
+                show_states() was changed in place and the state was not. Nothing was changed.
             PeerFailed: any of these on another rank.
 
         Warns:
@@ -235,6 +240,8 @@ class TierStore:
         self._usability.require_restored()
         if not 1 <= window <= self.window_max:
             raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
+        self._follow_scalars()
+        self._given.require_unchanged()
         table = self._table
         table.ensure_placed()
         table.require_same_values()
@@ -242,6 +249,7 @@ class TierStore:
         self._changes.warn(wait=True)
         if self._committer.is_due:
             self._begin_commit()
+        self._given.forget()
         sweep = Sweep(table, free_gradients=self._free_gradients, present=present, window=window)
         with sweep.run() as pages:
             yield pages
@@ -291,6 +299,7 @@ class TierStore:
         Kept in memory, and part of every commit. Change them within sweep(), after its last
         page, so that an error in between fails the store.
         """
+        self._follow_scalars()
         return self._committer.scalars
 
     def read_states(
@@ -300,15 +309,16 @@ class TierStore:
 
         The tensors are private mappings of the page files: they cost no memory, and later steps
         do not change them. (A state in several pages, or partly from other ranks, is assembled in
-        an unnamed file; without a directory all tensors are copies.)
+        an unnamed file; without a directory all tensors are copies, on the device of the pages.)
 
         Args:
             names: the parameters, the same on all ranks; None: all parameters.
 
         Returns:
-            Parameter name -> state name -> tensor on the host, of the parameter's shape; a
-            DTensor if the parameter is one. Parameters that are their own master have no state
-            "master". Before the first step masters are the parameters, other states zero.
+            Parameter name -> state name -> tensor of the parameter's shape, on the host if there is
+            a directory; a DTensor if the parameter is one. Parameters that are their own master
+            have no state "master". Before the first step masters are the parameters, other states
+            zero.
 
         Raises:
             StorageError, CorruptionError: a page could not be read.
@@ -316,32 +326,102 @@ class TierStore:
         self._usability.require_restored()
         wanted = self._table.specs.keys() if names is None else names
         agree_to_read(self._ranks, wanted)
-        self._table.ensure_placed()
-        with self._only_reading():
-            return read_states(self._table, wanted)
+        found = self._read_states(wanted)
+        if self._usability.has_directory:
+            self._given.give(found)
+        return found
+
+    @torch.no_grad()
+    def show_states(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the states and scalars of one parameter as tensors of the current values.
+
+        Without a directory, a change of a tensor in place is a change of the state: the tensors
+        are views of the page, until move(). With a directory they are mappings as those of
+        read_states(), and the next sweep(), commit(), synchronize() or close() raises ValueError
+        if one was changed in place, unless write_states() has replaced the states of the
+        parameter. Writes through ``.data`` or numpy are not noticed. A state that is too large for
+        one record, and a scalar with a directory, is treated likewise.
+
+        Args:
+            name: the parameter.
+
+        Returns:
+            Scalar or state name -> tensor: float32 of shape () on the CPU for a scalar, else as of
+            read_states(). The same tensors again until the states change.
+
+        Raises:
+            RuntimeError: there are several ranks; one rank alone cannot read a state.
+            StorageError, CorruptionError: a page could not be read.
+        """
+        self._usability.require_restored()
+        if self.ranks is not None:
+            raise RuntimeError(
+                f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
+                "read_states(), on all ranks together"
+            )
+        shown = self._given.shown(name)
+        if shown is not None:
+            return dict(shown)
+        with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
+            views = None
+            if not self._usability.has_directory:
+                self._table.ensure_placed()
+                with self._only_reading():
+                    views = show_in_memory(self._table, name)
+            if views is not None:
+                self._given.show(name, views, views=True)
+            else:  # One reading of a page serves all of its parameters.
+                pages = [page for page in self._table.pages if name in page.parameters]
+                names = {name, *(other for page in pages for other in page.parameters)}
+                for other, states in self._read_states(names).items():
+                    if self._given.shown(other) is None:
+                        self._given.show(other, states, views=False)
+                        self._show_scalars(other)
+                return dict(self._given.shown(name) or {})
+            self._show_scalars(name)
+        return dict(self._given.shown(name) or {})
 
     @torch.no_grad()
     def write_states(
         self,
         values: Mapping[str, Mapping[str, torch.Tensor]],
         scalars: Mapping[str, Mapping[str, float]] | None = None,
+        *,
+        names: Collection[str] | None = None,
     ) -> None:
-        """Replace all states, outside of a step. All ranks call it together.
+        """Replace all states, or those of some parameters, outside of a step.
+
+        Writes nothing if the values are the very tensors that read_states() or show_states()
+        returned, unchanged, and the states did not change since. All ranks call it together.
 
         Args:
             values: states as read_states() returns them, or whole tensors; converted to each
                 state's dtype. A master that is absent becomes the parameter, another state zero.
             scalars: updates ``scalars``, together with the pages.
+            names: the parameters whose states are replaced, the same on all ranks; None: all.
+                Pages of other parameters are neither read nor written.
 
         Raises:
             ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
             StorageError: a page could not be written; the store has failed.
         """
         self._usability.require_restored()
-        agree_to_write(self._ranks, self._table.groups, values)
-        self._table.ensure_placed()
+        table, replaced = self._table, self._table.specs.keys() if names is None else set(names)
+        if agree_to_write(
+            self._ranks,
+            table.groups,
+            values,
+            replaced,
+            are_current=self._are_current(values, scalars or {}, replaced),
+        ):
+            self._given.forget_changed(replaced)
+            return
+        table.ensure_placed()
         with self._usability.failing(interrupts=True):
-            write_pages(self._table, lambda view: fill_states(view, values), scalars or {})
+            write_pages(
+                table, lambda view: fill_states(view, values, replaced), scalars or {}, names
+            )
+        self._given.forget(replaced)
 
     def move(self, tier: str) -> None:
         """Move all pages to one tier, between two steps: turn offload on or off.
@@ -387,10 +467,11 @@ class TierStore:
 
         Raises:
             TypeError, ValueError: ``extra`` cannot be stored, or is too large; the message names
-                the value.
+                the value. Or a tensor of show_states() was changed in place.
             StorageError: an earlier commit or write failed.
         """
         self._usability.require_restored()
+        self._given.require_unchanged()
         if self._require_committer("commit()").annotate(extra):
             self._begin_commit()
 
@@ -399,8 +480,13 @@ class TierStore:
 
         Raises:
             StorageError: the commit failed; the commit before it is intact.
+            ValueError: a tensor of show_states() was changed in place. Nothing was committed.
         """
         self._usability.require_restored()
+        self._given.require_unchanged()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         committer = self._require_committer("synchronize()")
         if not committer.is_up_to_date:
             self._begin_commit()
@@ -509,6 +595,7 @@ class TierStore:
         committer = self._require_committer("restore()")
         parameters = self._table.parameters
         together(self._ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
+        self._given.forget()
         restore = Restore(self._ranks, committer, self._table, usability, check)
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
@@ -555,7 +642,8 @@ class TierStore:
             return
         if usability.sweeping:
             usability.fail(SweepError("the store was closed in the middle of a step"))
-        with contextlib.ExitStack() as stack:  # Calls all, the last one first, whatever fails.
+        # Both call all, the last one first, whatever fails.
+        with contextlib.ExitStack() as released, contextlib.ExitStack() as stack:
             stack.callback(setattr, usability, "closed", True)
             stack.callback(self._opened.close)
             # After an error in the program, the log alone says what became of the copy.
@@ -565,7 +653,10 @@ class TierStore:
                 if usability.awaits_restore:  # Nothing was written since the run was opened.
                     committer.marks_clean_end = committer.was_closed
                 else:
-                    self.synchronize()
+                    if not self._given.was_refused:
+                        # Called last, so that the last step is committed nevertheless.
+                        released.callback(self._given.require_unchanged)
+                    self._synchronize()
                     committer.marks_clean_end = True
 
     def __enter__(self) -> Self:
@@ -585,6 +676,44 @@ class TierStore:
         if error is not None:
             self._ranks.fail(error, other_group=True)
         self._close(synchronize=kind is None)
+
+    def _read_states(self, names: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
+        self._table.ensure_placed()
+        with self._only_reading(), torch.inference_mode(False):
+            return read_states(self._table, names)
+
+    def _show_scalars(self, name: str) -> None:
+        scalars = self._committer.scalars.get(name, {})
+        tensors = {
+            scalar: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
+            for scalar, value in scalars.items()
+        }
+        self._given.show(name, tensors, views=False)
+
+    def _follow_scalars(self) -> None:
+        """Without a directory, follow the scalars of show_states() that were changed in place."""
+        if self._usability.has_directory:
+            return
+        for name, state, tensor in list(self._given.changed()):
+            if state in self._committer.scalars.get(name, {}):
+                self._committer.scalars[name][state] = tensor.item()
+                self._given.show(name, {state: tensor}, views=False)
+
+    def _are_current(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]],
+        names: Collection[str],
+    ) -> bool:
+        """Return whether the pages and scalars have these values, without reading a page."""
+        specs = self._table.specs
+        return all(self._committer.scalars.get(name) == scalars[name] for name in scalars) and all(
+            (tensor := values.get(name, {}).get(state)) is not None
+            and self._given.is_current(name, state, tensor)
+            for name in names
+            if name in specs
+            for state, _ in readable_states(specs[name])
+        )
 
     def _begin_commit(self) -> None:
         """Begin to commit the last step. All ranks call this."""

@@ -39,12 +39,6 @@ def test_a_state_dict_of_own_parts_needs_no_other_rank(pool: RankPool) -> None:
     assert pool.run(2, f"{CALLS}:state_dict_of_own_parts") == ["", ""]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the refusal names no way to go")
-def test_a_state_assigned_on_one_of_several_ranks_is_refused(pool: RankPool) -> None:
-    for raised in pool.run(2, f"{CALLS}:assign_a_state"):
-        assert "write_states" in raised
-
-
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="gradients are not looked at")
 def test_a_gradient_that_is_no_number_on_one_rank_is_refused_on_all(
     pool: RankPool, tmp_path: Path

@@ -91,18 +91,6 @@ def state_dict_of_own_parts() -> str:
     return raised
 
 
-def assign_a_state() -> str:
-    store, optimizer, parameters = _open()
-    with store:
-        _step(optimizer)
-
-        def assign() -> None:
-            states: Any = optimizer.state[parameters["first"]]
-            states["momentum_buffer"] = torch.zeros(6, 4)
-
-        return _attempt(assign)
-
-
 def step_with_nan_on_one(directory: Path) -> tuple[str, int]:
     """Step with a NaN on the last rank: what is raised, and the step that is committed."""
     store, optimizer, parameters = _open(directory)

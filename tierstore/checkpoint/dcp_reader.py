@@ -131,7 +131,7 @@ class StoredEntries:
             raise CheckpointError(f"{self.path} has no {key!r}")
         if isinstance(stored, TensorStorageMetadata):
             self._check_size(key, stored.size.numel() * stored.properties.dtype.itemsize)
-            value = torch.empty(stored.size, dtype=stored.properties.dtype)
+            value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             self.read(self.parts(key, Chunk((0,) * value.ndim, tuple(value.shape)), value))
             return value
         info = self._metadata.storage_data[MetadataIndex(key)]
@@ -209,7 +209,7 @@ def read_box(
             read_box(read_into, first + index * row_bytes, dtype, sizes[1:], offsets[1:], row)
         return
     rows_max = PIECE_BYTES // row_bytes
-    piece = torch.empty(min(rows_max, len(target)) * row_numel, dtype=dtype)
+    piece = torch.empty(min(rows_max, len(target)) * row_numel, dtype=dtype, device="cpu")
     for begin in range(0, len(target), rows_max):
         rows = target[begin : begin + rows_max]
         read = piece[: len(rows) * row_numel]

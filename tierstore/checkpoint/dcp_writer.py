@@ -164,11 +164,11 @@ def _add_scalars(catalog: _Catalog, commit: Commit, names: Names, model_prefix: 
         if math.prod(spec.shape) == 0:
             for state, dtype in spec.all_states:
                 paths = _state_paths(names[spec.name], state, model_prefix)
-                value = torch.empty(spec.shape, dtype=dtype)
+                value = torch.empty(spec.shape, dtype=dtype, device="cpu")
                 catalog.add_value(paths, value, ("empty", spec.shape, dtype))
         for scalar, number in scalars.get(spec.name, {}).items():
             path = ("optimizer", "state", names[spec.name][0], scalar)
-            value = torch.tensor(float(number), dtype=torch.float32)
+            value = torch.tensor(float(number), dtype=torch.float32, device="cpu")
             catalog.add_value([path], value, ("scalar", float(number)))
 
 

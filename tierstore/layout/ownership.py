@@ -117,6 +117,8 @@ def partition_ranks(
     page_bytes: int,
     world_size: int,
     loads: Mapping[bool, list[int]] | None = None,
+    *,
+    may_cut: bool = True,
 ) -> list[SharedSubgroup]:
     """Cut one param group into subgroups; a rank owns about ``page_bytes`` or less of each.
 
@@ -130,9 +132,11 @@ def partition_ranks(
         page_bytes: about how many bytes of a subgroup a rank may own.
         world_size: number of ranks.
         loads: owned_costs() of earlier groups; the costs of this group are added.
+        may_cut: whether a parameter under an elementwise rule is cut where a page is full.
     """
     loads = owned_costs([], world_size) if loads is None else loads
-    pages = cut_into_pages([_elements(parameter) for parameter in parameters], page_bytes)
+    sequences = [_elements(parameter) for parameter in parameters]
+    pages = cut_into_pages(sequences, page_bytes, may_cut=may_cut)
     owners = _owners(parameters, pages, loads)
     subgroups = []
     for pieces in pages:

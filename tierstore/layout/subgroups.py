@@ -68,12 +68,20 @@ class Piece:
         return self.stop - self.start
 
 
-def cut_into_pages(sequences: Sequence[Elements], page_bytes: int) -> list[list[Piece]]:
-    """Return the pieces of each page; no page and no piece is empty."""
+def cut_into_pages(
+    sequences: Sequence[Elements], page_bytes: int, *, may_cut: bool = True
+) -> list[list[Piece]]:
+    """Return the pieces of each page; no page and no piece is empty.
+
+    Args:
+        sequences: the elements of each parameter.
+        page_bytes: about how large a page is.
+        may_cut: whether a parameter under an elementwise rule is cut where a page is full.
+    """
     pages: list[list[Piece]] = [[]]
     room = page_bytes
     for index, elements in enumerate(sequences):
-        unit = _unit_numel(elements, page_bytes)
+        unit = _unit_numel(elements, page_bytes) if may_cut else elements.numel
         start = 0
         while start < elements.numel:
             stop = _stop_within(elements, start, unit, room)

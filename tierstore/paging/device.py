@@ -50,7 +50,7 @@ class Device:
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Return ``nbytes`` of device memory."""
-        return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8))
+        return DeviceBuffer(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
         """Copy to the beginning of ``memory``; computation issued afterwards sees the content."""

@@ -112,7 +112,7 @@ class Page:
         memory = self.device_buffer or self.buffer
         if memory is None:
             assert self.is_empty
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return memory.tensor
 
     def view(self, source: Source | None = None, present: Collection[str] = ()) -> PageView:
@@ -221,7 +221,7 @@ class PageFiles:
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros that costs disk space instead of memory."""
         if math.prod(shape) == 0:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         memory = self._storage.scratch(math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 

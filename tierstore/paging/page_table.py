@@ -112,6 +112,8 @@ class PageTable:
             earlier=self.partition,
             first_group=first_group,
             page_bytes=self._page_bytes,
+            # One tensor can then show a state that no file holds.
+            may_cut=self.usability.has_directory or self.ranks.world_size > 1,
         )
         self._values_may_differ = self.ranks.world_size > 1 and not self.usability.awaits_restore
         pages = together(self.ranks, "lay out pages", lambda: self._lay_out(groups, partition))

@@ -50,6 +50,7 @@ def partition_groups(
     earlier: Sequence[SharedSubgroup],
     first_group: int,
     page_bytes: int,
+    may_cut: bool,
 ) -> list[SharedSubgroup]:
     """Cut groups into subgroups, and decide what each rank owns of them. All ranks call this.
 
@@ -59,6 +60,7 @@ def partition_groups(
         earlier: the subgroups of groups attached before.
         first_group: number of the first group to cut.
         page_bytes: about how many bytes of a subgroup a rank may own.
+        may_cut: whether a parameter under an elementwise rule is cut where a page is full.
 
     Raises:
         ValueError: a parameter has placements that cannot be paged.
@@ -80,7 +82,9 @@ def partition_groups(
     return [
         subgroup
         for number, parameters in enumerate(shared, start=first_group)
-        for subgroup in partition_ranks(number, parameters, page_bytes, ranks.world_size, loads)
+        for subgroup in partition_ranks(
+            number, parameters, page_bytes, ranks.world_size, loads, may_cut=may_cut
+        )
     ]
 
 

@@ -8,14 +8,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from tierstore.errors import RunMismatchError
+from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
-from tierstore.layout.parameters import PagedGroup, ParameterSpec, check_states
-from tierstore.paging.page import Needed, Page, PageFiles
+from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec, check_states
+from tierstore.paging.given_states import States
+from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
+from tierstore.paging.tier_plan import Tier
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers, agree
-
-States = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def agree_to_read(peers: Peers, names: Collection[str]) -> None:
@@ -28,24 +29,47 @@ def agree_to_read(peers: Peers, names: Collection[str]) -> None:
     _require_same(agree(peers, "read states", lambda: sorted(names)))
 
 
-def agree_to_write(peers: Peers, groups: Sequence[PagedGroup], values: States) -> None:
+def agree_to_write(
+    peers: Peers,
+    groups: Sequence[PagedGroup],
+    values: States,
+    names: Collection[str],
+    *,
+    are_current: bool,
+) -> bool:
     """Check that states fit the parameters, and that all ranks write the same states.
 
+    Args:
+        peers: all ranks.
+        groups: all groups.
+        values: the states to write.
+        names: the parameters whose states are replaced.
+        are_current: whether the pages of this rank have these states already.
+
+    Returns:
+        Whether the pages of all ranks have them already.
+
     Raises:
-        ValueError: a state does not fit.
+        ValueError: a state does not fit, or is of a parameter that is not replaced.
         RunMismatchError: the ranks passed different states.
         PeerFailed: a state does not fit on another rank.
     """
     parameters = {member.name: member for group in groups for member in group.parameters}
 
-    def check() -> list[str]:
-        for name, states in values.items():
+    def check() -> tuple[list[str], bool]:
+        for name in [*values, *names]:
             if name not in parameters:
                 raise ValueError(f"there is no parameter {name!r} in this store")
+        for name, states in values.items():
+            if name not in names:
+                raise ValueError(f"parameter {name!r} has values and is not among the names")
             check_states(parameters[name], states)
-        return sorted(f"{state} of {name}" for name in values for state in values[name])
+        written = [f"{state} of {name}" for name in values for state in values[name]]
+        return sorted([*names, *written]), are_current
 
-    _require_same(agree(peers, "write states", check))
+    lists, current = zip(*agree(peers, "write states", check), strict=True)
+    _require_same(lists)
+    return all(current)
 
 
 def _require_same(lists: Sequence[Sequence[str]]) -> None:
@@ -71,26 +95,62 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
     wanted = [page for page in table.all_pages if not page.parameters.keys().isdisjoint(shapes)]
     with contextlib.closing(pager.stream(wanted, Needed.STEP)) as stream:
         for page in stream:
-            _collect(pager.files, page, shapes, found)
+            _collect(table, page, shapes, found)
             pager.release(page)
             _complete(table, page, shapes, found)
     table.replication.finish()
     for member in members:
         shape, states = shapes[member.name], found[member.name]
-        for state, dtype in _readable_states(member.spec):
+        for state, dtype in readable_states(member.spec):
             if state not in states:  # The parameter has no elements.
-                states[state] = torch.zeros(shape, dtype=dtype)
+                states[state] = torch.zeros(shape, dtype=dtype, device="cpu")
             states[state] = placed_as(member.tensor, states.pop(state))
     return found
 
 
-def _readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
+def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | None:
+    """Return the states of a parameter as views of the memory that its page keeps.
+
+    Args:
+        table: all subgroups, of a store without a directory on one rank.
+        name: the parameter.
+
+    Returns:
+        State name -> tensor of the parameter's shape; None if no record holds a whole state,
+        because the parameter has no elements, or more than a record may have.
+    """
+    for page in table.pages:
+        if name not in page.parameters:
+            continue
+        parameter = page.parameters[name]
+        shape = tuple(parameter.tensor.shape)
+        records = page.layout.records.get((name, Chunk((0,) * len(shape), shape)))
+        if records is None:
+            return None
+        if page.content is Content.FRESH:
+            with contextlib.closing(table.pager.stream([page], Needed.STEP)) as stream:
+                for fresh in stream:
+                    table.pager.swap_out(fresh)
+        if page.copy is not None:
+            page.copy.wait()
+        tensors = {}
+        for state, _ in readable_states(parameter.spec):
+            if page.buffer is not None:  # A storage of its own, which torch.save() writes alone.
+                tensor = records[state].over(page.buffer.memory)
+            else:
+                tensor = records[state].view(page.memory)
+            tensors[state] = placed_as(parameter.tensor, tensor)
+        return tensors
+    return None
+
+
+def readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
     """Return the states that a user reads: without the master if the parameter is its master."""
     return spec.states if spec.owns_master else spec.all_states
 
 
 def _collect(
-    files: PageFiles,
+    table: PageTable,
     page: Page,
     shapes: Mapping[str, tuple[int, ...]],
     found: Mapping[str, dict[str, torch.Tensor]],
@@ -98,22 +158,22 @@ def _collect(
     """Add the states that a page holds.
 
     Args:
-        files: provide memory.
+        table: all subgroups.
         page: the page, held, with the sections of a step.
         shapes: name of a parameter -> shape of this rank's tensor.
         found: name of a parameter -> state name -> tensor of that shape; completed page by page.
     """
-    content = files.map(page)
+    content = table.pager.files.map(page)
     for shard in page.view().shards:
         name = shard.spec.name
-        for state, dtype in _readable_states(shard.spec) if name in shapes else ():
+        for state, dtype in readable_states(shard.spec) if name in shapes else ():
             for view in shard.chunks:
                 if content is not None and view.local.sizes == shapes[name]:
                     found[name][state] = page.layout.records[name, view.chunk][state].over(content)
                     continue
                 # The state is in several pages, or in none yet: there is no file to map.
                 if state not in found[name]:
-                    found[name][state] = files.scratch(shapes[name], dtype)
+                    found[name][state] = _provide(table, shapes[name], dtype)
                 view.local.select(found[name][state]).copy_(view.state(state))
 
 
@@ -126,30 +186,49 @@ def _complete(
     """Send the states of a subgroup from their owners to the ranks that hold replicas."""
     state_tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name in (name for name in page.parameters if name in shapes):
-        for state, dtype in _readable_states(page.parameters[name].spec):
+        for state, dtype in readable_states(page.parameters[name].spec):
             if state not in found[name]:
-                found[name][state] = table.pager.files.scratch(shapes[name], dtype)
+                found[name][state] = _provide(table, shapes[name], dtype)
             state_tensors.setdefault(state, {})[name] = found[name][state]
     for tensors in state_tensors.values():
         table.replication.begin(page, page.source, tensors, tensors)
+
+
+def _provide(table: PageTable, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros: in an unnamed file or, without a directory, where the pages are."""
+    page = next(iter(table.pages), None)
+    if table.usability.has_directory or page is None or page.tier is not Tier.DEVICE:
+        return table.pager.files.scratch(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=page.memory.device)
 
 
 def write_pages(
     table: PageTable,
     fill: Callable[[PageView], None],
     scalars: Mapping[str, Mapping[str, float]],
+    names: Collection[str] | None = None,
 ) -> None:
-    """Make all pages anew, outside of a step. An error leaves old and new pages.
+    """Make pages anew, outside of a step. An error leaves old and new pages.
 
     Args:
         table: the pages.
-        fill: fills a page that holds zeros and the parameters.
+        fill: fills all states of a page or, with ``names``, those of these parameters.
         scalars: updates the scalars of the committer.
+        names: the parameters whose pages are read, filled and written; None: all pages are
+            written, and none is read.
     """
-    with contextlib.closing(table.pager.stream(table.pages, Needed.NOTHING)) as stream:
+    pages, needed = table.pages, Needed.NOTHING
+    if names is not None:
+        needed = Needed.STEP
+        # A commit needs all pages, also those that no step has written.
+        pages = [
+            page
+            for page in pages
+            if page.content is Content.FRESH or not page.parameters.keys().isdisjoint(names)
+        ]
+    with contextlib.closing(table.pager.stream(pages, needed)) as stream:
         for page in stream:
             view = page.view()
-            view.initialize()
             fill(view)
             view.read_parameters()
             table.pager.swap_out(page)
@@ -159,14 +238,21 @@ def write_pages(
     table.replicate()
 
 
-def fill_states(view: PageView, values: States) -> None:
-    """Copy states of parameters into a page; see TierStore.write_states()."""
+def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
+    """Replace the states of some parameters in a page; see TierStore.write_states()."""
     for shard in view.shards:
-        for state, value in values.get(shard.spec.name, {}).items():
-            tensor = local_tensor(value)
+        name = shard.spec.name
+        for state, _ in readable_states(shard.spec) if name in names else ():
+            value = values.get(name, {}).get(state)
             for chunk in shard.chunks:
-                position = chunk.local if is_dtensor(value) else chunk.chunk
-                chunk.state(state).copy_(position.select(tensor))
+                target = chunk.state(state)
+                if value is not None:
+                    position = chunk.local if is_dtensor(value) else chunk.chunk
+                    target.copy_(position.select(local_tensor(value)))
+                elif state == MASTER:
+                    target.copy_(chunk.values)
+                else:
+                    target.zero_()
 
 
 def restore_parameters(table: PageTable) -> None:

@@ -300,7 +300,7 @@ class _Channel(Peers):
         if group is None:
             raise StoreClosedError("the ranks were closed: make others")
         own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)  # (nbytes,)
-        everyone = torch.empty(self.world_size, nbytes, dtype=torch.uint8)
+        everyone = torch.empty(self.world_size, nbytes, dtype=torch.uint8, device="cpu")
         self._ranks.check()  # A failed rank must not seem to go on.
         self._ranks.wait(group.allgather([list(everyone)], [own]), self._thread)
         return [memoryview(row.numpy()) for row in everyone]
@@ -334,4 +334,4 @@ def break_connections(group: Any) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, 0).wait(timedelta(milliseconds=1))

@@ -220,7 +220,7 @@ def _decode_pairs(payload: Any, depth: int) -> dict[Any, Any]:
 def _decode_tensor(*, dtype: str, shape: Any, data: str) -> torch.Tensor:
     tensor_dtype, shape = _TORCH_DTYPES[dtype], _shape(shape)
     content = _content(data, math.prod(shape) * tensor_dtype.itemsize)
-    tensor = torch.empty(shape, dtype=tensor_dtype)
+    tensor = torch.empty(shape, dtype=tensor_dtype, device="cpu")
     tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(content, np.uint8)
     return tensor
 
