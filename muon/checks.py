@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +12,72 @@ import torch
 import tierstore
 from muon.update import ADJUST_LR_FNS
 
-# Options of torch.optim that would change the result and are not implemented.
-_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
+# Keys of param groups: those of one algorithm, and those of both.
+_OWN_KEYS = {
+    "muon": frozenset(
+        {
+            "momentum",
+            "nesterov",
+            "ns_coefficients",
+            "ns_steps",
+            "adjust_lr_fn",
+            "ns_dtype",
+            "ns_batched",
+            "momentum_dtype",
+        }
+    ),
+    "adamw": frozenset({"betas"}),
+}
+_COMMON_KEYS = frozenset(
+    {
+        "params",
+        "param_names",
+        "algorithm",
+        "use_muon",
+        "lr",
+        "weight_decay",
+        "eps",
+        "foreach",
+    }
+)
+
+# Keys that change the results of other optimizers: the value that changes nothing here, and what
+# to do about any other value.
+_UNSUPPORTED: dict[str, tuple[bool, str]] = {
+    "amsgrad": (False, "leave it out"),
+    "maximize": (False, "leave it out"),
+    "capturable": (False, "leave it out"),
+    "differentiable": (False, "leave it out"),
+    "fused": (False, "leave it out; a fused AdamW rounds differently"),
+    "dampening": (False, "leave it out"),
+    "caution": (False, "leave it out"),
+    "cautious_wd": (False, "leave it out"),
+    "bias_correction": (True, "leave it out; AdamW corrects the bias of its averages"),
+    "correct_bias": (True, "leave it out; AdamW corrects the bias of its averages"),
+    "adam_w_mode": (True, "leave it out; the weight decay is decoupled, as in AdamW"),
+    "adamw_mode": (True, "leave it out; the weight decay is decoupled, as in AdamW"),
+    "decoupled_weight_decay": (True, "it must be True, as in AdamW; False is Adam's weight decay"),
+}
+
+# Names that other libraries have for keys of these param groups.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "epsilon": "eps",
+    "adamw_eps": "eps",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adamw_betas": "betas",
+    "mu": "momentum",
+    "backend_steps": "ns_steps",
+    "adjust_lr": "adjust_lr_fn",
+}
+
+_KNOWN_KEYS = _COMMON_KEYS.union(*_OWN_KEYS.values(), _UNSUPPORTED)
+
+# A key that resembles a known key at least this much is taken for a misspelling. "max_momentum" of
+# a scheduler resembles "momentum" by 0.8, and "momentun" by 0.875.
+_RESEMBLANCE_MIN = 0.87
 
 # Dtypes of the momentum and of Newton-Schulz.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -26,29 +92,80 @@ def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Check that every hyperparameter of a group is in its range.
+def algorithm_of(group: Mapping[str, Any], number: int) -> str:
+    """Return the algorithm of a group: its key ``algorithm``, or the key ``use_muon``.
 
     Raises:
-        ValueError: names the first hyperparameter that is out of range.
+        ValueError: there is no such algorithm, or the keys contradict each other.
     """
+    use_muon = group.get("use_muon")
+    if use_muon not in (None, True, False):
+        raise ValueError(f"use_muon of param group {number} must be True or False: {use_muon!r}")
+    algorithm: str = group.get("algorithm", "adamw" if use_muon is False else "muon")
+    if algorithm not in ("muon", "adamw"):
+        raise ValueError(f"algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+    if use_muon is not None and use_muon != (algorithm == "muon"):
+        raise ValueError(
+            f"param group {number} has algorithm={algorithm!r} and use_muon={use_muon!r}: leave "
+            "one of them out"
+        )
+    return algorithm
+
+
+def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
+    """Check that a group has no key with another meaning, and that every value is in its range.
+
+    Args:
+        group: the param group.
+        number: its number, for the messages.
+
+    Raises:
+        ValueError: names the first hyperparameter that cannot be used.
+    """
+    _check_keys(group, number)
     if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
         raise ValueError("a tensor lr must have one element")
     for name in ("lr", "weight_decay", "eps"):
         _require(group, name, group[name] >= 0, "not be negative")
-    for name in _UNSUPPORTED:
-        if group.get(name):
-            raise ValueError(f"{name} is not supported; leave it out or False")
-    if group.get("decoupled_weight_decay") is False:
-        raise ValueError(
-            "decoupled_weight_decay must be True, as in AdamW; False is the weight decay of Adam"
-        )
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
         betas = group["betas"]
         holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         _require(group, "betas", holds, "be two numbers in [0, 1)")
+
+
+def _check_keys(group: Mapping[str, Any], number: int) -> None:
+    """Refuse keys that would change the result elsewhere; None stands for an absent key."""
+    algorithm = algorithm_of(group, number)
+    for key in group.keys() - _COMMON_KEYS - _OWN_KEYS[algorithm]:
+        value = group[key]
+        if key in _UNSUPPORTED:
+            harmless, advice = _UNSUPPORTED[key]
+            if value is not None and bool(value) != harmless:
+                raise ValueError(
+                    f"{key} is not supported, got {value!r} in param group {number}: {advice}"
+                )
+        elif key in _KNOWN_KEYS:
+            # Schedulers set the momentum of all groups; see Muon._cycle_betas().
+            if value is not None and not (key == "momentum" and "max_momentum" in group):
+                raise ValueError(
+                    f"{key} is not a key of algorithm={algorithm!r}, which param group {number} "
+                    "has: leave it out"
+                )
+        elif meant := _meant(key):
+            raise ValueError(
+                f"unknown key {key!r} in param group {number}: did you mean {meant!r}?"
+            )
+
+
+@functools.cache
+def _meant(key: object) -> str | None:
+    """Return the known key that an unknown key was probably meant for; None if there is none."""
+    if not isinstance(key, str):
+        return None
+    close = difflib.get_close_matches(key.lower(), _KNOWN_KEYS, n=1, cutoff=_RESEMBLANCE_MIN)
+    return _OTHER_NAMES.get(key, close[0] if close else None)
 
 
 def _check_muon(group: Mapping[str, Any]) -> None:

@@ -17,7 +17,13 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
-from muon.checks import check_has_scheduler, check_hyperparameters, check_saved, with_dtypes
+from muon.checks import (
+    algorithm_of,
+    check_has_scheduler,
+    check_hyperparameters,
+    check_saved,
+    with_dtypes,
+)
 from muon.pipeline import Pipeline, compute_device
 from muon.state import PagedState
 
@@ -37,8 +43,17 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
     "decoupled_weight_decay": True,
 }
 
-# The layout of pages depends on these keys, so a state dict does not change them in a group.
-_FIXED = ("params", "param_names", "algorithm", "momentum_dtype")
+# Keys that a state dict does not change in a group: the layout of pages depends on the first ones,
+# and the last ones chose the implementation of the optimizer that was saved.
+_FIXED = (
+    "params",
+    "param_names",
+    "algorithm",
+    "use_muon",
+    "momentum_dtype",
+    "foreach",
+    "fused",
+)
 
 # None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
 _NOT_NONE = ("ns_dtype", "ns_batched")
@@ -59,9 +74,11 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: parameters, ``named_parameters()`` or param groups, as in ``torch.optim``;
             ``muon.param_groups(model)`` makes groups. Names identify the state on disk: pass
-            named parameters if the run may be resumed. A group with ``algorithm="adamw"`` takes
-            lr, betas, eps and weight_decay with the defaults of ``torch.optim.AdamW``; any other
-            group is a Muon group of two-dimensional parameters.
+            named parameters if the run may be resumed. A group with ``algorithm="adamw"`` or
+            ``use_muon=False`` takes lr, betas, eps and weight_decay with the defaults of
+            ``torch.optim.AdamW``; any other group is a Muon group of two-dimensional parameters.
+            Keys of a group that this optimizer does not know are kept and committed, unless they
+            change the results of other optimizers or resemble a known key.
         lr: learning rate.
         weight_decay: decoupled weight decay.
         momentum: weight of the past in the running average of gradients.
@@ -86,8 +103,8 @@ class Muon(torch.optim.Optimizer):
         prefetch_in_backward: call prefetch() with the first gradient of each step.
 
     Raises:
-        ValueError: a hyperparameter is out of range, or the algorithm of a group does not support
-            a parameter.
+        ValueError: a hyperparameter is out of range or cannot be used, or the algorithm of a group
+            does not support a parameter.
     """
 
     def __init__(
@@ -158,9 +175,10 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: as in the constructor. The optimizer is unchanged.
         """
-        algorithm = param_group.get("algorithm", "muon")
-        if algorithm not in ("muon", "adamw"):
-            raise ValueError(f"algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+        number = len(self.param_groups)
+        algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
+        if "use_muon" in param_group:
+            self._take_names(param_group)
         given = set(param_group)
         if algorithm == "adamw":
             for name, value in _ADAMW_DEFAULTS.items():
@@ -168,13 +186,13 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             if algorithm == "adamw":
-                for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given - {"algorithm"}:
+                for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given:
                     del param_group[name]
             measured = param_group.get("ns_dtype") == "auto"
             if measured:
                 param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
-            check_hyperparameters(param_group)
-            self._check_parameters(len(self.param_groups) - 1)
+            check_hyperparameters(param_group, number)
+            self._check_parameters(number)
             if measured:
                 param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
         except Exception:
@@ -219,8 +237,8 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_hyperparameters(group)
+        for number, group in enumerate(self.param_groups):
+            check_hyperparameters(group, number)
         self._attach_groups()
         self._warn_of_other_rates()
         self._pipeline.open(self.param_groups)
@@ -264,7 +282,7 @@ class Muon(torch.optim.Optimizer):
         # A failed store restores the groups that it has; the next step attaches the others.
         with contextlib.suppress(tierstore.StoreFailedError):
             self._attach_groups()
-        fixed = [{key: group[key] for key in _FIXED if key in group} for group in self.param_groups]
+        fixed = [_fixed(group) for group in self.param_groups]
 
         def check(step: int, extra: Any) -> None:
             if expected_step not in (None, step):
@@ -433,6 +451,28 @@ class Muon(torch.optim.Optimizer):
         # Measurements of ranks may differ, but all ranks must compute in the same dtype.
         return dtype if ranks is None else ranks.gather(dtype)[0]
 
+    def _take_names(self, group: dict[str, Any]) -> None:
+        """Make the key ``names`` of a group for Motif's Muon the names of its parameters.
+
+        Motif names the parameters of Muon groups only: positions then name the other parameters.
+        """
+        names, params = group.pop("names", None), group["params"]
+        if isinstance(params, set):  # torch.optim refuses it.
+            return
+        group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
+        number = len(self.param_groups)
+        are_named = any("param_names" in other for other in self.param_groups)
+        if names is None and are_named:
+            names = [f"{number}.{index}" for index in range(len(params))]
+        is_unnamed = all(isinstance(param, torch.Tensor) for param in params)
+        if names is not None and is_unnamed and (are_named or number == 0):
+            if len(names) != len(params):
+                raise ValueError(
+                    f"param group {number} has {len(params)} parameters and {len(names)} names: "
+                    "give each parameter a name"
+                )
+            group["params"] = list(zip(names, params, strict=True))
+
     def _check_parameters(self, number: int) -> None:
         """Check that the parameters of a group can be stepped and paged, under unique names."""
         names = {name for before in range(number) for name, _ in self._named(before)}
@@ -487,7 +527,7 @@ class Muon(torch.optim.Optimizer):
             }
             # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
             groups.append(with_dtypes(deepcopy(loaded)))
-            check_hyperparameters({**group, **groups[-1]})
+            check_hyperparameters({**group, **groups[-1]}, number)
             paged = self._paged_group(number).parameters
             for saved_id, parameter in zip(saved["params"], paged, strict=True):
                 # torch's helpers add empty dicts for missing entries of a flattened state dict.
@@ -556,10 +596,13 @@ class Muon(torch.optim.Optimizer):
         """
         if number < len(self._attached):
             return self._attached[number]
+        group = self.param_groups[number]
         return tierstore.PagedGroup(
             parameters=[self._paged_parameter(number, *named) for named in self._named(number)],
-            hyperparameters=self.param_groups[number],
-            check=lambda hyperparameters: check_hyperparameters(with_dtypes(hyperparameters)),
+            hyperparameters=group,
+            check=lambda hyperparameters: check_hyperparameters(
+                {**with_dtypes(hyperparameters), **_fixed(group)}, number
+            ),
         )
 
     def _paged_parameter(
@@ -596,6 +639,11 @@ def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
         name: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
         for name, value in scalars.items()
     }
+
+
+def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a group that loading does not change."""
+    return {key: group[key] for key in _FIXED if key in group}
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

@@ -104,7 +104,12 @@ class PageTable:
         specs = together(
             self.ranks,
             "check the param groups",
-            lambda: _check_groups(groups, self.specs, first_group=first_group),
+            lambda: _check_groups(
+                groups,
+                self.specs,
+                first_group=first_group,
+                are_encoded=self.usability.has_directory or self.ranks.world_size > 1,
+            ),
         )
         partition = rank_checks.partition_groups(
             self.ranks,
@@ -266,7 +271,7 @@ class PageTable:
 
 
 def _check_groups(
-    groups: Sequence[PagedGroup], known: Collection[str], *, first_group: int
+    groups: Sequence[PagedGroup], known: Collection[str], *, first_group: int, are_encoded: bool
 ) -> dict[str, ParameterSpec]:
     """Return the specs of groups by parameter name, after checking that a store can keep them.
 
@@ -274,6 +279,7 @@ def _check_groups(
         groups: the groups to attach.
         known: names of the parameters that are attached already.
         first_group: number of the first of these groups.
+        are_encoded: whether hyperparameters are committed, or compared between ranks.
 
     Raises:
         ValueError, TypeError: two parameters have one name, or no commit can hold a
@@ -284,8 +290,9 @@ def _check_groups(
         if spec.name in specs or spec.name in known:
             raise ValueError(f"two parameters are named {spec.name!r}: names must be unique")
         specs[spec.name] = spec
-    for index, group in enumerate(groups, start=first_group):
-        encode_hyperparameters(index, group)  # Raises now instead of in a later commit.
+    if are_encoded:
+        for index, group in enumerate(groups, start=first_group):
+            encode_hyperparameters(index, group)  # Raises now instead of in a later commit.
     return specs
 
 

@@ -1,0 +1,256 @@
+"""Keys of param groups: those of other libraries, misspelled ones, and those of the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import muon
+import tierstore
+from tests.support.twins import Twins, parameter
+
+# ------------------------------------------------------------------------- other libraries
+
+
+def test_a_group_that_is_not_to_use_muon_gets_adamw() -> None:
+    ours, theirs = parameter(), parameter()
+    options = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+    optimizer = muon.Muon([{"params": [ours], "use_muon": False, **options}])
+    stock = torch.optim.AdamW([theirs], foreach=False, **options)
+    ours.grad = theirs.grad = parameter(1).detach()
+    optimizer.step()
+    stock.step()
+    assert torch.equal(ours, theirs)
+
+
+MUON: dict[str, dict[str, Any]] = {
+    "KellerJordan": {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
+    "Motif": {"names": ["weight"]},
+    "DeepSpeed": {"lr": 0.02},
+}
+ADAMW: dict[str, dict[str, Any]] = {
+    "KellerJordan": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+    "Motif": {},
+    "DeepSpeed": {"lr": 3e-4},
+}
+
+
+@pytest.mark.parametrize("muon_first", [True, False])
+@pytest.mark.parametrize("library", MUON)
+def test_groups_made_for_other_libraries_are_understood(library: str, muon_first: bool) -> None:
+    weight, bias = parameter(), parameter(shape=[4])
+    weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+    groups = [
+        {"params": [weight], "use_muon": True, **MUON[library]},
+        {"params": [bias], "use_muon": False, **ADAMW[library]},
+    ]
+    optimizer = muon.Muon(groups if muon_first else groups[::-1])
+    by_algorithm = {group["algorithm"]: group for group in optimizer.param_groups}
+    assert by_algorithm["muon"]["params"][0] is weight
+    assert by_algorithm["adamw"]["params"][0] is bias
+    for algorithm, options in (("muon", MUON[library]), ("adamw", ADAMW[library])):
+        for key in options.keys() - {"names"}:
+            assert by_algorithm[algorithm][key] == options[key]
+    optimizer.step()
+
+
+def test_motifs_names_are_the_names_of_parameters(tmp_path: Path) -> None:
+    """Its groups for AdamW have no names."""
+    weight, bias = parameter(), parameter(shape=[4])
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon(
+            [
+                {"params": [weight], "names": ["weight"], "use_muon": True},
+                {"params": [bias], "use_muon": False},
+            ],
+            store=store,
+        )
+        optimizer.state_dict()
+        assert set(store.read_states()) == {"weight", "1.0"}
+
+
+def test_motifs_names_must_be_one_for_each_parameter() -> None:
+    group = {"params": [parameter()], "names": ["a", "b"], "use_muon": True}
+    with pytest.raises(ValueError, match="1 parameters and 2 names"):
+        muon.Muon([group])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"use_muon": True, "algorithm": "adamw"}, "contra|leave one of them out"),
+        ({"use_muon": "no"}, "use_muon of param group 0 must be True or False"),
+        ({"algorithm": "sgd"}, "algorithm must be"),
+    ],
+)
+def test_the_algorithm_must_be_clear(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        muon.Muon([{"params": [parameter()], **keys}])
+
+
+# ------------------------------------------------------------------------ refused by name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value"),
+    [
+        ("adamw", "bias_correction", False),
+        ("adamw", "fused", True),
+        ("adamw", "adam_w_mode", False),
+        ("adamw", "amsgrad", True),
+        ("adamw", "capturable", True),
+        ("muon", "differentiable", True),
+        ("muon", "momentun", 0.9),
+        ("muon", "ns_step", 3),
+        ("muon", "Weight-Decay", 0.0),
+        ("adamw", "weight_deca", 0.0),
+        ("adamw", "beta", (0.9, 0.95)),
+        ("adamw", "learning_rate", 0.1),
+        ("adamw", "wd", 0.1),
+        ("adamw", "epsilon", 1e-6),
+        ("muon", "betas", (0.9, 0.95)),
+        ("adamw", "momentum", 0.9),
+        ("adamw", "ns_steps", 5),
+    ],
+)
+def test_a_key_that_would_change_the_result_is_refused_by_name(
+    algorithm: str, key: str, value: object
+) -> None:
+    group = {"params": [parameter()], "algorithm": algorithm, key: value}
+    with pytest.raises(ValueError, match=f"{key}.* param group 0"):
+        muon.Muon([group])
+
+
+def test_a_misspelled_key_is_answered_with_the_right_one() -> None:
+    optimizer = muon.Muon([parameter()])
+    with pytest.raises(
+        ValueError,
+        match=r"unknown key 'momentun' in param group 1: did you mean 'momentum'\?",
+    ):
+        optimizer.add_param_group({"params": [parameter()], "momentun": 0.9})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("edit", [{"momentun": 0.5}, {"use_muon": False}, {"betas": (0.1, 0.2)}])
+def test_an_edited_group_is_checked_before_the_next_step(edit: dict[str, Any]) -> None:
+    twins = Twins()
+    twins.step()
+    before = {name: values.detach().clone() for name, values in twins.ours.items()}
+    twins.optimizer.param_groups[0].update(edit)
+    twins.set_gradients()
+    with pytest.raises(ValueError, match=next(iter(edit))):
+        twins.optimizer.step()
+    for name, values in twins.ours.items():
+        assert torch.equal(values, before[name])
+    for key in edit:
+        del twins.optimizer.param_groups[0][key]
+    twins.step()
+
+
+def test_a_misspelled_key_of_a_state_dict_changes_nothing() -> None:
+    optimizer = muon.Muon([parameter()])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(lr=0.5, momentun=0.5)
+    with pytest.raises(ValueError, match="momentun"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+# ---------------------------------------------------------------------------------- kept
+
+
+KEPT = {
+    "name": "decoder",
+    "initial_lr": 0.5,
+    "lr_scale": 0.25,
+    "min_lr": 1e-5,
+    "max_lr": 1.0,
+    "base_momentum": 0.85,
+    "max_momentum": 0.95,
+    "weight_decay_scale": 2.0,
+    "is_last_layer": True,
+    "swa_lr": 0.1,
+    "step": 3,
+}
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_other_plain_values_are_kept_and_committed(algorithm: str, tmp_path: Path) -> None:
+    for resume in (False, True):
+        with tierstore.TierStore(tmp_path, resume=resume) as store:
+            weight = parameter()
+            kept = {} if resume else KEPT
+            group = {"params": [("weight", weight)], "algorithm": algorithm, **kept}
+            optimizer = muon.Muon([group], store=store)
+            if resume:
+                assert optimizer.restore() == 1
+                assert optimizer.param_groups[0].items() >= KEPT.items()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fused": None, "foreach": True, "capturable": False, "amsgrad": False},
+        {"bias_correction": True, "adam_w_mode": True, "decoupled_weight_decay": True},
+    ],
+)
+def test_keys_of_other_optimizers_that_change_nothing_are_accepted(keys: dict[str, Any]) -> None:
+    muon.Muon([{"params": [parameter()], "algorithm": "adamw", **keys}])
+
+
+def test_a_group_of_an_optimizer_in_memory_keeps_any_value() -> None:
+    weight, mine = parameter(), object()
+    optimizer = muon.Muon([{"params": [weight], "mine": mine}])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.param_groups[0]["mine"] is mine
+
+
+def test_a_value_that_no_commit_can_carry_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    weight = parameter()
+    weight.grad = torch.ones_like(weight)
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon([{"params": [weight], "mine": object()}], store=store)
+        with pytest.raises(TypeError, match="mine"):
+            optimizer.step()
+        assert torch.equal(weight, parameter())
+        del optimizer.param_groups[0]["mine"]
+        optimizer.step()
+
+
+def test_a_state_dict_of_a_fused_adamw_is_loaded() -> None:
+    """It says how that optimizer computed; this one goes on in its own way."""
+    ours, theirs = parameter(), parameter()
+    fused = torch.optim.AdamW([theirs], lr=0.5, fused=True)
+    theirs.grad = parameter(1).detach()
+    fused.step()
+    ours.data.copy_(theirs)
+    optimizer = muon.Muon([{"params": [ours], "algorithm": "adamw"}])
+    optimizer.load_state_dict(fused.state_dict())
+    stock = torch.optim.AdamW([theirs], foreach=False)
+    stock.load_state_dict(
+        {**fused.state_dict(), "param_groups": stock.state_dict()["param_groups"]}
+    )
+    stock.param_groups[0]["lr"] = 0.5
+    for optimizer_of_either in (optimizer, stock):
+        ours.grad = theirs.grad = parameter(2).detach()
+        optimizer_of_either.step()
+    assert torch.equal(ours, theirs)
+    assert not optimizer.param_groups[0]["fused"]
+
+
+def test_keys_of_a_scheduler_are_loaded() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    first = muon.Muon(model.named_parameters())
+    lr_scheduler.OneCycleLR(first, max_lr=0.1, total_steps=10)
+    second = muon.Muon(model.named_parameters())
+    second.load_state_dict(first.state_dict())
+    for key in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"):
+        assert second.param_groups[0][key] == first.param_groups[0][key]
