@@ -37,6 +37,7 @@ _COMMON_KEYS = frozenset(
         "lr",
         "weight_decay",
         "eps",
+        "maximize",
         "foreach",
     }
 )
@@ -45,7 +46,6 @@ _COMMON_KEYS = frozenset(
 # to do about any other value.
 _UNSUPPORTED: dict[str, tuple[bool, str]] = {
     "amsgrad": (False, "leave it out"),
-    "maximize": (False, "leave it out"),
     "capturable": (False, "leave it out"),
     "differentiable": (False, "leave it out"),
     "fused": (False, "leave it out; a fused AdamW rounds differently"),

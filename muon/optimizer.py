@@ -32,10 +32,10 @@ _ADAMW_DEFAULTS: dict[str, Any] = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 1e-2,
-    # torch.optim.AdamW expects these keys in a checkpoint. Values that would change the result
-    # are refused; "foreach" and "fused" are ignored.
-    "amsgrad": False,
     "maximize": False,
+    # torch.optim.AdamW expects these keys in a checkpoint. Values that would change the result
+    # are refused; "foreach" is ignored.
+    "amsgrad": False,
     "foreach": None,
     "capturable": False,
     "differentiable": False,
@@ -77,8 +77,9 @@ class Muon(torch.optim.Optimizer):
             named parameters if the run may be resumed. A group with ``algorithm="adamw"`` or
             ``use_muon=False`` takes lr, betas, eps and weight_decay with the defaults of
             ``torch.optim.AdamW``; any other group is a Muon group of two-dimensional parameters.
-            Keys of a group that this optimizer does not know are kept and committed, unless they
-            change the results of other optimizers or resemble a known key.
+            A group with ``maximize=True`` is stepped with the negated gradient. A parameter that is
+            in a group twice is stepped once, with a warning. Unknown keys of a group are kept and
+            committed, unless they change the results of other optimizers or resemble a known key.
         lr: learning rate.
         weight_decay: decoupled weight decay.
         momentum: weight of the past in the running average of gradients.
@@ -185,9 +186,10 @@ class Muon(torch.optim.Optimizer):
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
         try:
-            if algorithm == "adamw":
-                for name in self.defaults.keys() - _ADAMW_DEFAULTS.keys() - given:
-                    del param_group[name]
+            others = {"betas"} if algorithm == "muon" else self.defaults.keys() - _ADAMW_DEFAULTS
+            for name in others - given:
+                param_group.pop(name, None)
+            _drop_duplicates(param_group)  # torch.optim has warned of them.
             measured = param_group.get("ns_dtype") == "auto"
             if measured:
                 param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
@@ -198,6 +200,11 @@ class Muon(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        # Schedulers find here whether they cycle the betas of all groups or their momentum.
+        if algorithm == "muon":
+            self.defaults.pop("betas", None)
+        elif number == 0:
+            self.defaults["betas"] = _ADAMW_DEFAULTS["betas"]
         if self._prefetches:
             prefetch = _prefetcher(weakref.ref(self))
             for parameter in self.param_groups[-1]["params"]:
@@ -237,6 +244,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._cycle_betas()
         for number, group in enumerate(self.param_groups):
             check_hyperparameters(group, number)
         self._attach_groups()
@@ -279,6 +287,7 @@ class Muon(torch.optim.Optimizer):
             RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
                 Nothing was changed.
         """
+        self._cycle_betas()
         # A failed store restores the groups that it has; the next step attaches the others.
         with contextlib.suppress(tierstore.StoreFailedError):
             self._attach_groups()
@@ -315,6 +324,7 @@ class Muon(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        self._cycle_betas()
         self._attach_groups()
         states, scalars = self.store.read_states(), self.store.scalars
         packed_groups = []
@@ -345,7 +355,8 @@ class Muon(torch.optim.Optimizer):
         State dicts of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters in
         the same order are accepted, and whole tensors for states of a DTensor. Each state keeps
         its current dtype. The tensors that state_dict() returned are not written again if no state
-        changed since. All ranks call this together.
+        changed since. Before the first step, parameters without names get those of the state dict;
+        names that parameters have stay. All ranks call this together.
 
         Raises:
             ValueError: the groups, or the states of a parameter, differ from this optimizer's.
@@ -355,7 +366,9 @@ class Muon(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups, states, others = self._matched(state_dict)
+        self._cycle_betas()
+        with self._adopting_names(state_dict):
+            groups, states, others = self._matched(state_dict)
         self._attach_groups()
         scalars = {
             name: {"step": float(states[name].pop("step", 0.0))} for name in self.store.scalars
@@ -473,15 +486,45 @@ class Muon(torch.optim.Optimizer):
                 )
             group["params"] = list(zip(names, params, strict=True))
 
+    def _cycle_betas(self) -> None:
+        """Make the momentum that a scheduler gave an AdamW group the first of its betas.
+
+        A scheduler that cycles momentum gives it to all groups if there are Muon groups.
+        """
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw" and {"momentum", "max_momentum"} <= group.keys():
+                group["betas"] = (group.pop("momentum"), *group["betas"][1:])
+
+    @contextlib.contextmanager
+    def _adopting_names(self, state_dict: Mapping[str, Any]) -> Iterator[None]:
+        """Give parameters without names those of a state dict, unless the context raises."""
+        saved_groups = state_dict.get("param_groups", ())
+        names = [group.get("param_names") or () for group in saved_groups]
+        lengths = [len(group["params"]) for group in self.param_groups]
+        has_names = any("param_names" in group for group in self.param_groups)
+        # Pages have the names that parameters had when they were laid out.
+        if self._attached or has_names or lengths != list(map(len, names)):
+            yield
+            return
+        flat = [name for group_names in names for name in group_names]
+        if len(set(flat)) < len(flat):
+            raise ValueError("two parameters of the state dict have one name in param_names")
+        for group, group_names in zip(self.param_groups, names, strict=True):
+            group["param_names"] = list(group_names)
+        try:
+            yield
+        except BaseException:
+            for group in self.param_groups:
+                del group["param_names"]
+            raise
+
     def _check_parameters(self, number: int) -> None:
         """Check that the parameters of a group can be stepped and paged, under unique names."""
         names = {name for before in range(number) for name, _ in self._named(before)}
-        tensors = set[torch.Tensor]()
         for name, parameter in self._named(number):
-            if name in names or parameter in tensors:
+            if name in names:
                 raise ValueError(f"parameter {name!r} is there twice: names must be unique")
             names.add(name)
-            tensors.add(parameter)
             if self.param_groups[number]["algorithm"] == "muon" and parameter.ndim != 2:
                 raise ValueError(
                     f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
@@ -639,6 +682,16 @@ def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
         name: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
         for name, value in scalars.items()
     }
+
+
+def _drop_duplicates(group: dict[str, Any]) -> None:
+    """Leave every parameter of a group there once, under its first name."""
+    positions = {tensor: index for index, tensor in reversed([*enumerate(group["params"])])}
+    if len(positions) < len(group["params"]):
+        kept = sorted(positions.values())
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][index] for index in kept]
 
 
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:

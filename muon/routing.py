@@ -26,7 +26,10 @@ class ParamGroups(list[dict[str, Any]]):
         for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape"):
             table.add_column(column)
         for index, group in enumerate(self):
-            for position, (name, tensor) in enumerate(group["params"]):
+            # An optimizer takes the names out of "params".
+            names = group.get("param_names")
+            named = zip(names, group["params"], strict=True) if names else group["params"]
+            for position, (name, tensor) in enumerate(named):
                 shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
                 rates = (f"{group['lr']:g}", f"{group['weight_decay']:g}")
                 heading = (str(index), group["algorithm"], *rates) if position == 0 else [""] * 4

@@ -32,6 +32,7 @@ def write_inputs(
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
                 out=out,
+                maximize=bool(group.get("maximize")),
             )
 
 
@@ -95,4 +96,5 @@ def step_adamw(shard: tierstore.ShardView, group: Mapping[str, Any], step: float
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
+                maximize=bool(group.get("maximize")),
             )

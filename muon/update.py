@@ -23,6 +23,7 @@ def momentum_(
     momentum: float,
     nesterov: bool,
     out: torch.Tensor,
+    maximize: bool = False,
 ) -> None:
     """Update the momentum and write the input of Newton-Schulz to ``out``.
 
@@ -36,11 +37,14 @@ def momentum_(
         momentum: weight of the past, in [0, 1].
         nesterov: look one step ahead.
         out: the shape of ``grad``, in the dtype of Newton-Schulz; overwritten.
+        maximize: follow the gradient upwards: ``grad`` is negated.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     wide = torch.promote_types(wide, momentum_buffer.dtype)
     for grad_piece, buffer, out_piece in _pieces(grad, momentum_buffer, out):
         wide_grad = grad_piece.to(wide)  # (rows, columns)
+        if maximize:
+            wide_grad = -wide_grad
         average = buffer.to(wide)  # (rows, columns); the buffer itself if it is wide
         average.lerp_(wide_grad, 1 - momentum)  # m = momentum m + (1 - momentum) g
         buffer.copy_(average)
@@ -97,6 +101,7 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    maximize: bool = False,
 ) -> None:
     """Do one step of AdamW (https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW`` does.
 
@@ -112,11 +117,14 @@ def adamw_(
         betas: weights of the past in m and v.
         eps: added to the root of v.
         weight_decay: decoupled: the master shrinks by ``lr * weight_decay``.
+        maximize: follow the gradient upwards: ``grad`` is negated.
     """
     beta1, beta2 = betas
     decay, size = float(1 - lr * weight_decay), float(lr / (1 - beta1**step))
     for values, grad_piece, mean, mean_sq in _pieces(master, grad, exp_avg, exp_avg_sq):
         wide_grad = grad_piece.to(mean.dtype)  # (rows, ...)
+        if maximize:
+            wide_grad = -wide_grad
         if weight_decay != 0:
             values.mul_(decay)
         mean.lerp_(wide_grad, 1 - beta1)  # m = beta1 m + (1 - beta1) g

@@ -1,4 +1,4 @@
-"""Keys of param groups, schedulers that cycle betas, duplicates, maximize, and routing.
+"""Routing of parameters to param groups.
 
 Known failures: each test states the wanted behaviour and fails today.
 """
@@ -6,96 +6,13 @@ Known failures: each test states the wanted behaviour and fails today.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.optim import lr_scheduler
 
 import muon
-from tests.support.twins import Twins, parameter
-
-NOT_RAISED = pytest.fail.Exception
-
-# ------------------------------------------------------------------------ use as in torch
-
-
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="the optimizer takes the names out of the groups"
-)
-def test_groups_print_after_an_optimizer_was_made_of_them() -> None:
-    groups = muon.param_groups(nn.Linear(3, 4))
-    muon.Muon(groups)
-    assert "weight" in str(groups)
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
-
-
-def cyclic(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=3)
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the scheduler cycles a momentum that AdamW lacks"
-)
-@pytest.mark.parametrize("make_scheduler", [one_cycle, cyclic])
-def test_schedulers_cycle_betas(
-    make_scheduler: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler],
-) -> None:
-    twins = Twins(algorithm="adamw")
-    schedulers = [make_scheduler(optimizer) for optimizer, _ in twins.both]
-    for _ in range(4):
-        twins.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    mine, other = (optimizer.param_groups[0]["betas"] for optimizer, _ in twins.both)
-    assert mine == other
-    twins.assert_identical()
-
-
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="duplicates are refused")
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_a_duplicate_parameter_warns_and_steps_once(algorithm: str) -> None:
-    once, twice = parameter(), parameter()
-    with pytest.warns(UserWarning, match="duplicate"):
-        second = muon.Muon([{"params": [twice, twice], "algorithm": algorithm}])
-    first = muon.Muon([{"params": [once], "algorithm": algorithm}])
-    once.grad = twice.grad = parameter(1).detach()
-    first.step()
-    second.step()
-    assert torch.equal(once, twice)
-
-
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="maximize=True is refused")
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_maximize_goes_up_the_gradient(algorithm: str) -> None:
-    up, down = parameter(), parameter()
-    maximizing = muon.Muon([{"params": [up], "algorithm": algorithm, "maximize": True}])
-    minimizing = muon.Muon([{"params": [down], "algorithm": algorithm}])
-    for step in range(2):
-        up.grad = parameter(1 + step).detach()
-        down.grad = -up.grad
-        maximizing.step()
-        minimizing.step()
-    assert torch.equal(up, down)
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the names are dropped")
-def test_names_are_adopted_from_a_named_state_dict() -> None:
-    found = []
-    for algorithm in (torch.optim.Muon, muon.Muon):
-        named = algorithm([("weight", parameter())])
-        unnamed = algorithm([parameter()])
-        unnamed.load_state_dict(named.state_dict())
-        found.append(unnamed.param_groups[0].get("param_names"))
-    stock, ours = found
-    assert ours == stock
-
 
 # -------------------------------------------------------------------------------- routing
 

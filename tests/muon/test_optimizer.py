@@ -67,28 +67,6 @@ def test_schedulers(name: str) -> None:
     pair.assert_identical()
 
 
-def test_one_cycle_schedules_lr_and_momentum() -> None:
-    """Momentum is a default of Muon, so the scheduler cycles momentum and not AdamW's betas."""
-    pair = Pair()
-    schedulers = [
-        lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=0.05,
-            total_steps=len(STEPS) + 1,
-            cycle_momentum=not isinstance(optimizer, torch.optim.AdamW),
-        )
-        for optimizer in pair.optimizers
-    ]
-    momenta = set()
-    for step in STEPS:
-        pair.step(step)
-        for scheduler in schedulers:
-            scheduler.step()
-        momenta.add(pair.groups[0][0]["momentum"])
-    assert len(momenta) > 2
-    pair.assert_identical()
-
-
 def test_edits_of_param_groups_take_effect() -> None:
     pair = Pair()
     edits: list[dict[str, Any]] = [
