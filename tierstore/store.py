@@ -26,7 +26,7 @@ from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep, may_retry
-from tierstore.paging.tier_plan import Budget, Tier
+from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
 from tierstore.paging.whole_states import (
     agree_to_read,
     agree_to_write,
@@ -60,7 +60,9 @@ class TierStore:
         host_memory: most bytes of host memory for page buffers and pages together: an int, or a
             string such as "16GiB". Memory that the buffers leave keeps as many pages as fit.
         device_memory: most bytes for pages on the parameters' device.
-        page_bytes: about how much state one page holds. A run keeps its first value.
+        page_bytes: about how much state one page holds. None: ``host_memory / (8 + 2 * buffers)``,
+            with 4 for ``buffers=None``, and at most 256 MiB; the smallest of all ranks. A run keeps
+            its first value.
         buffers: number of page buffers, at least 2; no page then stays in host memory. None: as
             many as ``host_memory`` allows.
         commit_every: steps from one commit to the next; a crash loses up to that many steps.
@@ -97,7 +99,7 @@ class TierStore:
         *,
         host_memory: int | str = "16GiB",
         device_memory: int | str = 0,
-        page_bytes: int | str = "256MiB",
+        page_bytes: int | str | None = None,
         buffers: int | None = None,
         commit_every: int | None = 1,
         engine: str = "auto",
@@ -115,14 +117,14 @@ class TierStore:
             device_memory=parse_bytes(device_memory),
             buffers=buffers,
         )
-        page_size = parse_bytes(page_bytes)
+        page_size = default_page_bytes(budget) if page_bytes is None else parse_bytes(page_bytes)
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
         directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
         _check_page_options(page_size, commit_every, compute, budget)
         _check_modes(directories, resume=resume, overwrite=overwrite, reshard=reshard)
         modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
         options = {
-            "page_bytes": page_size,
+            "page_bytes": None if page_bytes is None else page_size,
             "commit_every": commit_every,
             "number of directories": len(directories),
             **modes,
@@ -137,6 +139,7 @@ class TierStore:
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
+            page_size = min(ranks.gather(page_size))
             if directories:
                 self._resharded, directories = look_for_other_ranks(directories, ranks, **modes)
 

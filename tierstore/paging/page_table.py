@@ -8,20 +8,31 @@ from dataclasses import replace
 
 import torch
 
+from tierstore.errors import BudgetError
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
+from tierstore.layout.records import record_nbytes
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
-from tierstore.paging.tier_plan import Budget, Placement, Tier, place, place_all
+from tierstore.paging.tier_plan import (
+    BUFFERS_MIN,
+    Budget,
+    Placement,
+    Tier,
+    default_page_bytes,
+    place,
+    place_all,
+)
 from tierstore.paging.views import Source
 from tierstore.ranks.peers import Ranks, together
 from tierstore.run.committer import Progress, encode_hyperparameters
 from tierstore.run.usability import Usability
+from tierstore.units import SECTOR_BYTES, align_up
 
 # With several ranks, the matrices of one subgroup are gathered, the updates of the next are
 # computed, and the updates of a third are scattered, all at once.
@@ -223,7 +234,38 @@ class PageTable:
         budget = self._budget
         if self._on_host:
             budget = replace(budget, reserved=mirrors_bytes(pages, self._window))
-        return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
+        try:
+            return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
+        except BudgetError as error:
+            page_bytes = self._smaller_page_bytes(pages, budget)
+            if page_bytes is None or tier in (Tier.DEVICE, Tier.HOST):
+                raise
+            unit, count = ("MiB", 2**20) if page_bytes % 2**20 == 0 else ("KiB", 2**10)
+            raise BudgetError(
+                f'{error}, or begin a run with page_bytes="{page_bytes // count}{unit}"'
+            ) from None
+
+    def _smaller_page_bytes(self, pages: Sequence[Page], budget: Budget) -> int | None:
+        """Return a smaller page_bytes that fits the budget; None if no size is known to fit."""
+        page_bytes = default_page_bytes(budget)
+        if page_bytes >= self._page_bytes:
+            return None
+        shards = [shard for page in pages for shard in page.layout.subgroup.shards]
+        # Parameters that may not be cut stay as large as they are.
+        whole = [
+            sum(
+                record_nbytes(chunk.sizes, dtype)
+                for chunk in shard.chunks
+                for _, dtype in shard.parameter.all_states
+            )
+            for shard in shards
+            if not shard.parameter.elementwise
+        ]
+        sections_max = 1 + max(len(shard.parameter.all_states) for shard in shards)
+        largest = max(page_bytes, *whole, 0) + sections_max * SECTOR_BYTES
+        mirrors = budget.reserved * largest // max(page.layout.nbytes for page in pages)
+        needed = (budget.buffers or BUFFERS_MIN) * align_up(largest, SECTOR_BYTES) + mirrors
+        return page_bytes if needed <= budget.host_memory else None
 
     def _move(self, placement: Placement) -> None:
         self._place(self.pages, placement)

@@ -20,6 +20,9 @@ BUFFERS_MIN = 2
 STREAM_BUFFERS = 4
 STREAM_BYTES = 2**28
 
+# Larger pages do not make a disk faster.
+PAGE_BYTES_MAX = 2**28
+
 
 class Tier(enum.Enum):
     """The memory or file that holds a page between two steps."""
@@ -58,6 +61,18 @@ class Budget:
     def for_pages(self) -> int:
         """Bytes of host memory for pages and their buffers."""
         return max(0, self.host_memory - self.reserved)
+
+
+def default_page_bytes(budget: Budget) -> int:
+    """Return the page_bytes of a store to which none was given.
+
+    It is host_memory / (8 + 2 * buffers) in whole sectors, at most PAGE_BYTES_MAX; ``buffers``
+    counts as STREAM_BUFFERS if it is None. Beside the buffers there is then room for the mirrors
+    that compute="host" needs, of up to 8.4 pages, and for padding.
+    """
+    buffers = STREAM_BUFFERS if budget.buffers is None else budget.buffers
+    nbytes = min(PAGE_BYTES_MAX, budget.host_memory // (8 + 2 * buffers))
+    return max(SECTOR_BYTES, nbytes // SECTOR_BYTES * SECTOR_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +197,6 @@ def _with_pool(
             f"but {count} buffers of {nbytes} bytes, the largest page, take {count * nbytes}"
             f"{beside if budget.reserved else ''}: "
             f"pass host_memory={smallest + budget.reserved} or more"
-            + (f", or fewer than {count} buffers" if count > BUFFERS_MIN else "")
-            + ", or begin a run with a smaller page_bytes"
+            + (f", or buffers={count_max}" if count_max >= BUFFERS_MIN else "")
         )
     return Placement(tiers=tuple(tiers), buffers=count, buffer_bytes=nbytes)
