@@ -6,6 +6,7 @@ The quintic iteration is that of Keller Jordan (https://kellerjordan.github.io/p
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ _LARGE_ROWS = 512  # From here on _iterate_on_gram() is faster on a CPU.
 _STRIP_ROWS = 256
 _STEEPEST = 3.6  # A steeper polynomial would amplify rounding errors too much.
 _MEASURED_ROUNDS = 8
+_MEASURED_ROWS = 128  # Of the matrices of bfloat16_slowness().
 _BATCH_NUMEL = 1 << 24  # Elements of a batch: batching copies the matrices.
 
 
@@ -223,6 +225,34 @@ def _symmetric_addmm(
     for start, end in pairwise(bounds):
         product[start:end, end:] = product[end:, start:end].T  # (end - start, rows - end)
     return product
+
+
+@functools.cache
+def bfloat16_slowness() -> float:
+    """Return the time of a product of bfloat16 matrices on this CPU, in times of float32.
+
+    The measurement takes at most about 0.1 s, once per process. Both dtypes take turns on one
+    thread, and the shortest time of each dtype counts, as in fastest_dtype().
+    """
+    matrices = [
+        torch.ones(_MEASURED_ROWS, _MEASURED_ROWS, dtype=dtype, device="cpu")
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    shortest = [math.inf, math.inf]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        end = time.perf_counter() + 0.1
+        for _ in range(_MEASURED_ROUNDS):
+            for index, matrix in enumerate(matrices):
+                began = time.perf_counter()
+                matrix @ matrix
+                shortest[index] = min(shortest[index], time.perf_counter() - began)
+            if time.perf_counter() > end:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return shortest[0] / shortest[1]
 
 
 def fastest_dtype(shape: tuple[int, ...], device: torch.device) -> torch.dtype:

@@ -55,6 +55,13 @@ _FIXED = (
     "fused",
 )
 
+# A CPU with instructions for bfloat16 takes about as long for it as for float32. Without, it takes
+# from 3 times as long to several hundred times.
+_SLOWNESS_MAX = 2.0
+
+# Multiplications of a step that take about 0.3 s on the slowest CPUs.
+_WORTH_A_WARNING = 10**8
+
 # None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
 _NOT_NONE = ("ns_dtype", "ns_batched")
 
@@ -97,7 +104,8 @@ class Muon(torch.optim.Optimizer):
         gather_memory: the most bytes of matrices in flight between ranks that one rank may hold:
             an int, or a string such as "1GiB".
         ns_dtype: dtype of Newton-Schulz, or "auto": bfloat16, or float32 where rank 0 measures
-            that it is much faster. A resumed run keeps its dtype.
+            that it is much faster. A resumed run keeps its dtype. The first step warns if a CPU
+            without instructions for bfloat16 computes it, unless the matrices are small.
         ns_batched: compute small matrices of one shape in batches, which is faster on a GPU. The
             last bits of an update then depend on the other matrices of its page or round, and so
             on ``page_bytes`` and the number of ranks.
@@ -152,6 +160,7 @@ class Muon(torch.optim.Optimizer):
         self._use_store(tierstore.TierStore(None) if store is None else store)
         self._prefetches = prefetch_in_backward
         self._prefetched = False
+        self._may_be_slow = True
         self._restored_rates: list[float] = []  # The lr of each group, until the next step.
         super().__init__(params, defaults)
 
@@ -238,7 +247,8 @@ class Muon(torch.optim.Optimizer):
 
         Warns:
             UserWarning: this is the first step after restore(), and the lr of a group is not the
-                committed one.
+                committed one; or this is the first step, and the CPU that computes it is slow in
+                bfloat16.
         """
         loss = None
         if closure is not None:
@@ -249,6 +259,7 @@ class Muon(torch.optim.Optimizer):
             check_hyperparameters(group, number)
         self._attach_groups()
         self._warn_of_other_rates()
+        self._warn_of_slow_bfloat16()
         self._pipeline.open(self.param_groups)
         window = self.store.window_max
         with self.store.sweep(window) as pages:
@@ -613,6 +624,30 @@ class Muon(torch.optim.Optimizer):
                     stacklevel=2,
                 )
                 return
+
+    def _warn_of_slow_bfloat16(self) -> None:
+        """Warn, once, if Newton-Schulz takes long because this CPU is slow in bfloat16."""
+        if not self._may_be_slow:
+            return
+        self._may_be_slow = False
+        ranks = self.store.ranks
+        multiplications = sum(
+            group["ns_steps"] * newton_schulz.cost((*parameter.shape,))
+            for group in self.param_groups
+            if group["algorithm"] == "muon" and group["ns_dtype"] == torch.bfloat16
+            for parameter in group["params"]
+            if compute_device(self.store, parameter).type == "cpu"
+        )
+        if multiplications < _WORTH_A_WARNING or (ranks is not None and ranks.rank > 0):
+            return
+        slowness = newton_schulz.bfloat16_slowness()
+        if slowness > _SLOWNESS_MAX:
+            warnings.warn(
+                f"this CPU multiplies matrices in bfloat16 {slowness:.0f} times slower than in "
+                'float32: pass ns_dtype="auto" or ns_dtype=torch.float32 for faster steps, whose '
+                "results then differ from those of torch.optim.Muon",
+                stacklevel=2,
+            )
 
     def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""
