@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler
 
 import muon
@@ -254,3 +256,18 @@ def test_keys_of_a_scheduler_are_loaded() -> None:
     second.load_state_dict(first.state_dict())
     for key in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"):
         assert second.param_groups[0][key] == first.param_groups[0][key]
+
+
+def test_a_checkpoint_of_a_fused_adamw_begins_a_run(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    fused = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    model(torch.ones(4)).sum().backward()
+    fused.step()
+    model_state, state = get_state_dict(model, fused)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path / "stock")
+    with tierstore.TierStore(tmp_path / "run") as store:
+        group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+        optimizer = muon.Muon([group], store=store)
+        assert optimizer.restore(tmp_path / "stock") == 1
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        optimizer.step()
