@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-# Names of the last layer of a language model in common model code.
-_HEAD_NAMES = frozenset(
-    {"lm_head", "head", "output", "embed_out", "unembed", "classifier", "score"}
-)
+from muon.routing_rules import Use, rules_by_place, uses_of
+
+logger = logging.getLogger("muon")
+
+# A choice of the user, by name of a parameter and parameter.
+_Choice = Callable[[str, nn.Parameter], bool]
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Param groups for ``muon.Muon``; prints as a table of parameters and their groups."""
+    """Param groups for ``muon.Muon``; prints as a table of parameters, their groups and rules.
+
+    ``rules`` has the rule that decided, by name of a parameter; see ``param_groups``.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]] = (), *, rules: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(groups)
+        self.rules = dict(rules or {})
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE, title="param groups")
-        for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape"):
+        for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape", "rule"):
             table.add_column(column)
         for index, group in enumerate(self):
             # An optimizer takes the names out of "params".
@@ -33,7 +45,7 @@ class ParamGroups(list[dict[str, Any]]):
                 shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
                 rates = (f"{group['lr']:g}", f"{group['weight_decay']:g}")
                 heading = (str(index), group["algorithm"], *rates) if position == 0 else [""] * 4
-                table.add_row(*heading, name, shape)
+                table.add_row(*heading, name, shape, self.rules.get(name, ""))
         # The console is as wide as the table, so that no name is cut.
         width = Console(width=sys.maxsize).measure(table).maximum
         console = Console(width=width, no_color=True, highlight=False, markup=False, emoji=False)
@@ -50,75 +62,147 @@ def param_groups(
     weight_decay: float = 0.1,
     adamw_weight_decay: float = 0.01,
     adamw_names: Collection[str] = (),
+    conv: str = "adamw",
+    head: str | Collection[str] | None = None,
+    is_muon: Callable[[str, nn.Parameter], bool | None] | None = None,
+    no_decay: Callable[[str, nn.Parameter], bool] | str | Collection[str] = (),
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    momentum: float | None = None,
 ) -> ParamGroups:
     """Route the parameters of a model: hidden matrices to Muon, all other parameters to AdamW.
 
-    AdamW gets embeddings, the head, parameters with fewer than two dimensions, and
-    ``adamw_names``. The head is found by the name of its module, by the model's
-    ``get_output_embeddings()``, or as the last Linear layer if its width is the number of entries
-    of an embedding. Frozen parameters are left out; a tied parameter appears once.
+    The first of these rules that holds for a parameter decides. The table that ``print(groups)``
+    shows has a column with the rule.
+
+    - ``adamw_names``: AdamW for the names given.
+    - ``is_muon``: the algorithm that this function chooses.
+    - ``embedding``: AdamW for weights of embeddings.
+    - ``head``: AdamW for weights of output layers.
+    - ``vector``: AdamW for parameters with at most one dimension larger than 1: biases, norms,
+      class tokens, magnitudes of ``weight_norm``.
+    - ``table``: AdamW for parameters whose own name is not that of a weight (with "weight",
+      "proj", "kernel", or as "wq", "w1"): positional tables, queries, biases of experts, A_log.
+    - ``input``: AdamW for patch embeddings, and for the first layer if it is a convolution.
+    - ``kernel``: AdamW for parameters with more than two dimensions.
+    - ``router``: AdamW for matrices with fewer rows than columns in a module named "gate" or
+      inside one with "router" in its name.
+    - ``matrix``: Muon for all others.
+
+    Frozen parameters are left out. A tied parameter appears once; a rule holds for it if it holds
+    under any of its names.
 
     Args:
         model: the model, after ``requires_grad`` was set.
-        lr: learning rate of the Muon group; the default is that of ``torch.optim.Muon``.
-        adamw_lr: learning rate of the AdamW group; the default is that of ``torch.optim.AdamW``.
-        weight_decay: weight decay of the Muon group.
-        adamw_weight_decay: weight decay of the AdamW group.
+        lr: learning rate of Muon groups; the default is that of ``torch.optim.Muon``.
+        adamw_lr: learning rate of AdamW groups; the default is that of ``torch.optim.AdamW``.
+        weight_decay: weight decay of Muon groups.
+        adamw_weight_decay: weight decay of AdamW groups.
         adamw_names: names of more parameters for AdamW.
+        conv: what to do with parameters of the rule ``kernel``, such as convolutions and stacks of
+            experts. "adamw": route them to AdamW and log their number as a warning of the logger
+            ``muon``. "refuse": raise.
+        head: names of the output layers (modules or parameters), which go to AdamW entirely.
+            ``()``: the model has none. None: they are found, as the layers that end a module with
+            a common name of a head, such as "lm_head", "score" or "classifier", outside of
+            numbered layers; the last layer of the model if it is named "fc", or is a Linear layer
+            as wide as an embedding has entries; the result of ``get_output_embeddings()``.
+        is_muon: gets name and parameter and returns True for Muon, which needs two dimensions,
+            False for AdamW, or None to leave the choice to the rules.
+        no_decay: parameters with weight decay 0, in groups of their own: a function of name and
+            parameter, or patterns of names such as "*.bias" (see ``fnmatch``).
+        betas: betas of AdamW groups; None: the default of the optimizer.
+        eps: eps of AdamW groups; None: the default of the optimizer.
+        momentum: momentum of Muon groups; None: the default of the optimizer.
 
     Returns:
-        One group for each algorithm that has parameters, with named parameters.
+        A Muon group, an AdamW group, then the same without weight decay; groups without
+        parameters are left out. Parameters have names.
 
     Raises:
-        ValueError: a parameter has more than two dimensions and is not in ``adamw_names``, the
-            model has no parameter of a name in ``adamw_names``, or no parameter requires a
+        ValueError: a name in ``adamw_names`` or ``head``, or a pattern in ``no_decay``, fits
+            nothing in the model; ``is_muon`` is True for a parameter that does not have two
+            dimensions; ``conv`` is "refuse" and there are kernels; or no parameter requires a
             gradient.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    aliases = dict(model.named_parameters(remove_duplicate=False))
-    unknown = sorted(set(adamw_names) - set(aliases))
+    if conv not in ("adamw", "refuse"):
+        raise ValueError(f"conv must be 'adamw' or 'refuse', got {conv!r}")
+    uses = uses_of(model)
+    unknown = sorted(set(adamw_names) - {use.name for use in uses})
     if unknown:
         raise ValueError(f"the model has no parameter {unknown[0]!r}, named in adamw_names")
-    elementwise = _embeddings_and_head(model) | {id(aliases[name]) for name in adamw_names}
-    matrices, others = [], []
-    for name, parameter in parameters.items():
-        if id(parameter) in elementwise or parameter.ndim < 2:
-            others.append((name, parameter))
-        elif parameter.ndim == 2:
-            matrices.append((name, parameter))
-        else:
-            raise ValueError(
-                f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
-                "two-dimensional parameters. Name it in adamw_names"
-            )
-    if not parameters:
+    place_rules = rules_by_place(model, uses, head)
+    is_no_decay = no_decay if callable(no_decay) else _pattern_choice(no_decay, uses)
+
+    uses_by_parameter: dict[nn.Parameter, list[Use]] = {}
+    for use in uses:
+        if use.parameter.requires_grad:
+            uses_by_parameter.setdefault(use.parameter, []).append(use)
+    if not uses_by_parameter:
         raise ValueError("the model has no parameter that requires a gradient")
-    rates = {"muon": (matrices, lr, weight_decay), "adamw": (others, adamw_lr, adamw_weight_decay)}
-    return ParamGroups(
-        {"params": params, "algorithm": algorithm, "lr": rate, "weight_decay": decay}
-        for algorithm, (params, rate, decay) in rates.items()
-        if params
+
+    options: dict[str, dict[str, Any]] = {
+        "muon": {"lr": lr, "weight_decay": weight_decay, "momentum": momentum},
+        "adamw": {"lr": adamw_lr, "weight_decay": adamw_weight_decay, "betas": betas, "eps": eps},
+    }
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for without_decay in (False, True):
+        for algorithm, values in options.items():
+            given = {key: value for key, value in values.items() if value is not None}
+            groups[algorithm, without_decay] = {"params": [], "algorithm": algorithm, **given}
+            if without_decay:
+                groups[algorithm, without_decay]["weight_decay"] = 0.0
+    rules = {}
+    for parameter, named in uses_by_parameter.items():
+        name = named[0].name
+        choice = None if is_muon is None else is_muon(name, parameter)
+        if any(use.name in adamw_names for use in named):
+            algorithm, rules[name] = "adamw", "adamw_names"
+        elif choice is not None:
+            algorithm, rules[name] = "muon" if choice else "adamw", "is_muon"
+        else:
+            holding = (rule for rule, holds in place_rules.items() if any(map(holds, named)))
+            rules[name] = next(holding, "matrix")
+            algorithm = "muon" if rules[name] == "matrix" else "adamw"
+        if algorithm == "muon" and parameter.ndim != 2:
+            raise ValueError(
+                f"is_muon is True for parameter {name!r} of shape {tuple(parameter.shape)}: Muon "
+                "needs two-dimensional parameters"
+            )
+        groups[algorithm, bool(is_no_decay(name, parameter))]["params"].append((name, parameter))
+    _report_kernels([named[0] for named in uses_by_parameter.values()], rules, conv)
+    return ParamGroups((group for group in groups.values() if group["params"]), rules=rules)
+
+
+def _pattern_choice(patterns: str | Collection[str], uses: Collection[Use]) -> _Choice:
+    """Return whether a pattern fits any name of a parameter."""
+    fitting: set[nn.Parameter] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = {use.parameter for use in uses if fnmatchcase(use.name, pattern)}
+        if not found:
+            raise ValueError(
+                f"no_decay has the pattern {pattern!r}, which fits no parameter of the model. A "
+                "pattern fits whole names: '*.bias'"
+            )
+        fitting |= found
+    return lambda _, parameter: parameter in fitting
+
+
+def _report_kernels(uses: Collection[Use], rules: Mapping[str, str], conv: str) -> None:
+    kernels = [use for use in uses if rules[use.name] == "kernel"]
+    if not kernels:
+        return
+    first, count = kernels[0], len(kernels)
+    described = f"the first is {first.name!r} of shape {tuple(first.parameter.shape)}"
+    if conv == "refuse":
+        raise ValueError(
+            f"parameters with more than two dimensions: {count}; {described}. Muon needs "
+            "two-dimensional parameters. Name them in adamw_names, or pass conv='adamw'"
+        )
+    elements = sum(use.parameter.numel() for use in kernels)
+    logger.warning(
+        "parameters with more than two dimensions, routed to AdamW: %d, %.0f%% of elements; %s",
+        count,
+        100 * elements / max(1, sum(use.parameter.numel() for use in uses)),
+        described,
     )
-
-
-def _embeddings_and_head(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of all embeddings and of the output layer."""
-    found: set[int] = set()
-    vocabularies: set[int] = set()
-    last_linear: nn.Linear | None = None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            found.add(id(module.weight))
-            vocabularies.add(module.num_embeddings)
-        elif isinstance(module, nn.Linear):
-            last_linear = module
-            if name.rpartition(".")[2] in _HEAD_NAMES:
-                found.add(id(module.weight))
-    if last_linear is not None and last_linear.out_features in vocabularies:
-        found.add(id(last_linear.weight))
-    get_output_embeddings = getattr(model, "get_output_embeddings", None)  # Hugging Face
-    if callable(get_output_embeddings):
-        head = get_output_embeddings()
-        if head is not None and isinstance(head.weight, torch.Tensor):
-            found.add(id(head.weight))
-    return found

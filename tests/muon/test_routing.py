@@ -81,14 +81,6 @@ def test_transformer_encoder() -> None:
     assert found == {"muon": matrices, "adamw": named(model) - matrices}
 
 
-def test_convolution_is_refused_until_it_is_named() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2))
-    with pytest.raises(ValueError, match=r"'0\.weight' has shape \(4, 3, 3, 3\).*adamw_names"):
-        muon.param_groups(model)
-    found = routed(muon.param_groups(model, adamw_names=["0.weight"]))
-    assert found == {"muon": {"3.weight"}, "adamw": named(model) - {"3.weight"}}
-
-
 def test_a_matrix_may_be_named() -> None:
     found = routed(muon.param_groups(Gpt(tied=True), adamw_names={"blocks.0.up.weight"}))
     assert found["muon"] == BLOCK_MATRICES - {"blocks.0.up.weight"}
