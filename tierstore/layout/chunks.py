@@ -69,8 +69,8 @@ def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> list[Chunk
         )
     if start == stop:
         return []
-    if not shape:
-        return [Chunk((), ())]
+    if start == 0 and stop == numel:
+        return [Chunk((0,) * len(shape), tuple(shape))]
     # Elements from one index of a dimension to the next. No size is 0 from here on.
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     chunks = []

@@ -238,8 +238,9 @@ def _parts(
         begin = end - chunk.whole.numel
         first, last = max(start, begin), min(stop, end)
         if first < last:
-            shape = replace(spec, shape=chunk.whole.sizes)
-            for part in record_chunks(shape, first - begin, last - begin):
+            sizes = chunk.whole.sizes
+            rectangle = spec if sizes == spec.shape else replace(spec, shape=sizes)
+            for part in record_chunks(rectangle, first - begin, last - begin):
                 yield HeldChunk(whole=_moved(part, chunk.whole), local=_moved(part, chunk.local))
 
 

@@ -18,6 +18,7 @@ Formats: the zip file format specification (APPNOTE.TXT 6.3), sections 4.3.7, 4.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import struct
@@ -103,7 +104,7 @@ def record_prefix(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
         ValueError: another dtype; a negative size; more than RECORD_DIMENSIONS_MAX dimensions;
             more than RECORD_DATA_BYTES_MAX bytes of data (a size of 0 counting as 1).
     """
-    return _frame(sizes, dtype)[0]
+    return _frame(tuple(sizes), dtype)[0]
 
 
 def record_trailer(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
@@ -111,17 +112,7 @@ def record_trailer(sizes: Sequence[int], dtype: torch.dtype) -> bytes:
 
     The length is the same for all sizes and dtypes.
     """
-    prefix, entries = _frame(sizes, dtype)
-    directory = b"".join(map(_directory_header, entries))
-    end_record = _END_RECORD.pack(
-        b"PK\5\6",
-        *(0, 0),  # One disk, this one.
-        *(len(entries), len(entries)),
-        len(directory),
-        len(prefix) + entries[-1].nbytes,
-        0,
-    )
-    return directory + end_record
+    return _frame(tuple(sizes), dtype)[1]
 
 
 def record_length(sizes: Sequence[int], dtype: torch.dtype) -> int:
@@ -160,8 +151,10 @@ def _data_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(sizes) * dtype.itemsize
 
 
-def _frame(sizes: Sequence[int], dtype: torch.dtype) -> tuple[bytes, list[_Entry]]:
-    """Return the prefix, and the entries that the central directory lists."""
+# Models have many tensors of few shapes.
+@functools.lru_cache(maxsize=1024)
+def _frame(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Return the prefix and the trailer."""
     data_nbytes = _data_nbytes(sizes, dtype)
     prefix = b""
     entries = []
@@ -172,7 +165,17 @@ def _frame(sizes: Sequence[int], dtype: torch.dtype) -> tuple[bytes, list[_Entry
     header_nbytes = _LOCAL_HEADER.size + len(_DATA_NAME) + _PADDING_FIELD.size
     padding = bytes(RECORD_PREFIX_BYTES - len(prefix) - header_nbytes)
     extra = _PADDING_FIELD.pack(_PADDING_ID, len(padding)) + padding
-    return prefix + _local_header(entries[-1], extra), entries
+    prefix += _local_header(entries[-1], extra)
+    directory = b"".join(map(_directory_header, entries))
+    end_record = _END_RECORD.pack(
+        b"PK\5\6",
+        *(0, 0),  # One disk, this one.
+        *(len(entries), len(entries)),
+        len(directory),
+        len(prefix) + data_nbytes,
+        0,
+    )
+    return prefix, directory + end_record
 
 
 def _local_header(entry: _Entry, extra: bytes) -> bytes:
