@@ -190,8 +190,7 @@ class AllGather:
             if group["algorithm"] == "muon":
                 self._step_matrices(page, subgroup, group["ns_dtype"], group)
             else:
-                for shard in page.shards:
-                    step_adamw(shard, group, steps[shard.parameter.name])
+                step_adamw(page.shards, group, steps)
 
     def _step_matrices(
         self,

@@ -162,8 +162,7 @@ class Pipeline:
             if group["algorithm"] == "muon":
                 self._begin_matrices(number, shards, group, planned[number], in_flight)
             else:
-                for shard in shards:
-                    step_adamw(shard, group, steps[shard.parameter.name])
+                step_adamw(shards, group, steps)
             # Asking for the next page writes the oldest valid page. The last page ends the sweep.
             is_last = number + 1 == pages.count
             oldest_valid = number + 1 if is_last else number + 2 - window

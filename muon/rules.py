@@ -81,20 +81,28 @@ def step_whole(shards: Sequence[tierstore.ShardView], group: Mapping[str, Any]) 
             apply_updates(shards[index], group, updates)
 
 
-def step_adamw(shard: tierstore.ShardView, group: Mapping[str, Any], step: float) -> None:
-    """Step a shard with a gradient; ``step`` is the number of this step for its parameter."""
+def step_adamw(
+    shards: Sequence[tierstore.ShardView], group: Mapping[str, Any], steps: Mapping[str, float]
+) -> None:
+    """Step shards with a gradient.
+
+    Args:
+        shards: the shards.
+        group: their hyperparameters.
+        steps: parameter name -> number of this step.
+    """
+    chunks = [chunk for shard in shards for chunk in shard.chunks]
+    grads = [grad for chunk in chunks if (grad := chunk.grad) is not None]
     with record_function("muon::adamw"):
-        for chunk in shard.chunks:
-            assert chunk.grad is not None
-            adamw_(
-                chunk.master,
-                chunk.grad,
-                chunk.states["exp_avg"],
-                chunk.states["exp_avg_sq"],
-                step=step,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                maximize=bool(group.get("maximize")),
-            )
+        adamw_(
+            [chunk.master for chunk in chunks],
+            grads,
+            [chunk.states["exp_avg"] for chunk in chunks],
+            [chunk.states["exp_avg_sq"] for chunk in chunks],
+            steps=[steps[shard.parameter.name] for shard in shards for _ in shard.chunks],
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=bool(group.get("maximize")),
+        )

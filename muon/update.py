@@ -1,14 +1,14 @@
-"""Update rules of Muon and AdamW, in place on the tensors of one chunk.
+"""Update rules of Muon and AdamW, in place on the tensors of chunks.
 
 All operations are elementwise, so results do not depend on where a parameter is cut, and
-gradients are never modified. The tensors of one call have one shape; a learning rate that is a
-tensor of one element is used in its own precision.
+gradients are never modified. A learning rate that is a tensor of one element is used in its own
+precision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -91,12 +91,12 @@ def adjust_lr(
 
 
 def adamw_(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    masters: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
     *,
-    step: float,
+    steps: Sequence[float],
     lr: float | torch.Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -105,32 +105,67 @@ def adamw_(
 ) -> None:
     """Do one step of AdamW (https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW`` does.
 
+    Each sequence has one item for each chunk; the tensors of a chunk have one shape.
+
     Args:
-        master: any shape; updated in place.
-        grad: the shape of ``master``, any floating-point dtype.
-        exp_avg: running mean m of gradients, in the shape and dtype of the master; updated in
+        masters: of any shape; updated in place.
+        grads: of any floating-point dtype.
+        exp_avgs: running means m of gradients, of the dtype of the master; updated in place.
+        exp_avg_sqs: running means v of squared gradients, of the dtype of the master; updated in
             place.
-        exp_avg_sq: running mean v of squared gradients, in the shape and dtype of the master;
-            updated in place.
-        step: number of this step for the parameter, from 1.
+        steps: number of this step for the parameter, from 1.
         lr: learning rate.
         betas: weights of the past in m and v.
         eps: added to the root of v.
-        weight_decay: decoupled: the master shrinks by ``lr * weight_decay``.
-        maximize: follow the gradient upwards: ``grad`` is negated.
+        weight_decay: decoupled: the masters shrink by ``lr * weight_decay``.
+        maximize: follow the gradients upwards: they are negated.
     """
     beta1, beta2 = betas
-    decay, size = float(1 - lr * weight_decay), float(lr / (1 - beta1**step))
-    for values, grad_piece, mean, mean_sq in _pieces(master, grad, exp_avg, exp_avg_sq):
-        wide_grad = grad_piece.to(mean.dtype)  # (rows, ...)
+    decay = float(1 - lr * weight_decay)
+    sizes = {step: float(lr / (1 - beta1**step)) for step in set(steps)}
+    roots = {step: (1 - beta2**step) ** 0.5 for step in sizes}
+    for indices, tensors in _batches(masters, grads, exp_avgs, exp_avg_sqs):
+        values, narrow_grads, means, mean_sqs = tensors  # Lists of the same length.
+        wide_grads = [g.to(m.dtype) for g, m in zip(narrow_grads, means, strict=True)]
         if maximize:
-            wide_grad = -wide_grad
+            wide_grads = list(torch._foreach_neg(wide_grads))
         if weight_decay != 0:
-            values.mul_(decay)
-        mean.lerp_(wide_grad, 1 - beta1)  # m = beta1 m + (1 - beta1) g
-        mean_sq.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)  # v, with g^2
-        denominator = (mean_sq.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)  # (rows, ...)
-        values.addcdiv_(mean, denominator, value=-size)  # lr m / (1 - beta1^step) / denominator
+            torch._foreach_mul_(values, decay)
+        torch._foreach_lerp_(means, wide_grads, 1 - beta1)  # m = beta1 m + (1 - beta1) g
+        torch._foreach_mul_(mean_sqs, beta2)
+        torch._foreach_addcmul_(mean_sqs, wide_grads, wide_grads, 1 - beta2)  # v, with g^2
+        denominators = torch._foreach_sqrt(mean_sqs)
+        torch._foreach_div_(denominators, [roots[steps[index]] for index in indices])
+        torch._foreach_add_(denominators, eps)
+        # lr m / (1 - beta1^step) / denominator
+        step_sizes = [-sizes[steps[index]] for index in indices]
+        torch._foreach_addcdiv_(values, means, denominators, step_sizes)
+
+
+def _batches(
+    *columns: Sequence[torch.Tensor],
+) -> Iterator[tuple[list[int], list[list[torch.Tensor]]]]:
+    """Yield the rows of several sequences of tensors in batches, each as a list per sequence.
+
+    Small tensors are joined and large ones cut as by _pieces(), so that the temporaries of a batch
+    stay in the cache. The tensors of one row have one shape.
+
+    Yields:
+        The index in the sequences of each item of the lists, and the lists.
+    """
+    indices: list[int] = []
+    rows: list[tuple[torch.Tensor, ...]] = []
+    numel = 0
+    for index, row in enumerate(zip(*columns, strict=True)):
+        for piece in _pieces(*row):
+            if rows and numel + piece[0].numel() > _PIECE_ELEMENTS:
+                yield indices, [list(column) for column in zip(*rows, strict=True)]
+                indices, rows, numel = [], [], 0
+            indices.append(index)
+            rows.append(piece)
+            numel += piece[0].numel()
+    if rows:
+        yield indices, [list(column) for column in zip(*rows, strict=True)]
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -43,6 +43,8 @@ class Chunk:
         Raises:
             ValueError: the rectangle does not lie within the tensor.
         """
+        if self.sizes == tensor.shape and not any(self.offsets):
+            return tensor
         if not self.lies_within(tensor.shape):
             raise ValueError(f"{self} does not lie within a tensor of shape {list(tensor.shape)}")
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):

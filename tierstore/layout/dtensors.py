@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # The usual case, and quickly seen.
+        return False
     # A process that has a DTensor has imported its module; other processes skip the import.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

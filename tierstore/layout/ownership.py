@@ -241,6 +241,9 @@ def _parts(
             sizes = chunk.whole.sizes
             rectangle = spec if sizes == spec.shape else replace(spec, shape=sizes)
             for part in record_chunks(rectangle, first - begin, last - begin):
+                if part.sizes == sizes:
+                    yield chunk
+                    continue
                 yield HeldChunk(whole=_moved(part, chunk.whole), local=_moved(part, chunk.local))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,8 +58,12 @@ class Record:
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the elements as a tensor of the chunk's shape over a uint8 page buffer."""
-        data = buffer[self.data_offset : self.data_offset + self.data_nbytes]
-        return data.view(self.dtype).view(self.chunk.sizes)
+        return self.of_elements(buffer.view(self.dtype))
+
+    def of_elements(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return view(), given the page buffer as a tensor of ``dtype``."""
+        first = self.data_offset // self.dtype.itemsize
+        return elements[first : first + self.chunk.numel].view(self.chunk.sizes)
 
     def over(self, memory: memoryview) -> torch.Tensor:
         """Return the elements as a tensor whose storage is this part of the memory of a page.
@@ -68,6 +73,14 @@ class Record:
         return torch.frombuffer(
             memory, dtype=self.dtype, count=self.chunk.numel, offset=self.data_offset
         ).view(self.chunk.sizes)
+
+
+class RecordViews(NamedTuple):
+    """The records of one chunk as tensors over a page buffer."""
+
+    master: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    """State name -> tensor; without the master."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +110,7 @@ class PageLayout:
     sections: tuple[Section, ...]
     nbytes: int
     records: Mapping[tuple[str, Chunk], Mapping[str, Record]] = field(repr=False)
-    """(parameter name, chunk) -> state name -> its record."""
+    """(parameter name, chunk) -> state name -> its record, in the order of the subgroup."""
     blocks: tuple[Extent, ...] = field(repr=False)
     """All blocks, in the order in which a commit lists their checksums."""
     digest: str
@@ -121,6 +134,18 @@ class PageLayout:
         """Return (index in ``blocks``, block) for all blocks of some sections."""
         offsets = {block.offset for section in sections for block in section.blocks()}
         return [item for item in enumerate(self.blocks) if item[1].offset in offsets]
+
+    def views(self, buffer: torch.Tensor) -> list[RecordViews]:
+        """Return the records of every chunk as tensors, in the order of ``records``."""
+        elements = {
+            dtype: buffer.view(dtype)
+            for dtype in {record.dtype for section in self.sections for record in section.records}
+        }
+        found = []
+        for records in self.records.values():
+            tensors = {state: r.of_elements(elements[r.dtype]) for state, r in records.items()}
+            found.append(RecordViews(tensors.pop(MASTER), tensors))
+        return found
 
     def stamp(self, buffer: torch.Tensor, sections: Iterable[Section]) -> None:
         """Write the framing of the records of some sections, and zeros between records.
@@ -165,9 +190,11 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
         position = align_up(position, SECTOR_BYTES)
         sections.append(Section(state, write_only, Extent(start, position - start), tuple(records)))
 
-    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {}
+    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {
+        (shard.parameter.name, chunk): {} for shard in subgroup.shards for chunk in shard.chunks
+    }
     for record in (record for section in sections for record in section.records):
-        by_chunk.setdefault((record.parameter.name, record.chunk), {})[record.state] = record
+        by_chunk[record.parameter.name, record.chunk][record.state] = record
     return PageLayout(
         subgroup=subgroup,
         sections=tuple(sections),

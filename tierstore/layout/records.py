@@ -128,6 +128,11 @@ def record_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
 
     Arguments and errors as in record_prefix().
     """
+    return _record_nbytes(tuple(sizes), dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _record_nbytes(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
     return align_up(record_length(sizes, dtype), DATA_ALIGNMENT_BYTES)
 
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -249,11 +249,13 @@ class Holding:
     sharding: Sharding
     """Sharding of the parameter over that mesh."""
 
-    @property
-    def is_whole(self) -> bool:
-        """True if every rank holds the whole parameter."""
+    is_whole: bool = field(init=False, repr=False, compare=False)
+    """True if every rank holds the whole parameter."""
+
+    def __post_init__(self) -> None:
         meshes = zip(self.sharding.mesh_shape, self.sharding.placements, strict=True)
-        return all(size == 1 or placement is None for size, placement in meshes)
+        is_whole = all(size == 1 or placement is None for size, placement in meshes)
+        object.__setattr__(self, "is_whole", is_whole)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """Return the shape of the local tensor of a rank, given the shape of the parameter."""

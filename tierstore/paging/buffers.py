@@ -8,12 +8,13 @@ import functools
 import logging
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tierstore.errors import BudgetError
+from tierstore.layout.page_layout import PageLayout, RecordViews
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
 
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -24,13 +25,15 @@ logger = logging.getLogger("tierstore")
 _MADV_POPULATE_WRITE = 23
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory for one page, as a tensor and as a memoryview."""
 
     tensor: torch.Tensor
     """uint8, one dimension, starts at a multiple of SECTOR_BYTES."""
     memory: memoryview
+    viewed: tuple[PageLayout, Sequence[RecordViews]] | None = None
+    """The layout of the last page that was viewed here, and its records."""
 
 
 class BufferPool:

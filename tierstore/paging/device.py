@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
+from tierstore.layout.page_layout import PageLayout, RecordViews
+
 # Besides the pages that are stepped, one page is copied in and one is copied out.
 MOVING_PAGES = 2
 
@@ -40,6 +42,8 @@ class DeviceBuffer:
     """uint8, one dimension."""
     last_use: torch.cuda.Event | None = None
     """The end of the last read or write of the memory on the device."""
+    viewed: tuple[PageLayout, Sequence[RecordViews]] | None = None
+    """The layout of the last page that was viewed here, and its records."""
 
 
 class Device:

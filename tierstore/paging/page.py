@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.ownership import SharedSubgroup
-from tierstore.layout.page_layout import PageLayout, Section
+from tierstore.layout.page_layout import PageLayout, RecordViews, Section
 from tierstore.layout.parameters import MASTER, PagedParameter
 from tierstore.paging.buffers import Buffer
 from tierstore.paging.device import Copy, DeviceBuffer
@@ -123,7 +123,8 @@ class Page:
             present: names of the parameters of which any rank has a gradient; none outside of a
                 step.
         """
-        return PageView(self.layout, self.parameters, self.memory, source or self.source, present)
+        records = _views(self.layout, self.device_buffer or self.buffer)
+        return PageView(self.layout, self.parameters, records, source or self.source, present)
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""
@@ -186,7 +187,8 @@ class PageFiles:
             return
         absent: Sequence[Section] = page.layout.sections
         if page.content is Content.FRESH:
-            PageView(page.layout, page.parameters, page.buffer.tensor, page.source).initialize()
+            records = _views(page.layout, page.buffer)
+            PageView(page.layout, page.parameters, records, page.source).initialize()
         else:
             self._check(page, page.buffer.memory, page.sections)
             absent = [section for section in absent if section not in page.sections]
@@ -301,6 +303,16 @@ class PageWrite:
         return self._start.done() and (
             self._start.exception() is not None or self.started()[1].done()
         )
+
+
+def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence[RecordViews]:
+    """Return the records of a page as tensors over memory, which keeps them for the next step."""
+    if memory is None:
+        assert not layout.nbytes
+        return ()
+    if memory.viewed is None or memory.viewed[0] is not layout:
+        memory.viewed = layout, layout.views(memory.tensor)
+    return memory.viewed[1]
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
-from tierstore.layout.page_layout import PageLayout
+from tierstore.layout.page_layout import PageLayout, RecordViews
 from tierstore.layout.parameters import MASTER, PagedParameter, ParameterSpec
 
 _PIECE_ELEMENTS = 1 << 20
@@ -41,7 +41,7 @@ class Source:
 
     def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
         """Return the offsets and sizes of a chunk within this rank's tensor of the parameter."""
-        return self.local_chunks.get((name, chunk), chunk)
+        return self.local_chunks.get((name, chunk), chunk) if self.local_chunks else chunk
 
     def send_back(self) -> None:
         """Start to copy the parameters back to their device, if the source has copies."""
@@ -107,40 +107,37 @@ class PageView:
     Valid until a window of further pages was asked for; see TierStore.sweep().
     """
 
-    __slots__ = ("_layout", "_memory", "_parameters", "_source", "group", "shards")
+    __slots__ = ("_tensors", "group", "shards")
 
     def __init__(
         self,
         layout: PageLayout,
         parameters: Mapping[str, PagedParameter],
-        memory: torch.Tensor,
+        records: Sequence[RecordViews],
         source: Source,
         present: Collection[str] = (),
     ) -> None:
-        self._source = source
-        self._layout = layout
-        self._parameters = parameters
-        self._memory = memory  # uint8.
+        self._tensors = records
         self.group = layout.subgroup.group
         """Index of the group, in the order of attach(), that all shards belong to."""
         self.shards = []
         """All shards of the subgroup, in the same order on every rank."""
+        remaining = iter(records)
         for shard in layout.subgroup.shards:
-            name = shard.parameter.name
-            has_gradient = name in present
-            chunks = [self._chunk_view(name, chunk, has_gradient) for chunk in shard.chunks]
-            self.shards.append(ShardView(parameters[name], shard.parameter, chunks, has_gradient))
-
-    def _chunk_view(self, name: str, chunk: Chunk, has_gradient: bool) -> ChunkView:
-        parameter, records = self._parameters[name], self._layout.records[name, chunk]
-        if records[MASTER].parameter.owns_master:
-            master = self._source.values(parameter, chunk)
-        else:
-            master = records[MASTER].view(self._memory)
-        states = {
-            state: record.view(self._memory) for state, record in records.items() if state != MASTER
-        }
-        return ChunkView(chunk, master, states, parameter, self._source, has_gradient)
+            parameter, spec = parameters[shard.parameter.name], shard.parameter
+            has_gradient = spec.name in present
+            chunks = [
+                ChunkView(
+                    chunk,
+                    source.values(parameter, chunk) if spec.owns_master else record.master,
+                    record.states,
+                    parameter,
+                    source,
+                    has_gradient,
+                )
+                for chunk, record in zip(shard.chunks, remaining, strict=False)
+            ]
+            self.shards.append(ShardView(parameter, spec, chunks, has_gradient))
 
     def initialize(self) -> None:
         """Fill a page that was never written, with zeros and the parameters."""
@@ -178,25 +175,31 @@ class PageView:
 
     def write_parameters(self) -> None:
         """Round the masters to the parameters that are not their own master."""
-        for shard in self.shards:
-            if not shard.spec.owns_master:
-                for chunk in shard.chunks:
-                    chunk.values.copy_(chunk.master)
+        chunks = [
+            chunk for shard in self.shards if not shard.spec.owns_master for chunk in shard.chunks
+        ]
+        _copy([chunk.values for chunk in chunks], [chunk.master for chunk in chunks])
 
     def read_parameters(self) -> None:
         """Copy the parameters that are their own master to the page's records."""
-        for records in self._layout.records.values():
-            master = records[MASTER]
-            if master.parameter.owns_master:
-                parameter = self._parameters[master.parameter.name]
-                master.view(self._memory).copy_(self._source.values(parameter, master.chunk))
+        pairs = [(record, chunk) for spec, record, chunk in self._records() if spec.owns_master]
+        _copy([record.master for record, _ in pairs], [chunk.master for _, chunk in pairs])
 
     def restore_parameters(self) -> None:
         """Copy the masters in the page to the parameters, which may be their own masters."""
-        for records in self._layout.records.values():
-            master = records[MASTER]
-            parameter = self._parameters[master.parameter.name]
-            self._source.values(parameter, master.chunk).copy_(master.view(self._memory))
+        pairs = [(record, chunk) for _, record, chunk in self._records()]
+        _copy([chunk.values for _, chunk in pairs], [record.master for record, _ in pairs])
+
+    def _records(self) -> Iterator[tuple[ParameterSpec, RecordViews, ChunkView]]:
+        """Yield the records of every chunk with the chunk."""
+        chunks = ((shard.spec, chunk) for shard in self.shards for chunk in shard.chunks)
+        for (spec, chunk), record in zip(chunks, self._tensors, strict=True):
+            yield spec, record, chunk
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _rounds_to(master: torch.Tensor, values: torch.Tensor) -> bool:
