@@ -72,7 +72,8 @@ _NOT_COPIED = ("store", "step", "_attached", "_pipeline", "_state")
 class Muon(torch.optim.Optimizer):
     """Muon for matrices, and AdamW for groups with ``algorithm="adamw"``.
 
-    Arguments have the meanings and defaults of ``torch.optim.Muon``. For float32 parameters
+    Arguments have the meanings and defaults of ``torch.optim.Muon``, but a step refuses gradients
+    that are not finite; see ``nonfinite``. For float32 parameters
     with contiguous gradients, results equal those of ``torch.optim.Muon`` and
     ``torch.optim.AdamW(foreach=False)`` bit for bit, except for large matrices on a CPU, which
     round differently (see ``orthogonalize_``). Parameters of lower precision have a float32
@@ -110,6 +111,9 @@ class Muon(torch.optim.Optimizer):
             last bits of an update then depend on the other matrices of its page or round, and so
             on ``page_bytes`` and the number of ranks.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
+        nonfinite: what step() does if a gradient on any rank has an element that is NaN or
+            infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
+            not step. "allow": step, as ``torch.optim`` does.
 
     Raises:
         ValueError: a hyperparameter is out of range or cannot be used, or the algorithm of a group
@@ -135,6 +139,7 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype | str = torch.bfloat16,
         ns_batched: bool = False,
         prefetch_in_backward: bool = False,
+        nonfinite: str = "raise",
     ) -> None:
         defaults = {
             "algorithm": "muon",
@@ -154,6 +159,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f"partition must be 'auto', 'by_parameter' or 'flat', got {partition!r}"
             )
+        if nonfinite not in ("raise", "skip", "allow"):
+            raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
+        self._nonfinite = nonfinite
         self._owns_store = store is None
         self._gather_memory = tierstore.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
@@ -242,6 +250,11 @@ class Muon(torch.optim.Optimizer):
             The result of the closure, or None.
 
         Raises:
+            tierstore.NonFiniteGradientError: a gradient is not finite, and ``nonfinite`` is
+                "raise". Nothing was changed; or, for gradients on a GPU and a store with a
+                commit, the store has failed before it committed the step.
+            ValueError: ranks that hold the same elements have different gradients: reduce
+                gradients before the step. Nothing was changed.
             StorageError, CorruptionError: pages could not be read or written. If a page was
                 stepped already, the store is failed, and restore() returns to the last commit.
 
@@ -262,7 +275,7 @@ class Muon(torch.optim.Optimizer):
         self._warn_of_slow_bfloat16()
         self._pipeline.open(self.param_groups)
         window = self.store.window_max
-        with self.store.sweep(window) as pages:
+        with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
             steps = {
                 name: scalars["step"] + 1.0
                 for name, scalars in self.store.scalars.items()

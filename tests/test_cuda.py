@@ -112,3 +112,29 @@ def test_page_buffers_are_page_locked(tmp_path: Path) -> None:
             locked = [page._memory.is_cuda for page in pages]
         assert all(locked)
         assert all(buffer.tensor.is_pinned() for buffer in store._pager._pool._all)
+
+
+@needs_cuda
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gradients_that_are_not_finite_are_never_committed(
+    dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    shapes = {"large": (513, 65), "empty": (0, 4), "scalar": ()}
+    parameters = {
+        name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device="cuda"))
+        for name, shape in shapes.items()
+    }
+    parameters["other"] = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    group = {"params": list(parameters.items()), "algorithm": "adamw"}
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon([group], store=store)
+        for parameter in parameters.values():  # Their sum overflows.
+            parameter.grad = torch.full_like(parameter, torch.finfo(parameter.dtype).max)
+        optimizer.step()
+        store.synchronize()
+        parameters["large"].grad[512, 64] = value  # type: ignore[index]
+        with pytest.raises(tierstore.NonFiniteGradientError, match="'large'"):
+            optimizer.step()
+        assert store.committed_step == 1
+        assert optimizer.restore() == 1

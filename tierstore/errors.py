@@ -65,6 +65,10 @@ class BudgetError(TierstoreError, ValueError):
     """A memory budget is too small; the message names the smallest one that works."""
 
 
+class NonFiniteGradientError(TierstoreError, ValueError):
+    """A gradient has NaN or infinite elements; the message names the parameter."""
+
+
 class RunDirectoryError(TierstoreError, ValueError):
     """A directory cannot be used as the run directory; the message says what to do."""
 

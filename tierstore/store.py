@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES, parse_bytes
+
+# The gradients of replicas are compared at the first step and then after this number of steps.
+_COMPARE_EVERY = 100
 
 
 class TierStore:
@@ -136,6 +140,8 @@ class TierStore:
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._changes = Changes()
         self._given = GivenStates()
+        self._steps_begun = 0  # Since the store was opened, the same on all ranks.
+        self._warned_of_no_gradient = False
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
@@ -211,7 +217,7 @@ class TierStore:
         self._table.attach(groups)
 
     @contextlib.contextmanager
-    def sweep(self, window: int = 1) -> Iterator[SteppedPages]:
+    def sweep(self, window: int = 1, *, nonfinite: str = "allow") -> Iterator[SteppedPages]:
         """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
 
         Yields one page for each subgroup in which any rank has a gradient, in order; a page is
@@ -223,6 +229,11 @@ class TierStore:
             window: number of pages that are stepped at once: a page stays valid until this
                 number of further pages was asked for. At most ``window_max``, and the same on
                 all ranks.
+            nonfinite: what to do if a gradient on any rank has an element that is NaN or
+                infinite. "raise": raise NonFiniteGradientError. "skip": warn, and yield no page;
+                nothing is changed, and the step does not count. "allow": do not look. With
+                "raise", gradients on a GPU are not waited for if there is a commit to go back
+                to: the error then comes at the end of the sweep, and the store fails.
 
         If the loop raises or stops early after the first page was handed out, the parameters are
         from two steps and the store fails. (A store without a directory has no step to go back to,
@@ -232,28 +243,65 @@ class TierStore:
             StorageError, CorruptionError: a page could not be read or written. Before the
                 first page was handed out, nothing was changed and the step may be retried.
             SweepError: the loop was left before its last page.
-            ValueError: a parameter or gradient is not as it was attached, or a tensor of
-                show_states() was changed in place and the state was not. Nothing was changed.
+            NonFiniteGradientError: see ``nonfinite``.
+            ValueError: a parameter or gradient is not as it was attached, a tensor of
+                show_states() was changed in place and the state was not, or replicas have
+                different gradients. Nothing was changed. A sample of gradients is compared at the
+                first step after the store was opened, and at every hundredth after it; a rank
+                without a gradient is not compared.
             PeerFailed: any of these on another rank.
 
         Warns:
+            UserWarning: a step was skipped; or no parameter has a gradient, said once.
             UserWarning: a parameter was changed outside of the optimizer. For parameters on a
                 GPU the next sweep warns.
         """
         self._usability.require_restored()
         if not 1 <= window <= self.window_max:
             raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
+        if nonfinite not in ("raise", "skip", "allow"):
+            raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
         self._follow_scalars()
         self._given.require_unchanged()
         table = self._table
         table.ensure_placed()
         table.require_same_values()
-        present = rank_checks.names_with_gradient(self._ranks, table.groups, table.specs)
+        gradients = rank_checks.agree_on_gradients(
+            self._ranks,
+            table.groups,
+            table.specs,
+            table.partition,
+            table.device,
+            nonfinite=nonfinite,
+            waits=nonfinite == "skip" or table.device.is_host or not self._committer.keeps_commit,
+            compares=self._steps_begun % _COMPARE_EVERY == 0,
+        )
+        self._steps_begun += 1
         self._changes.warn(wait=True)
+        if gradients.nonfinite:
+            warnings.warn(f"{gradients.nonfinite}. This step is skipped", stacklevel=3)
+            if self._free_gradients:
+                for parameter in table.parameters:
+                    parameter.tensor.grad = None
+            yield SteppedPages(iter(()), frozenset(), [])
+            return
+        if not gradients.present and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            warnings.warn(
+                "no parameter has a gradient, so this step changes none: call backward() before "
+                "step(), and zero_grad() after it. Later steps like this do not warn",
+                stacklevel=3,
+            )
         if self._committer.is_due:
             self._begin_commit()
         self._given.forget()
-        sweep = Sweep(table, free_gradients=self._free_gradients, present=present, window=window)
+        sweep = Sweep(
+            table,
+            free_gradients=self._free_gradients,
+            present=gradients.present,
+            window=window,
+            unread=gradients.unread,
+        )
         with sweep.run() as pages:
             yield pages
         self._changes.note(sweep.changed, table.step_device)

@@ -1,4 +1,4 @@
-"""Compiled steps, gradients that are no numbers, steps of many parameters, and defaults.
+"""Compiled steps, steps of many parameters, and defaults.
 
 Known failures: each test states the wanted behaviour and fails today.
 """
@@ -16,8 +16,6 @@ import torch
 import muon
 import tierstore
 from tests.support.twins import Twins, parameter
-
-NOT_RAISED = pytest.fail.Exception
 
 # ------------------------------------------------------------------------- compiled steps
 
@@ -69,93 +67,6 @@ def test_a_compiled_function_may_call_the_store(
         twins.step()
         assert store.step == 3
         twins.assert_identical()
-
-
-# ------------------------------------------------------------------------- NaN and infinity
-
-
-def spoil(twins: Twins, value: float) -> None:
-    """Give one parameter a gradient with one element that is no number."""
-    twins.set_gradients()
-    for _, parameters in twins.both:
-        grad = parameters["second"].grad
-        assert grad is not None
-        grad[0, 0] = value
-
-
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="gradients are not looked at")
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_is_refused_before_the_first_update(
-    value: float, algorithm: str
-) -> None:
-    twins = Twins(algorithm=algorithm)
-    twins.step()
-    before = {name: values.detach().clone() for name, values in twins.ours.items()}
-    spoil(twins, value)
-    with pytest.raises(
-        (ValueError, RuntimeError, tierstore.TierstoreError), match=r"(?i)finite|nan"
-    ):
-        twins.optimizer.step()
-    for name, values in twins.ours.items():
-        assert torch.equal(values, before[name]), name
-    twins.step()
-    twins.assert_identical()
-
-
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="gradients are not looked at")
-def test_a_gradient_that_is_no_number_is_never_committed(tmp_path: Path) -> None:
-    with tierstore.TierStore(tmp_path) as store:
-        twins = Twins(store=store)
-        twins.step()
-        store.synchronize()
-        spoil(twins, float("nan"))
-        with pytest.raises(
-            (ValueError, RuntimeError, tierstore.TierstoreError), match=r"(?i)finite|nan"
-        ):
-            twins.optimizer.step()
-        assert store.committed_step == 1
-        assert twins.optimizer.restore() == 1
-        twins.step()
-        twins.assert_identical()
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="there is no option nonfinite")
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_a_step_with_a_gradient_that_is_no_number_is_skipped_on_request(
-    place: str, tmp_path: Path
-) -> None:
-    weight = parameter()
-    options: dict[str, Any] = {"nonfinite": "skip"}
-    with tierstore.TierStore(tmp_path if place == "disk" else None) as store:
-        optimizer = muon.Muon([("weight", weight)], store=store, **options)
-        weight.grad = torch.full_like(weight, float("nan"))
-        optimizer.step()
-        assert torch.equal(weight, parameter())
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        assert weight.isfinite().all()
-        assert not torch.equal(weight, parameter())
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="there is no option nonfinite")
-def test_a_gradient_that_is_no_number_is_allowed_on_request() -> None:
-    weight = parameter()
-    options: dict[str, Any] = {"nonfinite": "allow"}
-    optimizer = muon.Muon([("weight", weight)], **options)
-    weight.grad = torch.full_like(weight, float("nan"))
-    optimizer.step()
-    assert weight.isnan().all()
-
-
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="such a step says nothing")
-def test_a_step_without_any_gradient_warns_once(recwarn: pytest.WarningsRecorder) -> None:
-    optimizer = muon.Muon([("weight", parameter())])
-    with pytest.warns(UserWarning, match="gradient"):
-        optimizer.step()
-    recwarn.clear()
-    optimizer.step()
-    assert not recwarn.list
 
 
 # ------------------------------------------------------------------------ many small parameters

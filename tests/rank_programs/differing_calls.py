@@ -89,27 +89,3 @@ def state_dict_of_own_parts() -> str:
         raised = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
         dist.barrier()
     return raised
-
-
-def step_with_nan_on_one(directory: Path) -> tuple[str, int]:
-    """Step with a NaN on the last rank: what is raised, and the step that is committed."""
-    store, optimizer, parameters = _open(directory)
-    with store:
-        _step(optimizer)
-        store.synchronize()
-        for parameter in parameters.values():
-            parameter.grad = torch.ones(6, 4)
-            if dist.get_rank():
-                parameter.grad[0, 0] = float("nan")
-        raised = _attempt(optimizer.step)
-        if not raised:
-            store.synchronize()
-        return raised, store.committed_step
-
-
-def step_with_other_gradients() -> str:
-    store, optimizer, parameters = _open()
-    with store:
-        for parameter in parameters.values():
-            parameter.grad = torch.full((6, 4), 1.0 + dist.get_rank())
-        return _attempt(optimizer.step)

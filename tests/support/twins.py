@@ -35,6 +35,7 @@ class Twins:
         algorithm: "adamw" or "muon", of all groups.
         store: that of our optimizer.
         rates: the learning rate of each group.
+        nonfinite: that of our optimizer.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Twins:
         store: tierstore.TierStore | None = None,
         rates: Sequence[float] = (0.5,),
         named: bool = True,
+        nonfinite: str = "raise",
         **options: Any,
     ) -> None:
         flat = [name for group in names for name in group]
@@ -62,7 +64,7 @@ class Twins:
             for of in (self.ours, self.theirs)
         )
         self.optimizer = muon.Muon(
-            [{**group, "algorithm": algorithm} for group in mine], store=store
+            [{**group, "algorithm": algorithm} for group in mine], store=store, nonfinite=nonfinite
         )
         self.stock: torch.optim.Optimizer = (
             torch.optim.Muon(others)

@@ -79,7 +79,8 @@ class PageTable:
         self._on_host = on_host
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
         self._window = self.window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
-        self._device = Device()  # The parameters are there.
+        self.device = Device()
+        """The device of the parameters."""
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
         self._values_may_differ = False  # Whether replicas may hold other values than the owner.
@@ -102,7 +103,7 @@ class PageTable:
     @property
     def step_device(self) -> Device:
         """The device that pages are stepped on."""
-        return Device() if self._on_host else self._device
+        return Device() if self._on_host else self.device
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for groups, after the pages of earlier groups. All ranks call this.
@@ -164,7 +165,7 @@ class PageTable:
             StorageError, CorruptionError: a page could not be read or written.
         """
         placement = together(
-            self.ranks, "plan a move", lambda: self._plan(self.pages, self._device, tier)
+            self.ranks, "plan a move", lambda: self._plan(self.pages, self.device, tier)
         )
         together(self.ranks, "move pages", lambda: self._move(placement))
         self._tier = tier
@@ -173,7 +174,7 @@ class PageTable:
     def ensure_placed(self) -> None:
         """Place the pages again if that was interrupted before."""
         if not self._is_placed:
-            self._place(self.pages, self._plan(self.pages, self._device, self._tier))
+            self._place(self.pages, self._plan(self.pages, self.device, self._tier))
 
     def close(self) -> None:
         """Free all memory once nothing uses it."""
@@ -202,9 +203,9 @@ class PageTable:
                 number += 1
                 pages.append(page)
         torch_device = device_of([*self.groups, *groups])
-        device = self._device if self.groups else open_device(torch_device)
+        device = self.device if self.groups else open_device(torch_device)
         placement = self._plan(pages, device, self._tier)
-        self._device = device
+        self.device = device
         self._place(pages, placement)
         if not self.usability.awaits_restore:
             self.allocate_files(pages[first:])
@@ -291,7 +292,7 @@ class PageTable:
                 self.mirrors.close()
             self.pager.make_way(pages, placement, self.step_device)
             if self.mirrors.nbytes != mirror_bytes:
-                self.mirrors = Mirrors(self._device, mirror_bytes, self._window)
+                self.mirrors = Mirrors(self.device, mirror_bytes, self._window)
             self.pager.place(
                 pages,
                 placement,

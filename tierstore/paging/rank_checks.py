@@ -7,7 +7,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from tierstore.errors import RunMismatchError
+from tierstore.errors import NonFiniteGradientError, RunMismatchError
 from tierstore.layout.dtensors import holding_of, local_tensor
 from tierstore.layout.ownership import (
     SharedParameter,
@@ -25,12 +25,20 @@ from tierstore.layout.ownership import (
 )
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
 from tierstore.layout.sharding import Holding, stacked, whole_on
+from tierstore.paging.device import Device
 from tierstore.paging.fsdp import reshard
+from tierstore.paging.gradients import (
+    NonFinite,
+    describe_nonfinite,
+    gradient_samples,
+    named_by,
+    sample_of,
+)
 from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run import tagged_json
 
-# Number of elements that are compared between ranks.
-_SAMPLE_ELEMENTS = 64
+# Replicas of a gradient may be rounded differently. Gradients of other data differ by far more.
+_GRADIENT_TOLERANCE = 0.01
 
 
 def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
@@ -88,35 +96,84 @@ def partition_groups(
     ]
 
 
-def names_with_gradient(
-    peers: Peers, groups: Sequence[PagedGroup], specs: Mapping[str, ParameterSpec]
-) -> frozenset[str]:
-    """Return the parameters of which any rank has a gradient, after checking all of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The gradients of one step."""
+
+    present: frozenset[str]
+    """Names of the parameters of which any rank has a gradient."""
+    nonfinite: str
+    """With "skip" and a gradient that is not finite: the text of a warning; else ""."""
+    unread: NonFinite | None
+    """The gradients of this rank that are not finite, if nobody has waited for them yet."""
+
+
+def agree_on_gradients(
+    peers: Peers,
+    groups: Sequence[PagedGroup],
+    specs: Mapping[str, ParameterSpec],
+    partition: Sequence[SharedSubgroup],
+    device: Device,
+    *,
+    nonfinite: str,
+    waits: bool,
+    compares: bool,
+) -> Gradients:
+    """Return the gradients of a step, after checking all of them.
 
     Args:
         peers: all ranks, which call this together.
         groups: the groups, the same on all ranks.
         specs: parameter name -> spec when the parameter was attached.
+        partition: the subgroups of these groups.
+        device: the device of the parameters.
+        nonfinite: as in TierStore.sweep().
+        waits: whether to wait until it is known which gradients are finite.
+        compares: whether to compare the gradients of replicas.
 
     Raises:
-        ValueError: a parameter or gradient does not fit, or the ranks have different
-            hyperparameters; the message names the first.
+        ValueError: a parameter or gradient does not fit, the ranks have different
+            hyperparameters, or replicas have different gradients; the message names the first.
+        NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """
     members = [parameter for group in groups for parameter in group.parameters]
+    is_alone = peers.world_size == 1
+    unread: NonFinite | None = None
 
-    def look() -> tuple[int, int]:
+    def look() -> tuple[int, int, int, bytes]:
+        nonlocal unread
         reshard(members)
         found = 0  # A bit for each parameter, because every step sends this.
         for index, parameter in enumerate(members):
             check_unchanged(parameter, specs[parameter.name])
             found |= (parameter.tensor.grad is not None) << index
-        return found, 0 if peers.world_size == 1 else _digest(_hyperparameters(groups))
+        if nonfinite != "allow":
+            unread = NonFinite(members, device)
+        return (
+            found,
+            0 if is_alone else _digest(_hyperparameters(groups, nonfinite)),
+            unread.bits() if unread and waits else 0,
+            gradient_samples(members) if compares and not is_alone else b"",
+        )
 
-    gradients, digests = zip(*agree(peers, "begin a step", look), strict=True)
-    _require_equal(peers, groups, digests)
-    found = functools.reduce(operator.or_, gradients)
-    return frozenset(member.name for index, member in enumerate(members) if found >> index & 1)
+    found, digests, bits, samples = zip(*agree(peers, "begin a step", look), strict=True)
+    _require_equal(peers, digests, groups, nonfinite)
+    _require_same_gradients(members, partition, samples)
+    text = ""
+    if union := functools.reduce(operator.or_, bits):
+        ranks = [rank for rank, own in enumerate(bits) if own]
+        text = describe_nonfinite(named_by(members, union), [] if is_alone else ranks)
+        if nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"{text}. Nothing was changed: find their origin with "
+                "torch.autograd.detect_anomaly(), or pass nonfinite='skip' to leave out such steps"
+            )
+    return Gradients(
+        present=frozenset(named_by(members, functools.reduce(operator.or_, found))),
+        nonfinite=text,
+        unread=None if waits else unread,
+    )
 
 
 def require_same_commit(
@@ -132,11 +189,11 @@ def require_same_commit(
         digests = agree(
             peers, "commit a step", lambda: _digest([_hyperparameters(groups), scalars])
         )
-        _require_equal(peers, groups, digests)
+        _require_equal(peers, digests, groups)
 
 
-def _hyperparameters(groups: Sequence[PagedGroup]) -> dict[str, Any]:
-    return {
+def _hyperparameters(groups: Sequence[PagedGroup], nonfinite: str = "") -> dict[str, Any]:
+    return {"nonfinite": nonfinite} | {
         f"{key} of param group {number}": tagged_json.encode(
             value, f"{key} of param group {number}"
         )
@@ -149,10 +206,12 @@ def _digest(values: Any) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(values, sort_keys=True).encode())
 
 
-def _require_equal(peers: Peers, groups: Sequence[PagedGroup], digests: Sequence[int]) -> None:
+def _require_equal(
+    peers: Peers, digests: Sequence[int], groups: Sequence[PagedGroup], nonfinite: str = ""
+) -> None:
     """Refuse different hyperparameters or scalars, given their digest on every rank."""
     if len(set(digests)) > 1:
-        found = _first_difference(peers.gather(_hyperparameters(groups)))
+        found = _first_difference(peers.gather(_hyperparameters(groups, nonfinite)))
         raise ValueError(
             f"{found or 'the scalars differ between ranks'}: all ranks step one model, so give "
             "them the same hyperparameters and schedulers"
@@ -274,9 +333,39 @@ def require_same_values(
 
 def _sample(tensor: torch.Tensor) -> int:
     """Return a hash of some elements of the local tensor."""
-    flat = local_tensor(tensor).reshape(-1)
-    positions = np.linspace(0, max(0, flat.numel() - 1), _SAMPLE_ELEMENTS).astype(np.int64)
-    if not flat.numel():
-        return 0
-    elements = flat[torch.from_numpy(positions).to(flat.device)].cpu()
+    elements = sample_of(tensor).cpu()
     return xxhash.xxh3_64_intdigest(elements.view(torch.uint8).numpy().tobytes())
+
+
+def _require_same_gradients(
+    members: Sequence[PagedParameter], partition: Sequence[SharedSubgroup], samples: Sequence[bytes]
+) -> None:
+    """Refuse replicas with different gradients, given gradient_samples() of every rank, or b"".
+
+    A rank without a gradient is not compared.
+    """
+    if not all(samples):
+        return
+    found = np.stack([np.frombuffer(of, np.float32).reshape(-1, 2) for of in samples])
+    shared = {
+        shard.spec.name: shard.parameter for subgroup in partition for shard in subgroup.shards
+    }
+    by_holding: dict[Holding, list[int]] = {}
+    for index, member in enumerate(members):
+        if parameter := shared.get(member.name):
+            by_holding.setdefault(parameter.holding, []).append(index)
+    for holding, indices in by_holding.items():
+        for replicas in holding.replicas():
+            of_replicas = found[np.ix_(replicas, indices)]  # (replicas, parameters, 2)
+            least, most = np.fmin.reduce(of_replicas), np.fmax.reduce(of_replicas)  # NaN is absent.
+            with np.errstate(invalid="ignore"):
+                differs = most - least > _GRADIENT_TOLERANCE * most[:, 1:]  # (parameters, 2)
+            for position, column in np.argwhere(differs):
+                values = of_replicas[:, position, column]
+                first, other = sorted((int(np.nanargmin(values)), int(np.nanargmax(values))))
+                raise ValueError(
+                    f"ranks {replicas[first]} and {replicas[other]} hold the same elements of "
+                    f"parameter {members[indices[position]].name!r} with other gradients. Nothing "
+                    "was changed: reduce gradients over the ranks before step(), as "
+                    "DistributedDataParallel and torch.distributed.all_reduce() do"
+                )

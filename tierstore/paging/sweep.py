@@ -14,6 +14,7 @@ import torch
 from tierstore.errors import SweepError, TierstoreError
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.paging.device import Copy, Device
+from tierstore.paging.gradients import NonFinite
 from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.views import PageView, Source
@@ -56,12 +57,20 @@ class Sweep:
         free_gradients: whether to set each gradient to None after its use.
         present: names of the parameters of which any rank has a gradient.
         window: number of pages that are stepped at once.
+        unread: gradients that are not finite; the sweep raises at its end if there is one.
     """
 
     def __init__(
-        self, table: PageTable, *, free_gradients: bool, present: frozenset[str], window: int
+        self,
+        table: PageTable,
+        *,
+        free_gradients: bool,
+        present: frozenset[str],
+        window: int,
+        unread: NonFinite | None = None,
     ) -> None:
         self._table = table
+        self._unread = unread
         self._free_gradients = free_gradients
         self._present = present
         self._window = window
@@ -88,6 +97,8 @@ class Sweep:
                 yield SteppedPages(views, self._present, partition)
             if self._phase is not Phase.FINISHED:
                 raise SweepError("the sweep was left before its last page")
+            if self._unread is not None:  # The device knows by now, and no commit has begun.
+                self._unread.require_none()
             committer.note_written(len(self._table.groups))
         except BaseException as error:
             is_reading = self._phase is Phase.READING and may_retry(error, self._table)

@@ -99,6 +99,11 @@ class Progress:
         """True if the last step must be committed before the next step begins."""
         return False
 
+    @property
+    def keeps_commit(self) -> bool:
+        """True if a step leaves a commit intact that restore() can go back to."""
+        return False
+
     def note_written(self, groups: int) -> None:
         """Note that pages were changed, and that the first ``groups`` groups have pages."""
         self.changed, self.groups_written = True, groups
@@ -204,6 +209,11 @@ class Committer(Progress):
         every = self._commit_every
         begun_step = self._begun.step if self._begun else 0
         return every is not None and self.step - begun_step >= every
+
+    @property
+    @override
+    def keeps_commit(self) -> bool:
+        return self._commit_every is not None and self._begun is not None
 
     @property
     def is_up_to_date(self) -> bool:
