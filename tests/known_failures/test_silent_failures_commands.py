@@ -42,22 +42,6 @@ def test_help_names_completion() -> None:
     assert "completion" in call_process("--help").stdout
 
 
-_NAMES = "import tierstore; print(*dir(tierstore))"
-_HELP = "import pydoc, tierstore; print(pydoc.plain(pydoc.render_doc(tierstore)))"
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="names are there after their first use only"
-)
-@pytest.mark.parametrize("program", [_NAMES, _HELP], ids=["dir", "help"])
-def test_the_package_lists_its_public_names(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE
-    )
-    for name in ("TierStore", "TierstoreError", "parse_bytes"):
-        assert name in done.stdout.split() or f"class {name}(" in done.stdout, name
-
-
 @pytest.mark.xfail(strict=True, raises=json.JSONDecodeError, reason="usage errors are plain text")
 @pytest.mark.parametrize(
     "arguments", [["verify", "--json", "--nope", "."], ["verify", "--json"], ["inspect", "--json"]]
