@@ -26,6 +26,7 @@ LEVELS = (
     "checkpoint",
     "store",
     "cli",
+    "__main__",
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 import typer.main
 
 import tierstore
-from tests.support.commands import call, call_process
+from tests.support.commands import call, call_on_terminal, call_process
+from tests.support.originals import committed_pages
 from tests.support.toy import RANK
 from tierstore.cli import app
 from tierstore.inspection import verify
@@ -27,6 +27,35 @@ COMMANDS = sorted(typer.main.get_group(app).commands)
 
 def test_version() -> None:
     assert call("--version") == (0, f"tierstore {tierstore.__version__}\n", "")
+    done = call_process("--version")
+    assert (done.returncode, done.stdout) == (0, f"tierstore {tierstore.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["inspect"], ["verify"], ["checkpoint"]])
+def test_a_short_option_asks_for_help(arguments: list[str]) -> None:
+    done = call_process(*arguments, "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" ".join(["Usage: tierstore", *arguments]))
+    assert done.stdout == call_process(*arguments, "--help").stdout
+
+
+def test_commands_are_completed() -> None:
+    words = {"COMP_WORDS": "tierstore ver", "COMP_CWORD": "1"}
+    done = call_process(environment={"_TIERSTORE_COMPLETE": "complete_bash", **words})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "verify\n", "")
+
+
+def test_completion_is_installed_for_the_command(tmp_path: Path) -> None:
+    done = call_process("--install-completion", "bash", environment={"HOME": str(tmp_path)})
+    assert done.returncode == 0
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert script.read_text().rstrip().endswith(" tierstore")
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    (tmp_path / "file").touch()
+    home = {"HOME": str(tmp_path / "file")}
+    done = call_process("--install-completion", "bash", environment=home)
+    assert done.returncode == 2
+    assert f"tierstore: {tmp_path}/file cannot be written: " in done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -51,7 +80,6 @@ def test_help_does_not_import_torch() -> None:
         ["verify"],
         ["verify", "a", "b"],
         ["verify", "a", "--all"],
-        ["verify", "a", "--json", "--all"],
         ["inspect"],
         ["inspect", "--foo"],
         ["checkpoint", "a"],
@@ -62,8 +90,48 @@ def test_help_does_not_import_torch() -> None:
 )
 def test_wrong_arguments_are_2(arguments: list[str]) -> None:
     code, out, _ = call(*arguments)
-    assert code == 2
-    assert "--json" not in arguments or out == ""
+    assert (code, out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["verify", "--json", "--nope", "."], "No such option: --nope"),
+        (["verify", "a", "--json", "--all"], "No such option: --all"),
+        (["verify", "--json"], "Missing argument 'PATH'"),
+        (["inspect", "--json"], "Missing argument 'PATH'"),
+        (["checkpoint", "a", "--json"], "Missing argument 'OUT'"),
+        (["inspect", "a", "b", "--json"], "unexpected extra argument"),
+        (["reticulate", "--json"], "No such command 'reticulate'"),
+        (["--json", "verify", "a"], "No such option: --json"),
+    ],
+)
+def test_wrong_arguments_are_json_on_request(arguments: list[str], error: str) -> None:
+    done = call_process(*arguments)
+    assert done.returncode == 2
+    body = json.loads(done.stdout)
+    assert list(body) == ["error"]
+    assert error in body["error"]
+    assert "Usage: " in done.stderr
+    assert body["error"] in done.stderr
+
+
+def test_an_argument_named_as_the_option_asks_for_no_json() -> None:
+    assert call("inspect", "--", "--json", "a")[:2] == (2, "")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fault_of_the_program_keeps_its_traceback(
+    as_json: bool, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(verify, "verify", failing)
+    with pytest.raises(MemoryError):
+        app(["verify", str(run), *(["--json"] if as_json else [])])
+    out = capsys.readouterr().out
+    assert out == ('{"error": "MemoryError: no memory"}\n' if as_json else "")
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
@@ -104,35 +172,84 @@ def test_a_disk_that_fails_is_1(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert f"{run}: Input/output error (errno 5)" in err
 
 
-def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
+# ------------------------------------------------------------------------------- the output
+
+# An interpreter that ends writes what is left of the output, a forked process does not.
+PROGRAM = [sys.executable, "-m", "tierstore"]
+
+
+def run_in_shell(call: str, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Run a program as a shell line does, in which "$@" is the program and its arguments."""
+    done = subprocess.run(
+        ["bash", "-c", call, "bash", *PROGRAM, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["inspect"], ["inspect", "--json"], ["inspect", "-h"]]
+)
+def test_an_output_that_cannot_be_written_is_2(arguments: list[str], run: Path) -> None:
+    given = [*arguments, run]
+    full = "tierstore: stdout cannot be written: No space left on device (errno 28)\n"
+    assert run_in_shell('"$@" >/dev/full', *given) == (2, "", full)
+    assert run_in_shell('"$@" >&-', *given) == (2, "", "tierstore: stdout is closed\n")
+
+
+def test_a_checkpoint_is_not_published_if_its_output_is_closed(run: Path, tmp_path: Path) -> None:
+    assert run_in_shell('"$@" >&-', "checkpoint", run, tmp_path / "out")[0] == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >&-"])
+def test_errors_keep_their_code_if_no_one_can_read_them(redirection: str, run: Path) -> None:
+    for arguments in (["verify", run / "absent"], ["verify", "--all"], ["inspect"]):
+        assert run_in_shell(f'"$@" {redirection}', *arguments)[0] == 2
+
+
+def test_a_closed_stderr_leaves_the_report(run: Path) -> None:
+    code, out, _ = run_in_shell('"$@" 2>&-', "verify", run)
+    assert (code, "run, step 3: good" in out) == (0, True)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["inspect"], ["inspect", "-h"]])
+def test_a_closed_pipe_is_not_an_error(arguments: list[str], run: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    # An interpreter that ends writes what is left of the output, a forked process does not.
-    command = [sys.executable, "-m", "tierstore.cli", "inspect", str(run)]
     done = subprocess.run(
-        command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        [*PROGRAM, *arguments, str(run)],
+        cwd=ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_faults_are_1_if_the_pipe_is_closed(run: Path) -> None:
+    (run / committed_pages(run)[0]).unlink()
+    assert run_in_shell('set -o pipefail; "$@" | true', "verify", run)[::2] == (1, "")
+
+
 def test_a_terminal_shows_a_progress_bar(run: Path) -> None:
-    ours, theirs = pty.openpty()
-    done = call_process("verify", run, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(ours, 1 << 16)
-        except OSError:  # Linux reports the end of a terminal as EIO.
-            break
-        if not piece:
-            break
-        shown += piece
-    os.close(ours)
+    done, shown = call_on_terminal("stderr", "verify", run)
     assert done.returncode == 0
-    assert b"checked" in shown
-    assert b"KiB" in shown
+    assert "checked" in shown
+    assert "KiB" in shown
+
+
+def test_names_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    dcp.save({"gr\u00f6\u00dfe": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    code, out, err = run_in_shell('"$@"', "inspect", tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "gr\\xf6\\xdfe  2" in out
 
 
 def test_names_with_terminal_codes_are_escaped(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.support.commands import call
+from tests.support.commands import call, call_on_terminal, call_process
 from tests.support.originals import STEPS, flip, reseal
 from tests.support.toy import RANK, Spec, Toy
 
@@ -108,6 +109,43 @@ def test_long_lists_are_shortened(tmp_path: Path) -> None:
     assert "p40" not in out
     assert "... 5 more; --json lists all" in out
     assert len(json.loads(call("inspect", tmp_path, "--json")[1])["parameters"]) == 45
+
+
+LONG = "model.layers.0.self_attention.query_projection.weight"
+
+
+def leave_run_of(directory: Path, name: str) -> None:
+    """Leave a run of one parameter behind."""
+    toy = Toy(directory, [[(name, (3, 4), torch.float32, {"average": torch.float32}, False)]])
+    toy.step()
+    toy.store.close()
+
+
+def test_a_narrow_terminal_folds_after_spaces_and_dots(tmp_path: Path) -> None:
+    leave_run_of(tmp_path, LONG)
+    done, shown = call_on_terminal("stdout", "inspect", tmp_path, columns=80)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = shown.splitlines()
+    assert lines[-5:-1] == [
+        "group  parameter                 shape  dtype    states                    bytes",
+        "    0  model.layers.0.           3x4    float32  master float32, average    96 B",
+        "       self_attention.                           float32",
+        "       query_projection.weight",
+    ]
+
+
+def test_a_word_wider_than_the_terminal_is_not_folded(tmp_path: Path) -> None:
+    name = "model." + "x" * 100
+    leave_run_of(tmp_path, name)
+    _, shown = call_on_terminal("stdout", "inspect", tmp_path, columns=80)
+    assert "x" * 100 in shown
+
+
+def test_wide_terminals_and_pipes_show_a_parameter_in_a_line(tmp_path: Path) -> None:
+    leave_run_of(tmp_path, LONG)
+    line = f"    0  {LONG}  3x4    float32  master float32, average float32   96 B"
+    assert line in call_on_terminal("stdout", "inspect", tmp_path, columns=len(line))[1]
+    assert line in call_process("inspect", tmp_path, environment={"COLUMNS": "40"}).stdout
 
 
 def test_hyperparameters_of_every_kind(run: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 from typing import Any
 
@@ -21,4 +23,32 @@ def call(*arguments: object) -> tuple[int, str, str]:
 
 def call_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Call a command in a process of its own."""
-    return run_program("tierstore.cli", *arguments, **options)
+    return run_program("tierstore", *arguments, **options)
+
+
+def call_on_terminal(
+    stream: str, *arguments: object, columns: int = 80
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Call a command with its "stdout" or "stderr" on a terminal.
+
+    Returns:
+        The call; and what the terminal received, at most a few KiB.
+    """
+    ours, theirs = pty.openpty()
+    environment = {"COLUMNS": str(columns)}
+    try:
+        done = call_process(*arguments, environment=environment, **{stream: theirs})
+        os.close(theirs)
+        shown = b""
+        while piece := _read(ours):
+            shown += piece
+    finally:
+        os.close(ours)
+    return done, shown.decode().replace("\r\n", "\n")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux reports the end of a terminal as EIO.
+        return b""

@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from tierstore.cli import checkpoint, inspect, verify
+from tierstore.cli.exit_codes import Program
 from tierstore.cli.output import write
 
 app = typer.Typer(
-    add_completion=False,
+    cls=Program,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tierstore.cli.output import plain
+from tierstore.cli.output import complain
 
 RunOrCheckpoint = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run directory or a checkpoint.")
@@ -23,8 +22,8 @@ def note_interrupted_reshard(run: Path) -> None:
     from tierstore.run.file_names import RESHARDED_NAME
 
     if (run / RESHARDED_NAME).exists() and newest_commit(read_ranks(Reader(run))) is None:
-        sys.stderr.write(
-            f"tierstore: {plain(str(run))} was being resharded to another number of ranks: its "
-            f"committed step is in the checkpoint {RESHARDED_NAME} in it. Open it with "
-            "resume=True and reshard=True to resume.\n"
+        complain(
+            f"{run} was being resharded to another number of ranks: its committed step is in the "
+            f"checkpoint {RESHARDED_NAME} in it. Open it with resume=True and reshard=True to "
+            "resume."
         )

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 from tierstore.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
 from tierstore.cli.exit_codes import exit_codes
-from tierstore.cli.output import cell, count, plain, print_parts, shape_text, table, write_json
+from tierstore.cli.output import cell, count, plain, shape_text, table, write_json, write_lines
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from tierstore.inspection.summary import ParameterSummary, Summary, TensorSummary
 
 
@@ -30,10 +28,10 @@ def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
         if as_json:
             write_json(dataclasses.asdict(summary))
         else:
-            print_parts(_summary_parts(summary))
+            write_lines(_summary_lines(summary))
 
 
-def _summary_parts(summary: Summary) -> Iterator[RenderableType]:
+def _summary_lines(summary: Summary) -> Iterator[str]:
     step = f"step {summary.step}" if summary.step is not None else "no committed step"
     yield f"{plain(summary.path)}: {summary.kind}" + (
         "" if summary.kind == "plain checkpoint" else f", {step}"
@@ -60,13 +58,13 @@ def _summary_parts(summary: Summary) -> Iterator[RenderableType]:
         values = ", ".join(f"{key}={_hyperparameter(value)}" for key, value in group.items())
         yield f"group {number}: {plain(values)}"
     if summary.parameters:
-        yield _parameter_table(summary)
+        yield from _parameter_table(summary)
         totals = ", ".join(
             f"{state} {format_bytes(nbytes)}" for state, nbytes in summary.state_bytes.items()
         )
         yield f"{count(len(summary.parameters), 'parameter')}: {plain(totals)}"
     elif summary.tensors:
-        yield _tensor_table(summary)
+        yield from _tensor_table(summary)
     if summary.tensors:
         nbytes = format_bytes(sum(tensor.nbytes for tensor in summary.tensors))
         tensors = count(len(summary.tensors), "tensor")
@@ -80,7 +78,7 @@ def _hyperparameter(value: object) -> str:
     return cell(value)
 
 
-def _parameter_table(summary: Summary) -> RenderableType:
+def _parameter_table(summary: Summary) -> Iterator[str]:
     columns: dict[str, Callable[[ParameterSummary], object]] = {
         "group": lambda parameter: parameter.group,
         "parameter": lambda parameter: plain(parameter.name),
@@ -92,7 +90,7 @@ def _parameter_table(summary: Summary) -> RenderableType:
     return table(columns, summary.parameters, right=("group", "bytes"))
 
 
-def _tensor_table(summary: Summary) -> RenderableType:
+def _tensor_table(summary: Summary) -> Iterator[str]:
     columns: dict[str, Callable[[TensorSummary], object]] = {
         "key": lambda tensor: plain(tensor.key),
         "shape": lambda tensor: shape_text(tensor.shape),

@@ -5,21 +5,65 @@ Functions import the modules that are slow to import, so that ``--help`` is prin
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 
 _ROWS_MAX = 40
-_WIDTH_PIPED = 160
 _CELL_MAX = 60
+_GAP = "  "
+_WORD = re.compile(r"[^ .]*[ .]+|[^ .]+")
+
+
+class OutputError(Exception):
+    """stdout or stderr cannot be written."""
+
+    @classmethod
+    def of(cls, stream: TextIO, error: OSError) -> OutputError:
+        """Return the error of a stream, to which nothing more is written."""
+        _discard(stream)
+        name = error.filename or stream.name.strip("<>")
+        return cls(f"{name} cannot be written: {error.strerror} (errno {error.errno})")
+
+
+def put(stream: TextIO, text: str) -> None:
+    """Write to stdout or stderr. A closed pipe (as by ``head``) is not an error.
+
+    Raises:
+        OutputError: the text cannot be written, for example to a full disk.
+    """
+    # A name may hold characters that the encoding lacks.
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        _discard(stream)
+    except OSError as error:
+        raise OutputError.of(stream, error) from error
+
+
+def _discard(stream: TextIO) -> None:
+    """Let a stream write to nowhere: the interpreter flushes once more at its end, and fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def write(text: str) -> None:
+    """Write to stdout; see put()."""
+    put(sys.stdout, text)
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write lines to stdout, after all of them are made."""
+    write("".join(f"{line}\n" for line in lines))
 
 
 def write_json(body: Mapping[str, Any]) -> None:
@@ -27,26 +71,9 @@ def write_json(body: Mapping[str, Any]) -> None:
     write(json.dumps(body, default=str) + "\n")
 
 
-def write(text: str) -> None:
-    """Write to stdout. A closed stdout (as by ``head``) is not an error."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # Else the interpreter would flush once more at its end, and fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def print_parts(parts: Iterator[RenderableType]) -> None:
-    """Write lines and tables to stdout."""
-    from rich.console import Console
-
-    # A pipe has no width, and rich's default one would fold most lines.
-    width = None if sys.stdout.isatty() else _WIDTH_PIPED
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        for part in parts:
-            console.print(part, soft_wrap=isinstance(part, str))
-    write(captured.get())
+def complain(message: str) -> None:
+    """Write a message to stderr; see put()."""
+    put(sys.stderr, f"tierstore: {plain(message)}\n")
 
 
 def plain(text: str) -> str:
@@ -74,25 +101,49 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def table(
     columns: Mapping[str, Callable[[T], object]], items: Sequence[T], right: Sequence[str]
-) -> RenderableType:
-    """Return a table of the first 40 items, with the number of further items below it.
+) -> Iterator[str]:
+    """Yield the lines of a table of the first 40 items, and the number of further items.
+
+    On a terminal, the widest columns are folded to fit its width, but only after spaces and
+    dots: a longer word makes the line longer.
 
     Args:
         columns: header of a column -> function from an item to the content of the cell.
         items: one item for each row.
-        right: the headers of the columns that are aligned to the right.
+        right: the headers of the columns that are aligned to the right, and never folded.
     """
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=None, pad_edge=False)
-    for header in columns:
-        shown.add_column(header, justify="right" if header in right else "left", overflow="fold")
-    for item in items[:_ROWS_MAX]:
-        shown.add_row(*(Text(str(content(item))) for content in columns.values()))
+    rows = [list(columns)]
+    rows += [[str(content(item)) for content in columns.values()] for item in items[:_ROWS_MAX]]
+    texts = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in texts]
+    if sys.stdout.isatty():
+        words = [map(str.rstrip, _WORD.findall(" ".join(column))) for column in texts]
+        least = [max(map(len, column)) for column in words]
+        foldable = [index for index, header in enumerate(columns) if header not in right]
+        excess = sum(widths) + len(_GAP) * (len(widths) - 1) - shutil.get_terminal_size().columns
+        while excess > 0 and (wide := [i for i in foldable if widths[i] > least[i]]):
+            widths[max(wide, key=widths.__getitem__)] -= 1
+            excess -= 1
+    for row in rows:
+        folded = [_fold(text, width) for text, width in zip(row, widths, strict=True)]
+        for pieces in itertools.zip_longest(*folded, fillvalue=""):
+            aligned = (
+                piece.rjust(width) if header in right else piece.ljust(width)
+                for header, piece, width in zip(columns, pieces, widths, strict=True)
+            )
+            yield _GAP.join(aligned).rstrip()
     if len(items) > _ROWS_MAX:
-        shown.caption = f"... {len(items) - _ROWS_MAX} more; --json lists all"
-    return shown
+        yield f"... {len(items) - _ROWS_MAX} more; --json lists all"
+
+
+def _fold(text: str, width: int) -> list[str]:
+    """Return a text as lines that end after a space or a dot."""
+    lines = [""]
+    for word in _WORD.findall(text):
+        if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
 
 
 @contextmanager

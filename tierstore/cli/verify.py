@@ -10,12 +10,10 @@ import typer
 
 from tierstore.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
 from tierstore.cli.exit_codes import BAD_DATA, exit_codes
-from tierstore.cli.output import count, plain, print_parts, progress, write_json
+from tierstore.cli.output import count, plain, progress, write_json, write_lines
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from tierstore.inspection.reader import Report
 
 _FAULTS_MAX = 20
@@ -45,12 +43,12 @@ def verify(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
         if as_json:
             write_json({**dataclasses.asdict(report), "good": report.good})
         else:
-            print_parts(_report_parts(report))
+            write_lines(_report_lines(report))
         if not report.good:
             raise typer.Exit(BAD_DATA)
 
 
-def _report_parts(report: Report) -> Iterator[RenderableType]:
+def _report_lines(report: Report) -> Iterator[str]:
     step = f", step {report.step}" if report.step is not None else ""
     checked = f"{count(report.files, 'file')}, {format_bytes(report.bytes_checked)} checked"
     verdict = "good" if report.good else count(len(report.faults), "fault")

@@ -1,5 +1,0 @@
-"""``python -m tierstore.cli``."""
-
-from tierstore.cli import app
-
-app()
