@@ -12,6 +12,7 @@ import torch
 
 from tests.support.commands import call, call_on_terminal, call_process
 from tests.support.originals import STEPS, flip, reseal
+from tests.support.rank_pool import RankPool
 from tests.support.toy import RANK, Spec, Toy
 
 
@@ -146,6 +147,51 @@ def test_wide_terminals_and_pipes_show_a_parameter_in_a_line(tmp_path: Path) -> 
     line = f"    0  {LONG}  3x4    float32  master float32, average float32   96 B"
     assert line in call_on_terminal("stdout", "inspect", tmp_path, columns=len(line))[1]
     assert line in call_process("inspect", tmp_path, environment={"COLUMNS": "40"}).stdout
+
+
+# ------------------------------------------------------------------------- a missing rank
+
+
+@pytest.mark.parametrize("absent", [["rank-00000"], ["rank-00001"], ["rank-00000", "rank-00002"]])
+@pytest.mark.parametrize("emptied", [False, True])
+def test_every_command_names_missing_ranks_in_one_sentence(
+    absent: list[str], emptied: bool, pool: RankPool, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    pool.run(3, "tests.rank_programs.differing_calls:leave_run", run)
+    for name in absent:
+        shutil.rmtree(run / name)
+        if emptied:  # As a disk that is not mounted.
+            (run / name).mkdir()
+    be, they = ("is", "it is") if len(absent) == 1 else ("are", "they are")
+    names = ", ".join(absent)
+    missing = (
+        f"{be} missing, and the run has 3 ranks: if {they} on the disk of another machine, copy "
+        "the folders of all ranks into one directory first"
+    )
+    code, out, _ = call("inspect", run)
+    assert (code, out.count("note: ")) == (0, 1)
+    assert f"note: {names} {missing}\n" in out
+    assert json.loads(call("inspect", run, "--json")[1])["notes"] == [f"{names} {missing}"]
+    code, out, _ = call("verify", run)
+    assert (code, out.count("fault: ")) == (1, 1)
+    assert f"fault: {names}: {missing}\n" in out
+    assert "What to do: copy missing ranks into place." in out
+    code, out, err = call("checkpoint", run, tmp_path / "out")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{names} {missing}, or publish from the job, with store.checkpoint()" in err
+
+
+def test_a_run_that_not_all_ranks_have_begun_misses_none(pool: RankPool, tmp_path: Path) -> None:
+    """A job that ends while it opens the directory leaves an empty folder of a rank."""
+    pool.run(2, "tests.rank_programs.differing_calls:leave_run", tmp_path)
+    for path in tmp_path.glob("rank-*/*"):
+        if path.parent.name == "rank-00001" or path.name != "run.json":
+            path.unlink()
+    code, out, _ = call("inspect", tmp_path)
+    assert code == 0
+    assert "note: nothing was committed yet\n" in out
+    assert "missing" not in out
 
 
 def test_hyperparameters_of_every_kind(run: Path) -> None:

@@ -5,12 +5,8 @@ Known failures: each test states the wanted behaviour and fails today.
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 
-from tests.support.commands import call_process
 from tests.support.rank_pool import RankPool
 
 CALLS = "tests.rank_programs.differing_calls"
@@ -37,14 +33,3 @@ def test_a_store_that_one_rank_opens_is_refused_and_the_next_step_works(
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="all ranks are asked for names")
 def test_a_state_dict_of_own_parts_needs_no_other_rank(pool: RankPool) -> None:
     assert pool.run(2, f"{CALLS}:state_dict_of_own_parts") == ["", ""]
-
-
-# ------------------------------------------------------------------------- a missing rank
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="inspect does not look for it")
-def test_inspect_says_that_a_rank_is_missing(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, f"{CALLS}:leave_run", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "rank-00001")
-    done = call_process("inspect", tmp_path / "run")
-    assert "rank-00001" in done.stdout + done.stderr

@@ -12,6 +12,8 @@ from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.run_reader import missing_ranks, read_ranks
 from tierstore.inspection.verify import kind_of
 from tierstore.ranks.peers import Alone
 from tierstore.run.commit import load_commit
@@ -36,6 +38,12 @@ def publish_run(
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
+    missing = missing_ranks(read_ranks(Reader(run)))
+    if missing is not None:
+        raise CheckpointError(
+            f"{run}: {missing.place} {missing.what}, or publish from the job, with "
+            "store.checkpoint()"
+        )
     with whole_run([run], find_others=True) as storages:
         return publish_whole(list(storages.values()), out, on_progress=on_progress)
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _FAULTS_MAX = 20
 _RUN_ADVICE = (
-    "What to do: a restart goes back to an older commit if one is whole, and refuses damaged "
-    "pages. If none is whole, begin a new run with restore(checkpoint=PATH) from the last "
-    "checkpoint of this run that verifies."
+    "What to do: copy missing ranks into place. After damage, a restart goes back to an older "
+    "commit if one is whole, and refuses damaged pages. If none is whole, begin a new run with "
+    "restore(checkpoint=PATH) from the last checkpoint of this run that verifies."
 )
 _CHECKPOINT_ADVICE = (
     "What to do: copy the files named above again from where this checkpoint came from, or take "

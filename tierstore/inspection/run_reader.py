@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError
-from tierstore.inspection.reader import Reader, wrong_name
+from tierstore.inspection.reader import Fault, Reader, wrong_name
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import (
     IDENTITY_NAME,
@@ -24,6 +24,7 @@ from tierstore.run.file_names import (
     page_file,
     published_layout,
     published_manifest,
+    rank_folder,
 )
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, RunIdentity
@@ -38,6 +39,9 @@ _STATE_BYTES_MAX = 2**50
 
 RANKS_MAX = 10**5
 """A larger number of ranks is damage."""
+
+_NAMES_MAX = 8
+"""How many missing ranks a fault names."""
 
 
 @dataclass(slots=True)
@@ -95,7 +99,27 @@ def read_ranks(reader: Reader) -> list[Rank]:
             ranks.append(rank)
     world_sizes = [rank.identity.world_size for rank in ranks if rank.identity]
     world_size = max(world_sizes, default=len(ranks))
-    return [rank for rank in ranks if rank.rank < world_size or rank.holds_run]
+    # All ranks hold the run before one of them commits: an empty folder is then a missing rank.
+    has_commits = any(rank.commits for rank in ranks)
+    return [
+        rank for rank in ranks if rank.holds_run or (rank.rank < world_size and not has_commits)
+    ]
+
+
+def missing_ranks(ranks: Sequence[Rank]) -> Fault | None:
+    """Return one fault that names all absent ranks of a run, of which read_ranks() found some."""
+    world_size = max((rank.identity.world_size for rank in ranks if rank.identity), default=1)
+    present = {rank.rank for rank in ranks}
+    absent = [rank for rank in range(min(world_size, RANKS_MAX)) if rank not in present]
+    if not absent:
+        return None
+    several = len(absent) > 1
+    return Fault(
+        ", ".join(map(rank_folder, absent[:_NAMES_MAX])) + (", ..." * (len(absent) > _NAMES_MAX)),
+        f"{'are' if several else 'is'} missing, and the run has {world_size} ranks: if "
+        f"{'they are' if several else 'it is'} on the disk of another machine, copy the folders "
+        "of all ranks into one directory first",
+    )
 
 
 def _read_striping(reader: Reader, rank: Rank) -> None:

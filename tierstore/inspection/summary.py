@@ -21,6 +21,7 @@ from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import (
     committed_in,
     holder_of,
+    missing_ranks,
     newest_commit,
     read_published,
     read_ranks,
@@ -131,6 +132,9 @@ def _summarize_run(root: Path) -> Summary:
             directories = (str(root / rank.folder), *rank.striping.directories[1:])
             shares = [weight / sum(weights) for weight in weights]
             summary.directories |= dict(zip(directories, shares, strict=True))
+    missing = missing_ranks(ranks)
+    if missing is not None:
+        reader.faults.append(missing)
     if newest is not None:
         _add_commits(summary, committed_in(reader, ranks, newest))
     elif has_commits:

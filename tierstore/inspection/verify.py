@@ -26,6 +26,7 @@ from tierstore.inspection.run_reader import (
     Rank,
     committed_in,
     holder_of,
+    missing_ranks,
     newest_commit,
     read_published,
     read_ranks,
@@ -42,7 +43,6 @@ from tierstore.run.file_names import (
     folder_rank,
     published_manifest,
     published_page,
-    rank_folder,
 )
 from tierstore.storage.paths import storage_errors
 
@@ -186,13 +186,9 @@ def _verify_run(reader: Reader) -> int | None:
 def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None) -> None:
     """Record ranks that are absent or of different runs; note commits that a restart removes."""
     identities = [rank.identity for rank in ranks if rank.identity]
-    world_size = max((identity.world_size for identity in identities), default=1)
-    for absent in sorted(set(range(world_size)) - {rank.rank for rank in ranks}):
-        reader.fault(
-            rank_folder(absent),
-            f"is missing, and the run has {world_size} ranks: if it is on the disk of another "
-            "machine, copy the folders of all ranks into one directory first",
-        )
+    missing = missing_ranks(ranks)
+    if missing is not None:
+        reader.faults.append(missing)
     if len({(identity.run_id, identity.world_size) for identity in identities}) > 1:
         reader.fault(str(reader.root), "holds ranks of different runs")
     for rank in ranks:
