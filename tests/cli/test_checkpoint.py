@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from tests.support.commands import call, call_process
 from tests.support.originals import STEPS, TWIN, committed_pages, flip
 from tests.support.toy import MODEL, RANK, Toy, resumed
 from tierstore.inspection import verify
-from tierstore.run import directories
+from tierstore.run.opening import LOCK_TIMEOUT_S
 
 
 def test_a_run_is_published(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = call_process("checkpoint", run, out)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == (f"{out}: step 3, 28.0 KiB of pages linked, they take no further space\n")
+    assert done.stdout == (
+        f"{out}: step 3, 28.0 KiB of pages linked, they take no further space\n"
+        f"not verified: tierstore verify {out} reads every byte\n"
+    )
     assert verify.verify(out).good
     state = {"model.first": torch.zeros(5, 7)}
     dcp.load(state, checkpoint_id=out, no_dist=True)
@@ -48,7 +52,7 @@ def test_copied_pages_are_reported_apart_from_linked_ones(
     assert (body["path"], body["step"]) == (str(tmp_path / "out"), STEPS)
     assert body["bytes_copied"] == body["bytes_total"] == 28 * 1024
     _, out, _ = call("checkpoint", run, tmp_path / "again")
-    assert out == f"{tmp_path}/again: step 3, 28.0 KiB of pages copied\n"
+    assert out.startswith(f"{tmp_path}/again: step 3, 28.0 KiB of pages copied\nnot verified: ")
     assert verify.verify(tmp_path / "out").good
 
 
@@ -98,14 +102,21 @@ def test_an_empty_directory_of_another_rank_is_ignored(run: Path, tmp_path: Path
     assert verify.verify(tmp_path / "out").good
 
 
-def test_a_run_in_use_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "LOCK_TIMEOUT_S", 0.1)
+def test_a_run_in_use_is_refused_at_once(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     toy.step()
-    code, _, err = call("checkpoint", tmp_path / "run", tmp_path / "out")
-    assert code == 2
-    assert f"in use by process {os.getpid()}" in err
+    began = time.monotonic()
+    done = call_process("checkpoint", tmp_path / "run", tmp_path / "out", "--json")
+    assert time.monotonic() - began < LOCK_TIMEOUT_S / 2
+    assert (done.returncode, (tmp_path / "out").exists()) == (2, False)
+    assert f"in use by process {os.getpid()}" in json.loads(done.stdout)["error"]
     toy.store.close()
+    assert call("checkpoint", tmp_path / "run", tmp_path / "out")[0] == 0
+
+
+def test_the_advice_to_verify_can_be_pasted(run: Path, tmp_path: Path) -> None:
+    _, out, _ = call("checkpoint", run, tmp_path / "my out")
+    assert f"tierstore verify '{tmp_path}/my out' " in out
 
 
 def test_a_damaged_page_is_published_and_then_found_by_verify(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import missing_ranks, read_ranks
-from tierstore.inspection.verify import kind_of
+from tierstore.inspection.verify import kind_of, refuse_in_use
 from tierstore.ranks.peers import Alone
 from tierstore.run.commit import load_commit
 from tierstore.run.directories import whole_run
@@ -38,7 +38,9 @@ def publish_run(
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
-    missing = missing_ranks(read_ranks(Reader(run)))
+    reader = Reader(run)
+    refuse_in_use(reader)  # At once: a lock is waited for.
+    missing = missing_ranks(read_ranks(reader))
     if missing is not None:
         raise CheckpointError(
             f"{run}: {missing.place} {missing.what}, or publish from the job, with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from tierstore.cli.arguments import JsonOption, note_interrupted_reshard
 from tierstore.cli.exit_codes import exit_codes
-from tierstore.cli.output import plain, progress, write, write_json
+from tierstore.cli.output import plain, progress, write_json, write_lines
 from tierstore.units import format_bytes
 
 
@@ -40,4 +41,6 @@ def checkpoint(
         if publication.bytes_copied:
             linked = publication.bytes_linked
             how = f"copied, {format_bytes(linked)} linked" if linked else "copied"
-        write(plain(f"{out}: step {publication.step}, {nbytes} of pages {how}") + "\n")
+        published = f"{out}: step {publication.step}, {nbytes} of pages {how}"
+        verify = f"not verified: tierstore verify {shlex.quote(str(out))} reads every byte"
+        write_lines([plain(published), plain(verify)])

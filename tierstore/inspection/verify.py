@@ -149,12 +149,13 @@ def kind_of(root: Path) -> str:
     )
 
 
-def _refuse_in_use(reader: Reader) -> None:
+def refuse_in_use(reader: Reader) -> None:
+    """Raise RunLockedError if a process uses the run."""
     holder = holder_of(reader)
     if holder is not None:
         raise RunLockedError(
             f"{reader.root} is in use by {holder}: stop that process first, or let it publish a "
-            "checkpoint and name that"
+            "checkpoint, with store.checkpoint()"
         )
 
 
@@ -163,7 +164,7 @@ def _refuse_in_use(reader: Reader) -> None:
 
 def _verify_run(reader: Reader) -> int | None:
     """Check a run; return its committed step."""
-    _refuse_in_use(reader)
+    refuse_in_use(reader)
     ranks = read_ranks(reader)
     newest = newest_commit(ranks)
     _check_ranks(reader, ranks, newest)
@@ -174,7 +175,7 @@ def _verify_run(reader: Reader) -> int | None:
         _check_pages(
             reader, _pages_to_check(reader, commits, lambda rank, page: folders[rank].path(page))
         )
-    _refuse_in_use(reader)
+    refuse_in_use(reader)
     for rank in ranks:
         if rank.commits != replace(rank, names=reader.list(rank.folder)).commits:
             raise RunLockedError(
