@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
+from muon.attached import AttachedGroups
 from muon.checks import (
     algorithm_of,
     check_has_scheduler,
@@ -211,12 +212,13 @@ class Muon(torch.optim.Optimizer):
             if measured:
                 param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
             check_hyperparameters(param_group, number)
-            self._check_parameters(number)
+            self._check_parameters([number])
             if measured:
                 param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
         except Exception:
             self.param_groups.pop()
             raise
+        self._checked.append(param_group)
         # Schedulers find here whether they cycle the betas of all groups or their momentum.
         if algorithm == "muon":
             self.defaults.pop("betas", None)
@@ -235,7 +237,7 @@ class Muon(torch.optim.Optimizer):
 
     def prefetch(self) -> None:
         """Start reading the state that the next step needs first; see TierStore.prefetch()."""
-        if self._attached:  # Before the first step there is no state.
+        if self._attached.groups:  # Before the first step there is no state.
             self._prefetched = True
             self.store.prefetch()
 
@@ -268,12 +270,13 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._cycle_betas()
-        for number, group in enumerate(self.param_groups):
+        is_attached = self._attach_groups()
+        groups = self._attached.hyperparameters
+        for number, group in enumerate(groups if is_attached else ()):
             check_hyperparameters(group, number)
-        self._attach_groups()
         self._warn_of_other_rates()
         self._warn_of_slow_bfloat16()
-        self._pipeline.open(self.param_groups)
+        self._pipeline.open(groups)
         window = self.store.window_max
         with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
             steps = {
@@ -281,7 +284,7 @@ class Muon(torch.optim.Optimizer):
                 for name, scalars in self.store.scalars.items()
                 if name in pages.present
             }
-            self._pipeline.step_pages(pages, self.param_groups, steps, window)
+            self._pipeline.step_pages(pages, groups, steps, window)
             for name, step in steps.items():
                 self.store.scalars[name]["step"] = step
         self._prefetched = False
@@ -361,9 +364,12 @@ class Muon(torch.optim.Optimizer):
                 for key, value in group.items()
                 if key != "params"
             }
-            packed["params"] = list(range(index, index + len(group["params"])))
+            names = [name for name, _ in self._named(number)]
+            if "param_names" in group:
+                packed["param_names"] = names
+            packed["params"] = list(range(index, index + len(names)))
             packed_groups.append(packed)
-            for name, _ in self._named(number):
+            for name in names:
                 packed_states[index] = {**_as_tensors(scalars.get(name, {})), **states[name]}
                 index += 1
         packed_states |= self.state.others
@@ -440,7 +446,7 @@ class Muon(torch.optim.Optimizer):
             for key, value in self.__dict__.items()
             if key not in _NOT_COPIED and not key.startswith("_optimizer_")
         }
-        states = self.store.read_states() if self._attached else None
+        states = self.store.read_states() if self._attached.groups else None
         return {**kept, "_copied": (states, deepcopy(self.store.scalars), self.state.others)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -458,12 +464,14 @@ class Muon(torch.optim.Optimizer):
     def _use_store(self, store: tierstore.TierStore) -> None:
         self.store = store
         self._pipeline = Pipeline(store, self._gather_memory)
-        self._attached: list[tierstore.PagedGroup] = []
+        self._attached = AttachedGroups()
+        # Groups that add_param_group() has checked; others were put into param_groups by hand.
+        self._checked: list[dict[str, Any]] = []
         self._state = PagedState(self)
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all states of some parameters, each with a step if the parameter has one."""
-        if not (self._attached or any(states.values())):
+        if not (self._attached.groups or any(states.values())):
             return  # No parameter has a state.
         self._attach_groups()
         scalars = {
@@ -516,7 +524,7 @@ class Muon(torch.optim.Optimizer):
         A scheduler that cycles momentum gives it to all groups if there are Muon groups.
         """
         for group in self.param_groups:
-            if group["algorithm"] == "adamw" and {"momentum", "max_momentum"} <= group.keys():
+            if group.get("algorithm") == "adamw" and {"momentum", "max_momentum"} <= group.keys():
                 group["betas"] = (group.pop("momentum"), *group["betas"][1:])
 
     @contextlib.contextmanager
@@ -527,7 +535,7 @@ class Muon(torch.optim.Optimizer):
         lengths = [len(group["params"]) for group in self.param_groups]
         has_names = any("param_names" in group for group in self.param_groups)
         # Pages have the names that parameters had when they were laid out.
-        if self._attached or has_names or lengths != list(map(len, names)):
+        if self._attached.groups or has_names or lengths != list(map(len, names)):
             yield
             return
         flat = [name for group_names in names for name in group_names]
@@ -542,19 +550,26 @@ class Muon(torch.optim.Optimizer):
                 del group["param_names"]
             raise
 
-    def _check_parameters(self, number: int) -> None:
-        """Check that the parameters of a group can be stepped and paged, under unique names."""
-        names = {name for before in range(number) for name, _ in self._named(before)}
-        for name, parameter in self._named(number):
-            if name in names:
-                raise ValueError(f"parameter {name!r} is there twice: names must be unique")
-            names.add(name)
-            if self.param_groups[number]["algorithm"] == "muon" and parameter.ndim != 2:
-                raise ValueError(
-                    f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
-                    "two-dimensional parameters. Put it in a group with algorithm='adamw'"
-                )
-        self._paged_group(number)  # Raises for a parameter that cannot be paged.
+    def _check_parameters(self, numbers: Collection[int]) -> None:
+        """Check that the parameters of groups can be stepped and paged, under unique names."""
+        others = (number for number in range(len(self.param_groups)) if number not in numbers)
+        names = {name for number in others for name, _ in self._named(number)}
+        tensors = set[torch.Tensor]()
+        for number in numbers:
+            for name, parameter in self._named(number):
+                if name in names or parameter in tensors:
+                    raise ValueError(
+                        f"parameter {name!r} is there twice: names must be unique. Parameters "
+                        "without names are named by their positions"
+                    )
+                names.add(name)
+                tensors.add(parameter)
+                if self.param_groups[number]["algorithm"] == "muon" and parameter.ndim != 2:
+                    raise ValueError(
+                        f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
+                        "two-dimensional parameters. Put it in a group with algorithm='adamw'"
+                    )
+            self._paged_group(number)  # Raises for a parameter that cannot be paged.
 
     def _matched(
         self, state_dict: Mapping[str, Any]
@@ -622,7 +637,8 @@ class Muon(torch.optim.Optimizer):
                 if candidate is tensor:
                     name, _ = next(islice(self._named(number), index, None))
                     scalars = () if group["algorithm"] == "muon" else ("step",)
-                    return scalars, self._paged_parameter(number, name, tensor)
+                    paged = self._attached.find(tensor)
+                    return scalars, paged or self._paged_parameter(number, name, tensor)
         raise KeyError("the tensor is not a parameter of this optimizer")
 
     def _warn_of_other_rates(self) -> None:
@@ -662,31 +678,81 @@ class Muon(torch.optim.Optimizer):
                 stacklevel=2,
             )
 
-    def _attach_groups(self) -> None:
-        """Attach the groups that the store does not have yet."""
-        if self.store.group_count != len(self._attached):
+    def _attach_groups(self) -> bool:
+        """Attach the groups that the store does not have yet.
+
+        Returns:
+            False if an edit of ``param_groups`` cannot be followed. Nothing was done then: the
+            next call of the store, in which all ranks take part, raises ValueError on all ranks.
+        """
+        if self.store.group_count != len(self._attached.groups):
             raise ValueError(
                 "another optimizer uses this store: give each optimizer its own store and "
                 "directory, or all groups to one optimizer"
             )
-        numbers = range(len(self._attached), len(self.param_groups))
+        try:
+            numbers = self._follow_edits()
+        except ValueError:
+            if not self._attached.groups:  # The store does not know _refused_edit() yet.
+                raise
+            return False
         if not numbers:
-            return
+            return True
+        for number in numbers:
+            check_hyperparameters(self.param_groups[number], number)
+        self._check_parameters(numbers)
         paged = [self._paged_group(number) for number in numbers]
-        self.store.attach(paged)
-        self._attached += paged
+        self.store.attach(paged, follow=self._refused_edit)
+        self._attached.extend(paged, self.param_groups)
+        self._checked.clear()
         for number in numbers:
             if self.param_groups[number]["algorithm"] == "adamw":
                 self.store.scalars.update({name: {"step": 0.0} for name, _ in self._named(number)})
+        return True
+
+    def _refused_edit(self) -> str | None:
+        """Follow edits of ``param_groups``; return why that cannot be done, None if it can."""
+        try:
+            self._follow_edits()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _follow_edits(self) -> list[int]:
+        """Follow edits of ``param_groups``; return the indices of the groups to be attached.
+
+        Raises:
+            ValueError: an edit cannot be followed. Nothing was changed.
+        """
+        numbers = self._attached.follow(self.param_groups)
+        checked = {id(group) for group in self._checked}
+        by_hand = [
+            self.param_groups[number]
+            for number in numbers
+            if id(self.param_groups[number]) not in checked
+        ]
+        if by_hand:
+            edited, ids = list(self.param_groups), {id(group) for group in by_hand}
+            try:
+                self.param_groups[:] = [group for group in edited if id(group) not in ids]
+                for group in by_hand:
+                    self.add_param_group(group)
+            finally:
+                self.param_groups[:] = edited
+        return numbers
 
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
         """Return a group as the store has it, or as it would be attached now.
 
-        Before it is attached, a group is described anew each time, because the model may still
-        be converted.
+        Parameters are in the order of the param group. Before it is attached, a group is described
+        anew each time, because the model may still be converted.
+
+        Raises:
+            ValueError: an edit of ``param_groups`` cannot be followed.
         """
-        if number < len(self._attached):
-            return self._attached[number]
+        attached = self._attached.find_group(self.param_groups, number)
+        if attached is not None:
+            return attached
         group = self.param_groups[number]
         return tierstore.PagedGroup(
             parameters=[self._paged_parameter(number, *named) for named in self._named(number)],
@@ -717,11 +783,15 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and tensor of each parameter of a group."""
+        """Yield the name and tensor of each parameter of a group, in the order of the group."""
         group = self.param_groups[number]
         names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
-            yield (names[index] if names else f"{number}.{index}"), parameter
+            attached = self._attached.find(parameter)
+            if attached is not None:
+                yield attached.name, parameter
+            else:
+                yield (names[index] if names else f"{number}.{index}"), parameter
 
 
 def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:

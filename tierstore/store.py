@@ -199,11 +199,20 @@ class TierStore:
 
     # -- Parameters and steps.
 
-    def attach(self, groups: Sequence[PagedGroup]) -> None:
+    def attach(
+        self, groups: Sequence[PagedGroup], *, follow: Callable[[], str | None] | None = None
+    ) -> None:
         """Lay out pages for param groups, after the pages of groups attached before.
 
         Writes no page. Call it at the first step or just before restore(), when frameworks have
         moved and sharded the parameters. All ranks call it together.
+
+        Args:
+            groups: the groups.
+            follow: called on every rank before a call uses the groups. It brings the
+                hyperparameters of all groups up to date, or returns why the groups are not those
+                of the optimizer any more: then step, restore, reading and writing of states raise
+                ValueError before anything changes, and a commit has the groups as they were.
 
         Raises:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
@@ -215,6 +224,8 @@ class TierStore:
         """
         self._usability.require_usable()
         self._table.attach(groups)
+        if follow is not None:
+            self._table.follow = follow
 
     @contextlib.contextmanager
     def sweep(self, window: int = 1, *, nonfinite: str = "allow") -> Iterator[SteppedPages]:
@@ -272,6 +283,7 @@ class TierStore:
             table.specs,
             table.partition,
             table.device,
+            require_current=table.require_current,
             nonfinite=nonfinite,
             waits=nonfinite == "skip" or table.device.is_host or not self._committer.keeps_commit,
             compares=self._steps_begun % _COMPARE_EVERY == 0,
@@ -376,7 +388,7 @@ class TierStore:
         """
         self._usability.require_restored()
         wanted = self._table.specs.keys() if names is None else names
-        agree_to_read(self._ranks, wanted)
+        agree_to_read(self._table, wanted)
         found = self._read_states(wanted)
         if self._usability.has_directory:
             self._given.give(found)
@@ -402,6 +414,7 @@ class TierStore:
 
         Raises:
             RuntimeError: there are several ranks; one rank alone cannot read a state.
+            ValueError: the optimizer has other groups than the store.
             StorageError, CorruptionError: a page could not be read.
         """
         self._usability.require_restored()
@@ -410,6 +423,7 @@ class TierStore:
                 f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
                 "read_states(), on all ranks together"
             )
+        self._table.require_current()
         shown = self._given.shown(name)
         if shown is not None:
             return dict(shown)
@@ -459,8 +473,7 @@ class TierStore:
         self._usability.require_restored()
         table, replaced = self._table, self._table.specs.keys() if names is None else set(names)
         if agree_to_write(
-            self._ranks,
-            table.groups,
+            table,
             values,
             replaced,
             are_current=self._are_current(values, scalars or {}, replaced),
@@ -644,8 +657,12 @@ class TierStore:
         usability = self._usability
         usability.require_open()
         committer = self._require_committer("restore()")
-        parameters = self._table.parameters
-        together(self._ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
+
+        def begin() -> None:
+            self._table.require_current()
+            drop_gathered_copies(self._table.parameters)
+
+        together(self._ranks, "begin a restore", begin)
         self._given.forget()
         restore = Restore(self._ranks, committer, self._table, usability, check)
         if checkpoint is not None:
@@ -769,6 +786,7 @@ class TierStore:
     def _begin_commit(self) -> None:
         """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
+        table.follow()  # If it cannot, the commit has the groups as the last step had them.
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):

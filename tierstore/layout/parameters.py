@@ -134,15 +134,15 @@ class PagedParameter:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PagedGroup:
     """Parameters that share their hyperparameters. No page holds parts of two groups."""
 
     parameters: Sequence[PagedParameter]
 
     hyperparameters: dict[str, Any]
-    """Read at every commit and updated in place by restore(). The keys "params" and
-    "param_names", which torch.optim keeps in the same dict, are ignored."""
+    """Read at every commit and updated in place by restore(); may be replaced by another dict. The
+    keys "params" and "param_names", which torch.optim keeps in the same dict, are ignored."""
 
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
     """Called by restore(checkpoint=...) with the new hyperparameters before anything is changed;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,6 +37,10 @@ from tierstore.units import SECTOR_BYTES, align_up
 # With several ranks, the matrices of one subgroup are gathered, the updates of the next are
 # computed, and the updates of a third are scattered, all at once.
 _WINDOW_MAX = 3
+
+
+Follow = Callable[[], str | None]
+"""Brings groups up to date with their optimizer; see TierStore.attach()."""
 
 
 class PageTable:
@@ -81,6 +85,8 @@ class PageTable:
         self._window = self.window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
         self.device = Device()
         """The device of the parameters."""
+        self.follow: Follow = lambda: None
+        """Brings the groups up to date; see TierStore.attach()."""
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
         self._values_may_differ = False  # Whether replicas may hold other values than the owner.
@@ -139,6 +145,15 @@ class PageTable:
         self.all_pages += pages
         self.specs |= specs
         self._agree_on_window()
+
+    def require_current(self) -> None:
+        """Bring the groups up to date with their optimizer.
+
+        Raises:
+            ValueError: the optimizer has other groups.
+        """
+        if reason := self.follow():
+            raise ValueError(reason)
 
     def allocate_files(self, pages: Sequence[Page]) -> None:
         """Allocate the files that steps write, so that a full disk is found before a step."""

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -115,6 +115,7 @@ def agree_on_gradients(
     partition: Sequence[SharedSubgroup],
     device: Device,
     *,
+    require_current: Callable[[], None],
     nonfinite: str,
     waits: bool,
     compares: bool,
@@ -127,13 +128,15 @@ def agree_on_gradients(
         specs: parameter name -> spec when the parameter was attached.
         partition: the subgroups of these groups.
         device: the device of the parameters.
+        require_current: raises ValueError if the groups are not those of the optimizer any more.
         nonfinite: as in TierStore.sweep().
         waits: whether to wait until it is known which gradients are finite.
         compares: whether to compare the gradients of replicas.
 
     Raises:
         ValueError: a parameter or gradient does not fit, the ranks have different
-            hyperparameters, or replicas have different gradients; the message names the first.
+            hyperparameters, or replicas have different gradients; the message names the first. Or from
+            ``require_current``.
         NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """
@@ -143,6 +146,7 @@ def agree_on_gradients(
 
     def look() -> tuple[int, int, int, bytes]:
         nonlocal unread
+        require_current()
         reshard(members)
         found = 0  # A bit for each parameter, because every step sends this.
         for index, parameter in enumerate(members):

@@ -10,38 +10,38 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
-from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec, check_states
+from tierstore.layout.parameters import MASTER, ParameterSpec, check_states
 from tierstore.paging.given_states import States
 from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.tier_plan import Tier
 from tierstore.paging.views import PageView
-from tierstore.ranks.peers import Peers, agree
+from tierstore.ranks.peers import agree
 
 
-def agree_to_read(peers: Peers, names: Collection[str]) -> None:
+def agree_to_read(table: PageTable, names: Collection[str]) -> None:
     """Check that all ranks read the states of the same parameters.
 
     Raises:
+        ValueError: the optimizer has other groups than the store.
         RunMismatchError: the names differ.
         PeerFailed: another rank makes another call.
     """
-    _require_same(agree(peers, "read states", lambda: sorted(names)))
+
+    def check() -> list[str]:
+        table.require_current()
+        return sorted(names)
+
+    _require_same(agree(table.ranks, "read states", check))
 
 
 def agree_to_write(
-    peers: Peers,
-    groups: Sequence[PagedGroup],
-    values: States,
-    names: Collection[str],
-    *,
-    are_current: bool,
+    table: PageTable, values: States, names: Collection[str], *, are_current: bool
 ) -> bool:
     """Check that states fit the parameters, and that all ranks write the same states.
 
     Args:
-        peers: all ranks.
-        groups: all groups.
+        table: all groups.
         values: the states to write.
         names: the parameters whose states are replaced.
         are_current: whether the pages of this rank have these states already.
@@ -50,13 +50,15 @@ def agree_to_write(
         Whether the pages of all ranks have them already.
 
     Raises:
-        ValueError: a state does not fit, or is of a parameter that is not replaced.
+        ValueError: a state does not fit, or is of a parameter that is not replaced, or the
+            optimizer has other groups than the store.
         RunMismatchError: the ranks passed different states.
         PeerFailed: a state does not fit on another rank.
     """
-    parameters = {member.name: member for group in groups for member in group.parameters}
+    parameters = {member.name: member for member in table.parameters}
 
     def check() -> tuple[list[str], bool]:
+        table.require_current()
         for name in [*values, *names]:
             if name not in parameters:
                 raise ValueError(f"there is no parameter {name!r} in this store")
@@ -67,7 +69,7 @@ def agree_to_write(
         written = [f"{state} of {name}" for name in values for state in values[name]]
         return sorted([*names, *written]), are_current
 
-    lists, current = zip(*agree(peers, "write states", check), strict=True)
+    lists, current = zip(*agree(table.ranks, "write states", check), strict=True)
     _require_same(lists)
     return all(current)
 
