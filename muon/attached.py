@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,14 @@ class AttachedGroups:
             self._members |= {id(member.tensor): (number, member) for member in group.parameters}
         self.groups += groups
         self._algorithms += [group.hyperparameters["algorithm"] for group in groups]
+        self._note(param_groups, self._numbers(param_groups))
+
+    def remove(self, names: Collection[str], param_groups: Sequence[_Group]) -> None:
+        """Forget parameters, which no group has any more."""
+        kept = {
+            i: (n, member) for i, (n, member) in self._members.items() if member.name not in names
+        }
+        self._members = kept
         self._note(param_groups, self._numbers(param_groups))
 
     def find(self, tensor: torch.Tensor) -> tierstore.PagedParameter | None:

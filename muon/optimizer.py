@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import warnings
@@ -202,6 +203,7 @@ class Muon(torch.optim.Optimizer):
         if algorithm == "adamw":
             for name, value in _ADAMW_DEFAULTS.items():
                 param_group.setdefault(name, value)
+        _name_empty_groups([*self.param_groups, param_group])
         super().add_param_group(param_group)
         try:
             others = {"betas"} if algorithm == "muon" else self.defaults.keys() - _ADAMW_DEFAULTS
@@ -229,6 +231,47 @@ class Muon(torch.optim.Optimizer):
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(prefetch)
+
+    def remove_parameters(self, params: Iterable[torch.Tensor | str]) -> None:
+        """Remove parameters from their groups and from the store. All ranks call this together.
+
+        Call it between two steps. A removed parameter keeps its value and loses its state. A
+        group without parameters stays in ``param_groups``, so that schedulers continue. Until the
+        next commit, a restart finds the parameter; then the run resumes with the same groups
+        without it, for which parameters need names.
+
+        Args:
+            params: parameters, or their names; the same on all ranks.
+
+        Raises:
+            ValueError: a parameter is not in a group. Nothing was changed.
+            RunMismatchError: the ranks name different parameters. Nothing was changed.
+            StorageError: a write of the last step failed; the store has failed.
+            PeerFailed: any of these on another rank.
+        """
+        self._follow_edits()
+        named = {
+            name: parameter
+            for number in range(len(self.param_groups))
+            for name, parameter in self._named(number)
+        }
+        names = {id(parameter): name for name, parameter in named.items()}
+        removed = set[str]()
+        for param in params:
+            name = param if isinstance(param, str) else names.get(id(param), "")
+            if name not in named:
+                what = repr(param) if isinstance(param, str) else f"of shape {list(param.shape)}"
+                raise ValueError(f"parameter {what} is in no param group of this optimizer")
+            removed.add(name)
+        attached = [name for name in removed if self._attached.find(named[name]) is not None]
+        if attached:
+            self.store.remove(attached)
+        for number, group in enumerate(self.param_groups):
+            kept = [name not in removed for name, _ in self._named(number)]
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key][:] = itertools.compress(list(group[key]), kept)
+        self._attached.remove(removed, self.param_groups)
 
     @property
     def bytes_exchanged(self) -> int:
@@ -274,8 +317,9 @@ class Muon(torch.optim.Optimizer):
         groups = self._attached.hyperparameters
         for number, group in enumerate(groups if is_attached else ()):
             check_hyperparameters(group, number)
-        self._warn_of_other_rates()
-        self._warn_of_slow_bfloat16()
+        if is_attached:
+            self._warn_of_other_rates()
+            self._warn_of_slow_bfloat16()
         self._pipeline.open(groups)
         window = self.store.window_max
         with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
@@ -815,6 +859,18 @@ def _drop_duplicates(group: dict[str, Any]) -> None:
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a group that loading does not change."""
     return {key: group[key] for key in _FIXED if key in group}
+
+
+def _name_empty_groups(groups: Sequence[dict[str, Any]]) -> None:
+    """Give groups without parameters names if other groups have names, as torch.optim expects."""
+    if any("param_names" in group or _is_named(group["params"]) for group in groups):
+        for group in groups:
+            if isinstance(group["params"], list) and not group["params"]:
+                group.setdefault("param_names", [])
+
+
+def _is_named(params: object) -> bool:
+    return isinstance(params, list) and len(params) > 0 and isinstance(params[0], tuple)
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

@@ -30,6 +30,7 @@ from tierstore.paging.sweep import Changes, SteppedPages, Sweep, may_retry
 from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
 from tierstore.paging.whole_states import (
     agree_to_read,
+    agree_to_remove,
     agree_to_write,
     fill_states,
     read_states,
@@ -226,6 +227,32 @@ class TierStore:
         self._table.attach(groups)
         if follow is not None:
             self._table.follow = follow
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove parameters, between two steps. All ranks call it together.
+
+        The parameters are no longer stepped, committed or published, and the store forgets their
+        tensors. Files of pages without other parameters are deleted once two commits, with
+        ``commit_every=None`` one commit, are durable that do not have them. Until the next commit,
+        a restart finds the parameters.
+
+        Args:
+            names: the parameters, the same on all ranks. ``PagedGroup.parameters`` loses them; a
+                group may become empty. No later parameter of the run can have one of these names.
+
+        Raises:
+            ValueError: a name is unknown. Nothing was changed.
+            RunMismatchError: the ranks name different parameters. Nothing was changed.
+            StorageError: a write of the last step failed; the store has failed.
+            PeerFailed: any of these on another rank.
+        """
+        self._usability.require_restored()
+        agree_to_remove(self._table, names)
+        self._table.ensure_placed()
+        with self._usability.failing(interrupts=True):
+            pages = self._table.remove(frozenset(names))
+            self._committer.note_removed(names, pages)
+        self._given.forget(names)
 
     @contextlib.contextmanager
     def sweep(self, window: int = 1, *, nonfinite: str = "allow") -> Iterator[SteppedPages]:
@@ -602,10 +629,9 @@ class TierStore:
         manifest, table = committer.committed, self._table
         page_files = []
         if manifest is not None:
-            layouts = [page.layout for page in table.pages]
-            layout = committer.layout(table.groups, layouts)
+            layout = committer.layout(table.layout_groups, table.layouts)
             commit = Commit(manifest=manifest, layout=layout)
-            pages, spares = commit.pages(layouts), committer.provide_spares
+            pages, spares = commit.pages(table.layouts), committer.provide_spares
             page_files.append(PageLinks(committer.storage, commit, pages, spares))
         committed = Committed(
             peers=self._ranks,
@@ -791,8 +817,9 @@ class TierStore:
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):
             writes = self._pager.write_changed(table.pages)
-        pages = [(page.layout, page.entry) for page in table.pages]
-        manifest = committer.manifest(table.groups, pages)
+        layout = committer.layout(table.layout_groups, table.layouts)
+        pages = {page.index: page.entry for page in table.pages}
+        manifest = committer.manifest(layout, table.groups, pages)
         with self._pager.stalled(), self._usability.failing(interrupts=False):
             committer.begin(manifest, writes)
 

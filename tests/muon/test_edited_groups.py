@@ -243,8 +243,13 @@ def test_every_call_refuses_an_edit_until_it_is_undone(
         groups = twins.optimizer.param_groups
         before = [(group, {key: copy(value) for key, value in group.items()}) for group in groups]
         saved = deepcopy(twins.optimizer.state_dict())
+        third = twins.optimizer.state[twins.ours["third"]]
         edit(groups, twins.ours)
-        calls: list[Callable[[], object]] = [twins.optimizer.step, twins.optimizer.state_dict]
+        calls: list[Callable[[], object]] = [
+            twins.optimizer.step,
+            twins.optimizer.state_dict,
+            lambda: third["exp_avg"],
+        ]
         if place == "disk":
             calls.append(twins.optimizer.restore)
         for call in calls:

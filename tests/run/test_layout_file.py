@@ -110,7 +110,9 @@ def test_a_manifest_is_small(tmp_path: Path) -> None:
     assert small < 64 * few + 1024
 
 
-def cut_after_each(sequences: Sequence[Elements], page_bytes: int) -> list[list[Piece]]:
+def cut_after_each(
+    sequences: Sequence[Elements], page_bytes: int, *, may_cut: bool
+) -> list[list[Piece]]:
     """Another way to cut: each parameter in two pages."""
     pages = []
     for number, elements in enumerate(sequences):
@@ -163,12 +165,16 @@ def test_pages_and_parameters_that_a_commit_no_longer_has(tmp_path: Path) -> Non
     assert verify(tmp_path / "run").good
     assert read_run(tmp_path / "run").states.keys() == {"first"}
     toy = Toy(tmp_path / "run", groups, resume=True)
-    with pytest.raises(tierstore.TierstoreError):
+    with pytest.raises(tierstore.RunMismatchError, match="no longer has parameter 'second'"):
         toy.store.restore()
     toy.store.close()
     publish_run(tmp_path / "run", tmp_path / "published")
     assert verify(tmp_path / "published").good
     assert read_checkpoint(tmp_path / "published").states.keys() == {"first"}
+    toy = Toy(tmp_path / "run", [[FIRST], []], resume=True)
+    assert toy.store.restore() == 3
+    toy.assert_at(3)
+    toy.store.close()
     toy = Toy(tmp_path / "new", [[FIRST], []])
     assert toy.store.restore(checkpoint=tmp_path / "published") == 3
     toy.assert_at(3)

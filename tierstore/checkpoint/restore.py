@@ -14,6 +14,7 @@ from tierstore.paging.whole_states import restore_parameters, write_pages
 from tierstore.ranks.peers import Ranks, on_rank_0, together
 from tierstore.run import tagged_json
 from tierstore.run.committer import Committer
+from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest
 from tierstore.run.page_files import check_files, check_same_model
 from tierstore.run.recovery import recover
@@ -102,10 +103,11 @@ class Restore:
 
     def _check_commit(self, manifest: Manifest) -> dict[str, str]:
         """Check a commit and its files; return what check_same_model() does."""
-        layouts = [page.layout for page in self._table.pages]
-        storage = self._committer.storage
-        renamed = check_same_model(storage, manifest, self._table.groups, layouts)
-        check_files(storage, layouts, manifest)
+        table, storage = self._table, self._committer.storage
+        attached = RankLayout.from_pages(table.layout_groups, table.layouts)
+        pages = [page.index for page in table.pages]
+        renamed = check_same_model(storage, manifest, attached, pages, table.dropped)
+        check_files(storage, table.layouts, manifest)
         self._check(manifest.step, tagged_json.decode(manifest.extra))
         return renamed
 

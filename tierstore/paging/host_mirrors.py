@@ -35,7 +35,7 @@ class Mirror(Source):
         self._gradients: dict[tuple[str, Chunk], torch.Tensor] = {}
         position = 0
         sources, targets = [], []
-        for name, chunk in page.layout.records:
+        for name, chunk in page.chunks:
             parameter = page.parameters[name]
             for copies, tensor in (
                 (self._values, page.source.values(parameter, chunk)),
@@ -147,7 +147,7 @@ def mirrors_bytes(pages: Iterable[Page], window: int) -> int:
 
 def _mirror_bytes(page: Page) -> int:
     nbytes = 0
-    for name, chunk in page.layout.records:
+    for name, chunk in page.chunks:
         itemsize = page.parameters[name].tensor.dtype.itemsize
         nbytes += align_up(chunk.numel * itemsize, _ALIGNMENT)
         # A gradient may be of higher precision than its parameter.

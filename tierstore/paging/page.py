@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from tierstore.errors import CorruptionError
+from tierstore.layout.chunks import Chunk
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import PageLayout, RecordViews, Section
 from tierstore.layout.parameters import MASTER, PagedParameter
@@ -77,7 +78,7 @@ class Page:
     shared: SharedSubgroup
     """The subgroup, with the part that each rank owns."""
     parameters: Mapping[str, PagedParameter]
-    """The parameters of the subgroup, by name."""
+    """The parameters of the subgroup, by name; the layout may have others, which were removed."""
     source: Source
     """Finds the parameters and their gradients."""
     tier: Tier = Tier.NVME
@@ -100,6 +101,11 @@ class Page:
     def is_empty(self) -> bool:
         """True if this rank owns nothing of the subgroup."""
         return not self.layout.nbytes
+
+    @property
+    def chunks(self) -> list[tuple[str, Chunk]]:
+        """Parameter name and chunk of everything that this rank owns of the subgroup."""
+        return [key for key in self.layout.records if key[0] in self.parameters]
 
     @property
     def in_memory(self) -> bool:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tierstore.errors import BudgetError
-from tierstore.layout.ownership import SharedSubgroup
-from tierstore.layout.page_layout import lay_out
+from tierstore.layout.ownership import (
+    SharedParameter,
+    SharedSubgroup,
+    owned_costs,
+    partition_ranks,
+)
+from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.layout.records import record_nbytes
+from tierstore.layout.written import written_subgroups
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
@@ -29,8 +35,10 @@ from tierstore.paging.tier_plan import (
     place_all,
 )
 from tierstore.paging.views import Source
-from tierstore.ranks.peers import Ranks, together
+from tierstore.ranks.peers import Ranks, agree, together
+from tierstore.run.commit import Commit
 from tierstore.run.committer import Progress, encode_hyperparameters
+from tierstore.run.page_files import names_now, specs_of
 from tierstore.run.usability import Usability
 from tierstore.units import SECTOR_BYTES, align_up
 
@@ -41,6 +49,18 @@ _WINDOW_MAX = 3
 
 Follow = Callable[[], str | None]
 """Brings groups up to date with their optimizer; see TierStore.attach()."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The layout of groups to be attached."""
+
+    groups: list[list[ParameterSpec]]
+    """Specs of each group, removed parameters included."""
+    layouts: list[PageLayout] = field(default_factory=list)
+    """The layouts of this rank's pages by number, removed pages included."""
+    pages: list[tuple[int, PageLayout, SharedSubgroup]] = field(default_factory=list)
+    """For each subgroup number and layout of this rank's page, which may be empty."""
 
 
 class PageTable:
@@ -72,6 +92,10 @@ class PageTable:
         """Parameter name -> spec when the parameter was attached."""
         self.all_pages: list[Page] = []
         """This rank's page of every subgroup, in order; some may be empty."""
+        self.layout_groups: list[list[ParameterSpec]] = []
+        """Specs of all groups in order, removed parameters included."""
+        self.layouts: list[PageLayout] = []
+        """Page number -> layout, removed pages included."""
         self.ranks = ranks
         self.pager = pager
         self.committer = committer
@@ -97,6 +121,12 @@ class PageTable:
         return [page for page in self.all_pages if not page.is_empty]
 
     @property
+    def dropped(self) -> list[str]:
+        """The names of the parameters that were removed."""
+        names = (spec.name for group in self.layout_groups for spec in group)
+        return [name for name in names if name not in self.specs]
+
+    @property
     def partition(self) -> list[SharedSubgroup]:
         """The subgroups with the part that each rank owns, in order."""
         return [page.shared for page in self.all_pages]
@@ -119,32 +149,63 @@ class PageTable:
                 TierStore.attach(). The table is unchanged.
         """
         first_group = len(self.groups)
+        written = None  # The last commit of each rank of a run that has lost parameters.
+        if self.usability.awaits_restore:
+            written = agree(self.ranks, "read the layouts", self.committer.load_reduced)
         specs = together(
             self.ranks,
             "check the param groups",
             lambda: _check_groups(
                 groups,
                 self.specs,
+                self.dropped if self.usability.has_directory else (),
                 first_group=first_group,
                 are_encoded=self.usability.has_directory or self.ranks.world_size > 1,
             ),
         )
-        partition = rank_checks.partition_groups(
-            self.ranks,
-            groups,
-            earlier=self.partition,
-            first_group=first_group,
-            page_bytes=self._page_bytes,
-            # One tensor can then show a state that no file holds.
-            may_cut=self.usability.has_directory or self.ranks.world_size > 1,
-        )
+        shared = rank_checks.describe_groups(self.ranks, groups)
         self._values_may_differ = self.ranks.world_size > 1 and not self.usability.awaits_restore
-        pages = together(self.ranks, "lay out pages", lambda: self._lay_out(groups, partition))
+
+        def lay_out_pages() -> tuple[_Layout, list[Page]]:
+            layout = self._written_layout(groups, shared, written) or self._new_layout(shared)
+            return layout, self._lay_out(groups, layout)
+
+        layout, pages = together(self.ranks, "lay out pages", lay_out_pages)
         self.replication.prepare(pages)
         self.groups += groups
+        self.layout_groups += layout.groups
         self.all_pages += pages
+        self.layouts += layout.layouts
         self.specs |= specs
         self._agree_on_window()
+
+    def remove(self, names: Collection[str]) -> list[int]:
+        """Remove parameters, and the pages that have no others; see TierStore.remove().
+
+        Returns:
+            The numbers of the pages of this rank that were removed.
+        """
+        removed = []
+        self.pager.drop_early()
+        self.pager.finish_writes()
+        for page in self.all_pages:
+            if page.parameters.keys().isdisjoint(names):
+                continue
+            page.parameters = {n: p for n, p in page.parameters.items() if n not in names}
+            kept = [shard for shard in page.shared.shards if shard.spec.name not in names]
+            page.shared = replace(page.shared, shards=tuple(kept))
+            if not page.is_empty and not page.chunks:
+                removed.append(page.index)
+                self.pager.discard([page])
+                # An empty page, because other ranks may own the rest of the subgroup.
+                page.layout = lay_out(page.shared.of(self.ranks.rank))
+        self.replication.remove(names)
+        self.all_pages = [page for page in self.all_pages if page.parameters]
+        for group in self.groups:
+            group.parameters = [p for p in group.parameters if p.name not in names]
+        for name in names:
+            del self.specs[name]
+        return removed
 
     def require_current(self) -> None:
         """Bring the groups up to date with their optimizer.
@@ -198,24 +259,83 @@ class PageTable:
         finally:
             self.pager.close(self.pages)
 
-    def _lay_out(
-        self, groups: Sequence[PagedGroup], partition: Sequence[SharedSubgroup]
-    ) -> list[Page]:
+    def _new_layout(self, groups: Sequence[Sequence[SharedParameter]]) -> _Layout:
+        """Cut groups into subgroups."""
+        world_size = self.ranks.world_size
+        # Without files, one tensor can then show a whole state.
+        may_cut = self.usability.has_directory or world_size > 1
+        loads = owned_costs(self.partition, world_size)
+        found = _Layout([[parameter.spec for parameter in group] for group in groups])
+        for number, parameters in enumerate(groups, start=len(self.groups)):
+            for shared in partition_ranks(
+                number, parameters, self._page_bytes, world_size, loads, may_cut=may_cut
+            ):
+                layout = lay_out(shared.of(self.ranks.rank))
+                found.pages.append((len(self.layouts) + len(found.layouts), layout, shared))
+                if layout.nbytes:
+                    found.layouts.append(layout)
+        return found
+
+    def _written_layout(
+        self,
+        groups: Sequence[PagedGroup],
+        shared: Sequence[Sequence[SharedParameter]],
+        written: Sequence[Commit | None] | None,
+    ) -> _Layout | None:
+        """Return groups as a run that has lost parameters keeps them in its pages.
+
+        None if the run has lost no parameters, or does not have these groups.
+
+        Args:
+            groups: the groups, without the parameters that were removed.
+            shared: the parameters of the groups.
+            written: rank -> its last commit, or None if the run has lost no parameters.
+        """
+        first, commits = len(self.groups), [commit for commit in written or () if commit]
+        numbers = range(first, first + len(groups))
+        if not commits:
+            return None
+        now = names_now(commits[0].groups[first : numbers.stop], specs_of(groups))
+        if now is None:
+            return None
+        layouts = [commit.layout.renamed(now) for commit in commits]
+        rank_pages = [
+            [
+                (page, subgroup)
+                for page, subgroup in enumerate(layout.subgroups)
+                if subgroup.group in numbers and page in commit.manifest.entries
+            ]
+            for layout, commit in zip(layouts, commits, strict=True)
+        ]
+        parameters = {parameter.spec.name: parameter for group in shared for parameter in group}
+        mine = layouts[self.ranks.rank]
+        found = _Layout([list(group) for group in mine.groups[first : numbers.stop]])
+        found.layouts.extend(lay_out(page) for page in mine.subgroups if page.group in numbers)
+        for subgroup in written_subgroups(parameters, rank_pages):
+            page, part = subgroup.pages[self.ranks.rank], subgroup.shared.of(self.ranks.rank)
+            if page is not None:
+                # With the shards of removed parameters, which have their places in the page.
+                shards = {shard.parameter.name: shard for shard in part.shards}
+                shards |= {shard.parameter.name: shard for shard in mine.subgroups[page].shards}
+                names = [spec.name for spec in mine.groups[part.group] if spec.name in shards]
+                part = replace(part, shards=tuple(shards[name] for name in names))
+            found.pages.append((page or 0, lay_out(part), subgroup.shared))
+        return found
+
+    def _lay_out(self, groups: Sequence[PagedGroup], found: _Layout) -> list[Page]:
         """Return this rank's pages of some groups, with memory and files."""
         members = {parameter.name: parameter for group in groups for parameter in group.parameters}
         pages = self.pages
-        first, number = len(pages), len(pages)
+        first = len(pages)
         new_pages = []
-        for shared in partition:
-            layout = lay_out(shared.of(self.ranks.rank))
+        for number, layout, shared in found.pages:
             source = Source(shared.places(self.ranks.rank))
-            parameters = {name: members[name] for name in layout.parameter_names}
+            parameters = {shard.spec.name: members[shard.spec.name] for shard in shared.shards}
             page = Page(number, layout, shared, parameters, source)
             new_pages.append(page)
             if page.is_empty:
                 page.content = Content.LOADED  # Nothing is to be made or read.
             else:
-                number += 1
                 pages.append(page)
         torch_device = device_of([*self.groups, *groups])
         device = self.device if self.groups else open_device(torch_device)
@@ -329,13 +449,19 @@ class PageTable:
 
 
 def _check_groups(
-    groups: Sequence[PagedGroup], known: Collection[str], *, first_group: int, are_encoded: bool
+    groups: Sequence[PagedGroup],
+    known: Collection[str],
+    removed: Collection[str],
+    *,
+    first_group: int,
+    are_encoded: bool,
 ) -> dict[str, ParameterSpec]:
     """Return the specs of groups by parameter name, after checking that a store can keep them.
 
     Args:
         groups: the groups to attach.
         known: names of the parameters that are attached already.
+        removed: names of the parameters that were removed, and stand in the layout file.
         first_group: number of the first of these groups.
         are_encoded: whether hyperparameters are committed, or compared between ranks.
 
@@ -347,6 +473,11 @@ def _check_groups(
     for spec in (parameter.spec for group in groups for parameter in group.parameters):
         if spec.name in specs or spec.name in known:
             raise ValueError(f"two parameters are named {spec.name!r}: names must be unique")
+        if spec.name in removed:
+            raise ValueError(
+                f"the run had another parameter {spec.name!r}, which was removed and still stands "
+                "in its files: give the new one another name"
+            )
         specs[spec.name] = spec
     if are_encoded:
         for index, group in enumerate(groups, start=first_group):

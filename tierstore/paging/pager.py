@@ -308,10 +308,18 @@ class Pager:
         self._pool.release_all()
 
     def free(self, pages: Iterable[Page]) -> None:
-        """Free the memory of pages that were never read, held or written."""
+        """Free the memory of pages of which nothing is to be kept."""
         for page in pages:
             page.buffer = page.device_buffer = None
             page.tier = Tier.NVME
+
+    def discard(self, pages: Iterable[Page]) -> None:
+        """Forget the content of pages that are at rest, and free their memory."""
+        pages = list(pages)
+        for page in pages:
+            self._drop_from_device(page)
+            page.content, page.entry = Content.LOADED, None
+        self.free(pages)
 
     def free_pool(self) -> None:
         """Free all buffers of the pool, while no page has a buffer."""

@@ -17,12 +17,7 @@ import xxhash
 
 from tierstore.errors import NonFiniteGradientError, RunMismatchError
 from tierstore.layout.dtensors import holding_of, local_tensor
-from tierstore.layout.ownership import (
-    SharedParameter,
-    SharedSubgroup,
-    owned_costs,
-    partition_ranks,
-)
+from tierstore.layout.ownership import SharedParameter, SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
 from tierstore.layout.sharding import Holding, stacked, whole_on
 from tierstore.paging.device import Device
@@ -51,24 +46,8 @@ def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{found}: open the store with the same options on every rank")
 
 
-def partition_groups(
-    ranks: Ranks,
-    groups: Sequence[PagedGroup],
-    *,
-    earlier: Sequence[SharedSubgroup],
-    first_group: int,
-    page_bytes: int,
-    may_cut: bool,
-) -> list[SharedSubgroup]:
-    """Cut groups into subgroups, and decide what each rank owns of them. All ranks call this.
-
-    Args:
-        ranks: all ranks.
-        groups: the groups to cut.
-        earlier: the subgroups of groups attached before.
-        first_group: number of the first group to cut.
-        page_bytes: about how many bytes of a subgroup a rank may own.
-        may_cut: whether a parameter under an elementwise rule is cut where a page is full.
+def describe_groups(ranks: Ranks, groups: Sequence[PagedGroup]) -> list[list[SharedParameter]]:
+    """Return the parameters of groups with all ranks that hold them. All ranks call this.
 
     Raises:
         ValueError: a parameter has placements that cannot be paged.
@@ -86,14 +65,7 @@ def partition_groups(
             [_combined(parameters) for parameters in zip_longest(*rank_groups)]
             for rank_groups in zip_longest(*ranks.gather(shared), fillvalue=())
         ]
-    loads = owned_costs(earlier, ranks.world_size)
-    return [
-        subgroup
-        for number, parameters in enumerate(shared, start=first_group)
-        for subgroup in partition_ranks(
-            number, parameters, page_bytes, ranks.world_size, loads, may_cut=may_cut
-        )
-    ]
+    return shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +107,8 @@ def agree_on_gradients(
 
     Raises:
         ValueError: a parameter or gradient does not fit, the ranks have different
-            hyperparameters, or replicas have different gradients; the message names the first. Or from
-            ``require_current``.
+            hyperparameters, or replicas have different gradients; the message names the first.
+            Or from ``require_current``.
         NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """

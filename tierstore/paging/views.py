@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -107,7 +108,7 @@ class PageView:
     Valid until a window of further pages was asked for; see TierStore.sweep().
     """
 
-    __slots__ = ("_tensors", "group", "shards")
+    __slots__ = ("_kept", "_removed", "group", "shards")
 
     def __init__(
         self,
@@ -117,14 +118,22 @@ class PageView:
         source: Source,
         present: Collection[str] = (),
     ) -> None:
-        self._tensors = records
+        self._kept: list[RecordViews] = []  # Of all chunks of the shards, in order.
+        # Of parameters that were removed.
+        self._removed: list[tuple[ParameterSpec, RecordViews]] = []
         self.group = layout.subgroup.group
         """Index of the group, in the order of attach(), that all shards belong to."""
         self.shards = []
         """All shards of the subgroup, in the same order on every rank."""
         remaining = iter(records)
         for shard in layout.subgroup.shards:
-            parameter, spec = parameters[shard.parameter.name], shard.parameter
+            spec = shard.parameter
+            views = list(itertools.islice(remaining, len(shard.chunks)))
+            parameter = parameters.get(spec.name)
+            if parameter is None:  # It was removed.
+                self._removed += [(spec, record) for record in views]
+                continue
+            self._kept += views
             has_gradient = spec.name in present
             chunks = [
                 ChunkView(
@@ -135,12 +144,15 @@ class PageView:
                     source,
                     has_gradient,
                 )
-                for chunk, record in zip(shard.chunks, remaining, strict=False)
+                for chunk, record in zip(shard.chunks, views, strict=True)
             ]
             self.shards.append(ShardView(parameter, spec, chunks, has_gradient))
 
     def initialize(self) -> None:
         """Fill a page that was never written, with zeros and the parameters."""
+        for _, record in self._removed:
+            for tensor in (record.master, *record.states.values()):
+                tensor.zero_()
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states.values():
                 state.zero_()
@@ -184,6 +196,9 @@ class PageView:
         """Copy the parameters that are their own master to the page's records."""
         pairs = [(record, chunk) for spec, record, chunk in self._records() if spec.owns_master]
         _copy([record.master for record, _ in pairs], [chunk.master for _, chunk in pairs])
+        for spec, record in self._removed:
+            if spec.owns_master:  # No step reads the record.
+                record.master.zero_()
 
     def restore_parameters(self) -> None:
         """Copy the masters in the page to the parameters, which may be their own masters."""
@@ -191,9 +206,9 @@ class PageView:
         _copy([chunk.values for _, chunk in pairs], [record.master for record, _ in pairs])
 
     def _records(self) -> Iterator[tuple[ParameterSpec, RecordViews, ChunkView]]:
-        """Yield the records of every chunk with the chunk."""
+        """Yield the records of every chunk of a parameter that was not removed."""
         chunks = ((shard.spec, chunk) for shard in self.shards for chunk in shard.chunks)
-        for (spec, chunk), record in zip(chunks, self._tensors, strict=True):
+        for (spec, chunk), record in zip(chunks, self._kept, strict=True):
             yield spec, record, chunk
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from tierstore.errors import StoreFailedError
 from tierstore.layout.page_layout import PageLayout
-from tierstore.layout.parameters import PagedGroup
+from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.ranks.peers import Peers, together
 from tierstore.run import tagged_json
+from tierstore.run.commit import Commit, load_commit
 from tierstore.run.file_names import (
     CLEAN_NAME,
     DIRTY_NAME,
@@ -34,7 +35,7 @@ from tierstore.run.file_names import (
 )
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars, unpack_scalars
-from tierstore.run.page_files import create_all, create_files, specs_of
+from tierstore.run.page_files import create_all, create_files
 from tierstore.run.sealed import checksum_of
 from tierstore.storage.base import Storage, Transfer
 
@@ -107,6 +108,21 @@ class Progress:
     def note_written(self, groups: int) -> None:
         """Note that pages were changed, and that the first ``groups`` groups have pages."""
         self.changed, self.groups_written = True, groups
+
+    def load_reduced(self) -> Commit | None:
+        """Return the last commit if the run has lost parameters of its layout, else None.
+
+        Raises:
+            CorruptionError: the layout is missing or damaged.
+        """
+        return None
+
+    def note_removed(self, names: Iterable[str], pages: Iterable[int]) -> None:
+        """Note that parameters and pages were removed; the next commit no longer has them."""
+        for name in names:
+            self.scalars.pop(name, None)
+        # Before the first step there is nothing to commit.
+        self.changed = self.changed or self.groups_written > 0
 
     def claim_slot(self, page: int) -> str:
         """Not called: without a directory no page is written."""
@@ -240,6 +256,20 @@ class Committer(Progress):
         self.provide_spares(name for name in names if self.storage.is_shared(name))
 
     @override
+    def load_reduced(self) -> Commit | None:
+        if self.committed is None or not self.committed.dropped:
+            return None
+        return load_commit(self.storage, self.committed)
+
+    @override
+    def note_removed(self, names: Iterable[str], pages: Iterable[int]) -> None:
+        super().note_removed(names, pages)
+        self._spares.difference_update(name for page in pages for name in _files_of(page))
+        # The commit of the removal, of the same step, keeps the extra of the step.
+        if self._begun is not None and self._begun.step == self.step:
+            self._next_extra = (self.step, self._begun.extra)
+
+    @override
     def claim_slot(self, page: int) -> str:
         """Return the slot of a page that may be overwritten now, and remember to flush it.
 
@@ -313,40 +343,47 @@ class Committer(Progress):
         # The same step with another extra, or the initial values of a run.
         return was_begun or (self.changed and not self.step) or self.is_due
 
-    def layout(self, groups: Sequence[PagedGroup], pages: Sequence[PageLayout]) -> RankLayout:
+    def layout(
+        self, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]
+    ) -> RankLayout:
         """Return the layout that commits have now.
 
         Args:
-            groups: all groups; groups without pages are left out.
-            pages: the layouts of all pages.
+            groups: the specs of all groups, removed parameters included; groups without pages
+                are left out.
+            pages: the layouts of all pages, removed pages included.
         """
         if self._layout is None or len(self._layout.groups) < self.groups_written:
             count = self.groups_written
             written = [page for page in pages if page.subgroup.group < count]
-            layout = RankLayout.from_pages(specs_of(groups[:count]), written)
+            layout = RankLayout.from_pages(groups[:count], written)
             # Together: an interrupt of to_bytes() leaves both as they were.
             self._layout, self._layout_data = layout, layout.to_bytes()
         return self._layout
 
     def manifest(
         self,
+        layout: RankLayout,
         groups: Sequence[PagedGroup],
-        pages: Sequence[tuple[PageLayout, PageEntry | None]],
+        pages: Mapping[int, PageEntry | None],
     ) -> Manifest:
         """Return the manifest of this step: a copy of everything that later steps will change.
 
         Args:
+            layout: the layout that commits have now.
             groups: all groups; groups without pages are left out.
-            pages: the layout of every page, in order, and the content of its file.
+            pages: page number -> content of its file, for the pages that were not removed.
 
         Raises:
             TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
         """
-        layout = self.layout(groups, [page for page, _ in pages])
-        entries = [entry for _, entry in pages[: len(layout.subgroups)]]
-        assert None not in entries, "a group counts as written once all of its pages are"
+        count = len(layout.subgroups)
+        assert all(pages[number] for number in pages if number < count), (
+            "a group counts as written once all of its pages are"
+        )
         names = [[spec.name for spec in group] for group in layout.groups]
         groups = groups[: self.groups_written]
+        kept = {parameter.name for group in groups for parameter in group.parameters}
         before, (extra_step, extra) = self._begun, self._next_extra
         return Manifest(
             run_id=self.identity.run_id,
@@ -358,8 +395,8 @@ class Committer(Progress):
             first=before is None,
             page_bytes=self.identity.page_bytes,
             layout=checksum_of(self._layout_data),
-            pages=entries,
-            dropped=(),
+            pages=[pages.get(number) for number in range(count)],
+            dropped=[name for group in names for name in group if name not in kept],
             scalars=pack_scalars(self.scalars, names),
             hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
             extra=extra if extra_step == self.step else None,
@@ -442,23 +479,34 @@ class Committer(Progress):
         with record_function(f"tierstore::commit {manifest.step}"):
             together(self._peers, "commit", commit_here)
         self.committed = manifest
-        self._forget_older({manifest.layout, manifest.layout if before is None else before.layout})
+        self._forget_older([manifest] if before is None else [before, manifest])
 
-    def _forget_older(self, layouts: Container[str]) -> None:
-        """Remove manifests and layouts that no restart needs any more, and the dirty mark.
+    def _forget_older(self, remaining: Sequence[Manifest]) -> None:
+        """Remove the files that no restart needs any more, and the dirty mark.
+
+        That is manifests, layouts, and the files of pages that the run no longer has.
 
         Args:
-            layouts: the digests of the layouts that the remaining manifests name.
+            remaining: the last commits, of which a restart may find any.
         """
         names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
         stale = [manifest_name(revision) for revision in revisions[: -len(self._slots)]]
+        layouts = {manifest.layout for manifest in remaining}
         digests = {name: layout_digest_in(name) for name in names}
         stale += [name for name, digest in digests.items() if digest and digest not in layouts]
+        needed = {page for manifest in remaining[-len(self._slots) :] for page in manifest.entries}
+        removed = set(range(len(remaining[-1].pages))) - needed
+        stale += {name for page in removed for name in _files_of(page)}.intersection(names)
         for name in stale:
             self.storage.unlink(name)
         if DIRTY_NAME in names:
             clear_dirty(self.storage)
+
+
+def _files_of(page: int) -> list[str]:
+    slots = [page_file(page, slot) for slot in "ab"]
+    return [*slots, *map(spare_file, slots)]
 
 
 def encode_hyperparameters(index: int, group: PagedGroup) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -17,6 +17,9 @@ from tierstore.run.manifest import Manifest
 from tierstore.run.sealed import checksum_of
 from tierstore.storage.base import Storage
 from tierstore.units import format_bytes
+
+_Place = tuple[int, ParameterSpec | None]
+"""A group, and a parameter of it; None ends the group."""
 
 
 def create_all(storage: Storage, sizes: Mapping[str, int]) -> None:
@@ -95,8 +98,9 @@ def check_files(storage: Storage, layouts: Sequence[PageLayout], manifest: Manif
 def check_same_model(
     storage: Storage,
     manifest: Manifest,
-    groups: Sequence[PagedGroup],
-    pages: Sequence[PageLayout],
+    attached: RankLayout,
+    pages: Collection[int],
+    dropped: Collection[str],
 ) -> dict[str, str]:
     """Check that a commit holds these groups, laid out in these pages.
 
@@ -105,8 +109,9 @@ def check_same_model(
     Args:
         storage: the rank's files. The layout file is read only to name a difference.
         manifest: the commit.
-        groups: all groups.
-        pages: the layout of every page.
+        attached: all groups and pages, removed parameters and pages included.
+        pages: the numbers of the pages that were not removed.
+        dropped: the names of the parameters that were removed.
 
     Returns:
         Parameter name -> its name in the commit, of parameters with another name there.
@@ -116,35 +121,80 @@ def check_same_model(
         CorruptionError: the commit has another number of pages than its layout; or the commit is
             of another model, and the layout file is missing or damaged.
     """
-    attached = RankLayout.from_pages(specs_of(groups), pages)
     if checksum_of(attached.to_bytes()) == manifest.layout:
-        if len(manifest.entries) != len(pages):
+        if len(manifest.pages) != len(attached.subgroups):
             raise CorruptionError(
-                f"commit {manifest.step} in {storage.location} has {len(manifest.entries)} pages, "
-                f"and its layout has {len(pages)}: go back to a checkpoint of the run, if one "
-                "exists"
+                f"commit {manifest.step} in {storage.location} has {len(manifest.pages)} pages, "
+                f"and its layout has {len(attached.subgroups)}: go back to a checkpoint of the "
+                "run, if one exists"
+            )
+        _require_same_removals(manifest, dropped)
+        missing = [page for page in pages if page not in manifest.entries]
+        if missing:
+            raise CorruptionError(
+                f"commit {manifest.step} in {storage.location} has no page {missing[0]}, though "
+                "it has parameters in it: go back to a checkpoint of the run, if one exists"
             )
         return {}
     committed = load_commit(storage, manifest)
-    in_run, here = _unwrapped(committed.groups), _unwrapped(attached.groups)
-    for found, expected in zip_longest(_specs(committed.groups), _specs(attached.groups)):
-        if _without_wrappers(found, in_run) != _without_wrappers(expected, here):
-            raise RunMismatchError(
-                "this model is not the one of the run. First difference: the run has "
-                f"{_describe(found)}; this model has {_describe(expected)}. Build the model "
-                "and its param groups as they were, or name another directory for another run. "
-                "(overwrite=True deletes the run)"
-            )
-    former = dict(zip(here, in_run, strict=True))
-    now = {name: other for other, name in former.items()}
-    if committed.layout.renamed(now).to_bytes() == attached.to_bytes():
-        return {name: other for name, other in former.items() if name != other}
+    groups = [[spec for spec in group if spec.name not in dropped] for group in attached.groups]
+    found, expected = _first_difference(committed.groups, groups)
+    if found != expected:
+        raise RunMismatchError(
+            "this model is not the one of the run. First difference: the run has "
+            f"{_describe(found)}; this model has {_describe(expected)}. Build the model "
+            "and its param groups as they were, or name another directory for another run. "
+            "(overwrite=True deletes the run)"
+        )
+    now = names_now(committed.groups, groups)
+    if now is not None and committed.layout.renamed(now).to_bytes() == attached.to_bytes():
+        _require_same_removals(manifest, dropped)
+        return {name: former for former, name in now.items() if name != former}
     raise RunMismatchError(
         "the run has the parameters of this model, but in other pages: ranks held or owned the "
         "parameters in another way, or another version of tierstore cut them. Restore the former "
         "placements and partition, or begin a new run with restore(checkpoint=OUT) after "
         "`tierstore checkpoint RUN OUT`"
     )
+
+
+def _require_same_removals(manifest: Manifest, dropped: Collection[str]) -> None:
+    """Refuse a commit before a removal of parameters, or after another removal."""
+    if lacking := sorted(set(manifest.dropped).difference(dropped)):
+        raise RunMismatchError(
+            f"the run no longer has parameter {lacking[0]!r}: remove_parameters() removed it. "
+            f"Build the param groups without {lacking}"
+        )
+    if others := sorted(set(dropped).difference(manifest.dropped)):
+        raise RunMismatchError(
+            f"step {manifest.step} was committed with parameter {others[0]!r}, which was removed "
+            f"from this optimizer since: open the run with resume=True and a new optimizer that "
+            f"has {others}, and restore that"
+        )
+
+
+def names_now(
+    committed: Sequence[Sequence[ParameterSpec]], groups: Sequence[Sequence[ParameterSpec]]
+) -> dict[str, str] | None:
+    """Return name in a commit -> name here, if groups differ in the names of wrappers alone.
+
+    None if the groups differ in anything else.
+    """
+    found, expected = _first_difference(committed, groups)
+    if found != expected:
+        return None
+    return dict(zip(_unwrapped(committed), _unwrapped(groups), strict=True))
+
+
+def _first_difference(
+    committed: Sequence[Sequence[ParameterSpec]], groups: Sequence[Sequence[ParameterSpec]]
+) -> tuple[_Place | None, _Place | None]:
+    """Return the first specs that differ in more than wrappers; (None, None) if there are none."""
+    in_run, here = _unwrapped(committed), _unwrapped(groups)
+    for found, expected in zip_longest(_specs(committed), _specs(groups)):
+        if _without_wrappers(found, in_run) != _without_wrappers(expected, here):
+            return found, expected
+    return None, None
 
 
 def specs_of(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:
