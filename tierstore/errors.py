@@ -74,7 +74,7 @@ class RunDirectoryError(TierstoreError, ValueError):
 
 
 class RunLockedError(RunDirectoryError):
-    """Another process holds the run directory."""
+    """Another process, or another store of this process, holds the run directory."""
 
 
 class RunMismatchError(RunDirectoryError):

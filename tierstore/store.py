@@ -43,7 +43,8 @@ from tierstore.ranks.peers import Ranks, together
 from tierstore.run.commit import Commit
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
-from tierstore.run.opening import open_committer
+from tierstore.run.opening import close_storage, open_committer
+from tierstore.run.unclosed import Ending
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
@@ -92,7 +93,7 @@ class TierStore:
 
     Raises:
         RunDirectoryError: the directory cannot be used; the message says what to do.
-        RunLockedError: another process uses the directory.
+        RunLockedError: another process, or another store of this process, uses the directory.
         StorageError: a file operation failed.
         ValueError: an argument is out of range, or differs between ranks.
         PeerFailed: any of these on another rank.
@@ -166,7 +167,7 @@ class TierStore:
             awaits_restore = self._resharded is not None
             run_id = ""
             if storage is not None:
-                opened.callback(storage.close)
+                opened.callback(close_storage, storage)
                 self._committer = committer = open_committer(
                     storage,
                     ranks,
@@ -196,6 +197,10 @@ class TierStore:
             opened.callback(self._table.close)
             if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
+            if isinstance(self._committer, Committer):
+                ending = Ending(self.close, self._committer, self._usability, ranks.world_size)
+                opened.callback(ending.cancel)
+                self._ending = ending
             self._opened = opened.pop_all()
 
     # -- Parameters and steps.
@@ -343,6 +348,8 @@ class TierStore:
         )
         with sweep.run() as pages:
             yield pages
+        if isinstance(self._committer, Committer):
+            self._ending.note_step()
         self._changes.note(sweep.changed, table.step_device)
         self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
 
@@ -563,7 +570,9 @@ class TierStore:
         """
         self._usability.require_restored()
         self._given.require_unchanged()
-        if self._require_committer("commit()").annotate(extra):
+        committer = self._require_committer("commit()")
+        self._ending.has_extra = True
+        if committer.annotate(extra):
             self._begin_commit()
 
     def synchronize(self) -> None:

@@ -28,7 +28,7 @@ from tests.support.toy import contents
 from tierstore.checkpoint.publish_stopped import publish_run, publish_whole
 from tierstore.cli import app
 from tierstore.inspection.verify import verify
-from tierstore.run import directories, opening
+from tierstore.run import directories
 
 
 @pytest.fixture(scope="module")
@@ -245,11 +245,9 @@ def test_stopped_in_its_first_commit(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, WORK, job_of(tmp_path, "rows", store=RESUMED)) == [(0, "None")] * 2
 
 
-def test_in_use_on_the_way(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_use_on_the_way(root: Path, tmp_path: Path) -> None:
     """Nobody else deletes what it is about to begin from."""
     directory = copied(root, tmp_path)
-    for module in (opening, directories):
-        monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     _, store, optimizer = checkpoints.open_job(job_of(directory, "copies", store=RESUMED))
     for options in ({"overwrite": True}, RESUMED):
         with pytest.raises(tierstore.RunLockedError):

@@ -109,16 +109,51 @@ def test_a_waiting_opener_succeeds_when_the_first_closes(tmp_path: Path) -> None
     resumed(tmp_path, 2).store.close()
 
 
-def test_a_second_store_in_the_same_process_is_refused_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}, {}])
+def test_a_second_store_in_the_same_process_is_refused_at_once(
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tierstore.run.opening, "LOCK_TIMEOUT_S", 0.1)
-    toy = Toy(tmp_path)
-    with pytest.raises(tierstore.RunLockedError, match=str(os.getpid())):
-        Toy(tmp_path, resume=True)
+    """Under any name of the directory; the first goes on, and after its close() another opens."""
+    toy = Toy(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    started = time.monotonic()
+    for name in ("run", "link"):
+        with pytest.raises(tierstore.RunLockedError, match=r"in this process already.*close\(\)"):
+            Toy(tmp_path / name, **options)
+    assert time.monotonic() - started < 15  # Long before the timeout.
     toy.step()
     toy.store.close()
-    resumed(tmp_path, 1).store.close()
+    resumed(tmp_path / "run", 1).store.close()
+
+
+def test_a_forked_child_waits_for_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has no store open."""
+    monkeypatch.setattr(tierstore.run.opening, "LOCK_TIMEOUT_S", 0.1)
+    toy = Toy(tmp_path)
+
+    def open_again() -> None:
+        with pytest.raises(tierstore.RunLockedError, match=f"in use by process {os.getppid()} "):
+            Toy(tmp_path, resume=True)
+
+    assert forked(open_again) == 0
+    toy.store.close()
+
+
+def test_a_directory_that_another_process_took_after_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The closed store is not to blame."""
+    toy = Toy(tmp_path)
+    toy.step()
+    toy.store.close()
+    monkeypatch.setattr(tierstore.run.opening, "LOCK_TIMEOUT_S", 0.1)
+    with process(hold, tmp_path) as (_, connection):
+        pid = connection.recv()
+        with pytest.raises(tierstore.RunLockedError, match=f"in use by process {pid} "):
+            Toy(tmp_path, resume=True)
+        connection.send("let go")
 
 
 def test_two_stores_on_two_directories(tmp_path: Path) -> None:

@@ -223,8 +223,12 @@ class Committer(Progress):
     @override
     def is_due(self) -> bool:
         every = self._commit_every
-        begun_step = self._begun.step if self._begun else 0
-        return every is not None and self.step - begun_step >= every
+        return every is not None and self.step - self.begun_step >= every
+
+    @property
+    def begun_step(self) -> int:
+        """The step of the last commit that was begun, or 0."""
+        return self._begun.step if self._begun else 0
 
     @property
     @override
@@ -234,7 +238,12 @@ class Committer(Progress):
     @property
     def is_up_to_date(self) -> bool:
         """True if the last commit that was begun has all changes."""
-        return not self.changed and not (self.step and self._next_extra[0] == self.step)
+        return not self.changed and not (self.step and self.has_extra)
+
+    @property
+    def has_extra(self) -> bool:
+        """True if the next commit of this step has the extra that was given to annotate()."""
+        return self._next_extra[0] == self.step
 
     @property
     def _slots(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tierstore.errors import RunDirectoryError
 from tierstore.run.bandwidth import measured_bandwidths
 from tierstore.run.file_names import RESHARDED_NAME, STRIPING_NAME, folder_rank, rank_folder
-from tierstore.run.opening import LOCK_TIMEOUT_S
+from tierstore.run.opening import lock
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.run.striping import Striping
 from tierstore.storage.base import Storage
@@ -132,7 +132,7 @@ def whole_run(
                     directories, rank, page_bytes=SECTOR_BYTES, overwrite=overwrite
                 )
             opened.callback(storages[rank].close)
-            storages[rank].lock(LOCK_TIMEOUT_S)
+            lock(storages[rank])
         yield storages
 
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 
-from tierstore.errors import RunDirectoryError
+from tierstore.errors import RunDirectoryError, RunLockedError
 from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run.committer import Committer, write_durably
 from tierstore.run.file_names import DIRTY_NAME, IDENTITY_NAME, manifest_revision
@@ -27,9 +27,41 @@ def abandon_in_children(storage: Storage) -> None:
     _storages_in_use.add(storage)
 
 
+def close_storage(storage: Storage) -> None:
+    """Close a storage, after which another store of this process may open its directory."""
+    storage.close()
+    _storages_in_use.discard(storage)
+
+
+def lock(storage: Storage) -> None:
+    """Lock a rank's directory, after waiting for another process that has it.
+
+    Raises:
+        RunLockedError: another process keeps the directory; or another store of this process has
+            it, which is refused at once.
+    """
+    try:
+        storage.lock(0)
+    except RunLockedError:
+        if any(_same_directory(storage, other) for other in _storages_in_use):
+            raise RunLockedError(
+                f"{storage.location} is open in this process already: call close() of the store "
+                "that has it, or go on with that store"
+            ) from None
+        storage.lock(LOCK_TIMEOUT_S)
+
+
+def _same_directory(one: Storage, other: Storage) -> bool:
+    try:
+        return os.path.samefile(one.location, other.location)
+    except OSError:  # One of them is not a directory of files.
+        return False
+
+
 def _abandon_all() -> None:
     for storage in list(_storages_in_use):
         storage.abandon()
+    _storages_in_use.clear()
 
 
 os.register_at_fork(after_in_child=_abandon_all)
@@ -79,14 +111,14 @@ def open_run(
         As find_run(); a new run has no manifest, and nothing in flight.
 
     Raises:
-        RunLockedError: another process uses the directory.
+        RunLockedError: another process, or another store, uses the directory.
         RunDirectoryError: the directory holds a run and neither ``resume`` nor ``overwrite`` was
             given, or a run that cannot be resumed.
         PeerFailed: another rank raised.
     """
 
     def look() -> bool:
-        storage.lock(LOCK_TIMEOUT_S)
+        lock(storage)
         names = storage.list()
         steps = [revision[0] for name in names if (revision := manifest_revision(name))]
         holds_work = bool(steps) or DIRTY_NAME in names
