@@ -278,12 +278,14 @@ class Muon(torch.optim.Optimizer):
         """Bytes of matrices and updates that this rank has sent to other ranks."""
         return self._pipeline.bytes_sent
 
+    @tierstore.not_compiled
     def prefetch(self) -> None:
         """Start reading the state that the next step needs first; see TierStore.prefetch()."""
         if self._attached.groups:  # Before the first step there is no state.
             self._prefetched = True
             self.store.prefetch()
 
+    @tierstore.not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one step with the gradients in ``.grad``, which are not modified.
@@ -334,6 +336,7 @@ class Muon(torch.optim.Optimizer):
         self._prefetched = False
         return loss
 
+    @tierstore.not_compiled
     def restore(
         self,
         checkpoint: str | os.PathLike[str] | None = None,
@@ -384,6 +387,7 @@ class Muon(torch.optim.Optimizer):
         self._restored_rates = [float(group["lr"]) for group in committed] if step else []
         return step
 
+    @tierstore.not_compiled
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of ``torch.optim``, also before the first step.
 
@@ -423,6 +427,7 @@ class Muon(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         return state_dict
 
+    @tierstore.not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the state by a state dict in the format of ``torch.optim``.
 
@@ -454,6 +459,7 @@ class Muon(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    @tierstore.not_compiled
     def reset_state(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Set the states of some parameters, or of all, to those of a new optimizer.
 

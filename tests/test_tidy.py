@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The rooms of tierstore, lowest level first. An import goes to a lower level, or stays in its room.
 LEVELS = (
-    "errors units",
+    "errors units compiling",
     "layout storage ranks",
     "run testing",
     "paging inspection",

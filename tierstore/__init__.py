@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tierstore.compiling import not_compiled
 from tierstore.errors import (
     BudgetError,
     CheckpointError,
@@ -87,5 +88,6 @@ __all__ = [
     "SweepError",
     "TierStore",
     "TierstoreError",
+    "not_compiled",
     "parse_bytes",
 ]

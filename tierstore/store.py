@@ -18,6 +18,7 @@ from torch import distributed as dist
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.reshard import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.restore import Restore
+from tierstore.compiling import not_compiled
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
@@ -205,6 +206,7 @@ class TierStore:
 
     # -- Parameters and steps.
 
+    @not_compiled
     def attach(
         self, groups: Sequence[PagedGroup], *, follow: Callable[[], str | None] | None = None
     ) -> None:
@@ -353,6 +355,7 @@ class TierStore:
         self._changes.note(sweep.changed, table.step_device)
         self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
 
+    @not_compiled
     def prefetch(self) -> None:
         """Start to read pages for the next sweep, as far as buffers are free; return at once.
 
@@ -399,6 +402,7 @@ class TierStore:
         self._follow_scalars()
         return self._committer.scalars
 
+    @not_compiled
     def read_states(
         self, names: Collection[str] | None = None
     ) -> dict[str, dict[str, torch.Tensor]]:
@@ -428,6 +432,7 @@ class TierStore:
             self._given.give(found)
         return found
 
+    @not_compiled
     @torch.no_grad()
     def show_states(self, name: str) -> dict[str, torch.Tensor]:
         """Return the states and scalars of one parameter as tensors of the current values.
@@ -480,6 +485,7 @@ class TierStore:
             self._show_scalars(name)
         return dict(self._given.shown(name) or {})
 
+    @not_compiled
     @torch.no_grad()
     def write_states(
         self,
@@ -521,6 +527,7 @@ class TierStore:
             )
         self._given.forget(replaced)
 
+    @not_compiled
     def move(self, tier: str) -> None:
         """Move all pages to one tier, between two steps: turn offload on or off.
 
@@ -552,6 +559,7 @@ class TierStore:
         """The extra of the commit that restore() went back to."""
         return self._committer.extra
 
+    @not_compiled
     def commit(self, extra: Any = None) -> None:
         """Make the last step durable in the background, so that a restart finds it.
 
@@ -575,6 +583,7 @@ class TierStore:
         if committer.annotate(extra):
             self._begin_commit()
 
+    @not_compiled
     def synchronize(self) -> None:
         """Commit the last step if no commit holds it, and wait until it is durable.
 
@@ -595,6 +604,7 @@ class TierStore:
         with self._usability.failing(interrupts=True):
             self._pager.finish_writes()
 
+    @not_compiled
     def checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -661,6 +671,7 @@ class TierStore:
                 committer.drop_spares()
             raise
 
+    @not_compiled
     @torch.no_grad()
     def restore(
         self,
@@ -715,6 +726,7 @@ class TierStore:
 
     # -- The store itself.
 
+    @not_compiled
     def stats(self) -> Stats:
         """Return counters of this opening of the store."""
         pager, pages = self._pager, self._table.pages
@@ -731,6 +743,7 @@ class TierStore:
             pages_in=dict(Counter(page.tier.value for page in pages)),
         )
 
+    @not_compiled
     def close(self) -> None:
         """Synchronize, then release files, lock and buffers. May be called again.
 
