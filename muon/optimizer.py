@@ -232,6 +232,7 @@ class Muon(torch.optim.Optimizer):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(prefetch)
 
+    @tierstore.not_compiled
     def remove_parameters(self, params: Iterable[torch.Tensor | str]) -> None:
         """Remove parameters from their groups and from the store. All ranks call this together.
 

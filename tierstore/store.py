@@ -235,6 +235,7 @@ class TierStore:
         if follow is not None:
             self._table.follow = follow
 
+    @not_compiled
     def remove(self, names: Collection[str]) -> None:
         """Remove parameters, between two steps. All ranks call it together.
 
