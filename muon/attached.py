@@ -65,6 +65,8 @@ class AttachedGroups:
         Raises:
             ValueError: an edit of ``param_groups`` cannot be followed.
         """
+        if not self.groups:
+            return None
         if self._is_followed(param_groups[index : index + 1], start=index):
             number: int | None = self._followed[index][0]
         else:

@@ -172,7 +172,11 @@ class Muon(torch.optim.Optimizer):
         self._prefetched = False
         self._may_be_slow = True
         self._restored_rates: list[float] = []  # The lr of each group, until the next step.
+        # The names in the groups so far, until all groups of the constructor are added: collecting
+        # them anew for every group would take seconds with thousands of groups.
+        self._new_names: set[str] | None = set()
         super().__init__(params, defaults)
+        self._new_names = None
 
     @property  # type: ignore[override]
     def state(self) -> PagedState:
@@ -603,8 +607,10 @@ class Muon(torch.optim.Optimizer):
 
     def _check_parameters(self, numbers: Collection[int]) -> None:
         """Check that the parameters of groups can be stepped and paged, under unique names."""
-        others = (number for number in range(len(self.param_groups)) if number not in numbers)
-        names = {name for number in others for name, _ in self._named(number)}
+        names = self._new_names
+        if names is None:
+            others = (number for number in range(len(self.param_groups)) if number not in numbers)
+            names = {name for number in others for name, _ in self._named(number)}
         tensors = set[torch.Tensor]()
         for number in numbers:
             for name, parameter in self._named(number):
@@ -870,10 +876,10 @@ def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_empty_groups(groups: Sequence[dict[str, Any]]) -> None:
     """Give groups without parameters names if other groups have names, as torch.optim expects."""
-    if any("param_names" in group or _is_named(group["params"]) for group in groups):
-        for group in groups:
-            if isinstance(group["params"], list) and not group["params"]:
-                group.setdefault("param_names", [])
+    empty = [g for g in groups if isinstance(g["params"], list) and not g["params"]]
+    if empty and any("param_names" in group or _is_named(group["params"]) for group in groups):
+        for group in empty:
+            group.setdefault("param_names", [])
 
 
 def _is_named(params: object) -> bool:
