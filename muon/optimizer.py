@@ -270,7 +270,8 @@ class Muon(torch.optim.Optimizer):
             removed.add(name)
         attached = [name for name in removed if self._attached.find(named[name]) is not None]
         if attached:
-            self.store.remove(attached)
+            with self.store.calling("remove_parameters()"):
+                self.store.remove(attached)
         for number, group in enumerate(self.param_groups):
             kept = [name not in removed for name, _ in self._named(number)]
             for key in ("params", "param_names"):
@@ -320,24 +321,25 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._cycle_betas()
-        is_attached = self._attach_groups()
-        groups = self._attached.hyperparameters
-        for number, group in enumerate(groups if is_attached else ()):
-            check_hyperparameters(group, number)
-        if is_attached:
-            self._warn_of_other_rates()
-            self._warn_of_slow_bfloat16()
-        self._pipeline.open(groups)
-        window = self.store.window_max
-        with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
-            steps = {
-                name: scalars["step"] + 1.0
-                for name, scalars in self.store.scalars.items()
-                if name in pages.present
-            }
-            self._pipeline.step_pages(pages, groups, steps, window)
-            for name, step in steps.items():
-                self.store.scalars[name]["step"] = step
+        with self.store.calling("step()", patient=True):
+            is_attached = self._attach_groups()
+            groups = self._attached.hyperparameters
+            for number, group in enumerate(groups if is_attached else ()):
+                check_hyperparameters(group, number)
+            if is_attached:
+                self._warn_of_other_rates()
+                self._warn_of_slow_bfloat16()
+            window = self.store.window_max
+            with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
+                self._pipeline.open(groups)
+                steps = {
+                    name: scalars["step"] + 1.0
+                    for name, scalars in self.store.scalars.items()
+                    if name in pages.present
+                }
+                self._pipeline.step_pages(pages, groups, steps, window)
+                for name, step in steps.items():
+                    self.store.scalars[name]["step"] = step
         self._prefetched = False
         return loss
 
@@ -367,9 +369,6 @@ class Muon(torch.optim.Optimizer):
                 Nothing was changed.
         """
         self._cycle_betas()
-        # A failed store restores the groups that it has; the next step attaches the others.
-        with contextlib.suppress(tierstore.StoreFailedError):
-            self._attach_groups()
         fixed = [_fixed(group) for group in self.param_groups]
 
         def check(step: int, extra: Any) -> None:
@@ -378,7 +377,11 @@ class Muon(torch.optim.Optimizer):
             if scheduler is not None and step:
                 check_has_scheduler(step, extra)
 
-        step = self.store.restore(checkpoint, check=check)
+        with self.store.calling("restore()"):
+            # A failed store restores the groups that it has; the next step attaches the others.
+            with contextlib.suppress(tierstore.StoreFailedError):
+                self._attach_groups()
+            step = self.store.restore(checkpoint, check=check)
         committed = [
             {**with_dtypes(group), **values}
             for group, values in zip(self.param_groups, fixed, strict=True)
@@ -400,13 +403,15 @@ class Muon(torch.optim.Optimizer):
         memory and do not change, or copies; see ``TierStore.read_states()``. Parameters of low
         precision have an additional entry "master". Entries of ``optimizer.state`` that are not of
         a parameter are there, too. All ranks call this together and get the same entries; states of
-        a DTensor are DTensors with its placements.
+        a DTensor are DTensors with its placements. After the first step, a rank that owns all
+        elements of its own tensors, as with FSDP2, may call this alone.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._cycle_betas()
-        self._attach_groups()
-        states, scalars = self.store.read_states(), self.store.scalars
+        with self.store.calling("state_dict()"):
+            self._attach_groups()
+            states, scalars = self.store.read_states(), self.store.scalars
         packed_groups = []
         packed_states: dict[Any, Any] = {}
         index = 0
@@ -453,11 +458,12 @@ class Muon(torch.optim.Optimizer):
         self._cycle_betas()
         with self._adopting_names(state_dict):
             groups, states, others = self._matched(state_dict)
-        self._attach_groups()
-        scalars = {
-            name: {"step": float(states[name].pop("step", 0.0))} for name in self.store.scalars
-        }
-        self.store.write_states(states, scalars)
+        with self.store.calling("load_state_dict()"):
+            self._attach_groups()
+            scalars = {
+                name: {"step": float(states[name].pop("step", 0.0))} for name in self.store.scalars
+            }
+            self.store.write_states(states, scalars)
         self.state.others = others
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
@@ -483,7 +489,8 @@ class Muon(torch.optim.Optimizer):
             described = [self._described(tensor) for tensor in tensors]
         except KeyError as error:
             raise ValueError("reset_state() needs parameters of this optimizer") from error
-        self._write_states({parameter.name: {} for _, parameter in described})
+        with self.store.calling("reset_state()"):
+            self._write_states({parameter.name: {} for _, parameter in described})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the optimizer needs, with copies of the states.
@@ -546,6 +553,8 @@ class Muon(torch.optim.Optimizer):
         shape = max((parameter.shape for parameter in parameters), key=math.prod)
         ranks = self.store.ranks
         dtype = torch.bfloat16
+        if ranks is not None:
+            ranks.roll_call("add_param_group()")
         if ranks is None or ranks.rank == 0:
             dtype = newton_schulz.fastest_dtype(shape, device)
         # Measurements of ranks may differ, but all ranks must compute in the same dtype.

@@ -125,7 +125,8 @@ class ParameterState:
     """The states of one parameter: names are known, values are read from pages on access.
 
     Has the methods of a mapping, and is not registered as one: frameworks that move tensors to a
-    device rebuild the mappings that they find, and leave other objects as they are.
+    device rebuild the mappings that they find, and leave other objects as they are. Reading raises
+    RuntimeError if it needs other ranks, which may not make the same call.
     """
 
     def __init__(self, optimizer: PagedOptimizer, tensor: torch.Tensor) -> None:
@@ -146,6 +147,7 @@ class ParameterState:
     def __setitem__(self, state: str, value: Any) -> None:
         if state not in self._names:
             raise self._unknown(state)
+        require_one_rank(self._optimizer, f"{state!r} of parameter {self.name!r}")
         values = {**self._show(state), state: value}
         self._optimizer._write_states({self.name: self.complete(values)})
 
@@ -216,6 +218,7 @@ class ParameterState:
                 raise self._unknown(state)
         if not values:
             return values
+        require_one_rank(self._optimizer, f"a state of parameter {self.name!r}")
         check_saved(values, self._paged, has_step="step" in self._names)
         shown = self._show()
         return {
@@ -226,7 +229,8 @@ class ParameterState:
 
     def _show(self, state: str | None = None) -> dict[str, torch.Tensor]:
         described = "a state" if state is None else repr(state)
-        require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
+        if self._optimizer.store.needs_other_ranks([self.name]):
+            require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
         self._optimizer._attach_groups()
         return self._optimizer.store.show_states(self.name)
 

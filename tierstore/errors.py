@@ -85,6 +85,10 @@ class CheckpointError(TierstoreError, ValueError):
     """A checkpoint cannot be published or read; the message says what to do."""
 
 
+class RollCallError(TierstoreError):
+    """A call that not all ranks make, so no rank begins it; the next call works as usual."""
+
+
 class PeerFailed(TierstoreError):  # noqa: N818 - the error happened on another rank.
     """Another rank of the job failed, so this rank cannot continue.
 

@@ -89,6 +89,8 @@ class TierStore:
             torch.distributed is initialized, else this process alone. ``Ranks`` are used as
             they are.
         peer_timeout: seconds after which a rank that does not answer counts as failed.
+        roll_call_timeout: seconds after which a call that another rank does not make is refused
+            on all ranks; step() and close() wait for ``peer_timeout``.
 
     A store is used by one thread of the process that opened it.
 
@@ -97,7 +99,11 @@ class TierStore:
         RunLockedError: another process, or another store of this process, uses the directory.
         StorageError: a file operation failed.
         ValueError: an argument is out of range, or differs between ranks.
+        RollCallError: another rank did not open the store in time. It may be opened again.
         PeerFailed: any of these on another rank.
+
+    Calls that all ranks make together raise RollCallError if a rank makes another call, or does
+    not come in time. Such a call does nothing, and the store stays usable.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class TierStore:
         free_gradients: bool = False,
         process_group: dist.ProcessGroup | Ranks | None = None,
         peer_timeout: float = 600.0,
+        roll_call_timeout: float = 30.0,
     ) -> None:
         budget = Budget(
             host_memory=parse_bytes(host_memory),
@@ -138,7 +145,10 @@ class TierStore:
         }
         self._compute = compute
         self._free_gradients = free_gradients
-        self._ranks = ranks = ranks_of(process_group, timeout_s=peer_timeout)
+        self._ranks = ranks = ranks_of(
+            process_group, timeout_s=peer_timeout, roll_call_timeout_s=roll_call_timeout
+        )
+        self._call: _Call | None = None  # The call that the program makes now.
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._changes = Changes()
@@ -204,6 +214,38 @@ class TierStore:
                 self._ending = ending
             self._opened = opened.pop_all()
 
+    # -- Calls that all ranks make together.
+
+    @contextlib.contextmanager
+    def calling(self, call: str, *, patient: bool = False) -> Iterator[None]:
+        """Name the call that the program makes, for calls of the store in the block.
+
+        The first of them that needs other ranks waits until all ranks make the call of this name;
+        the others need not wait then. In a block within a block the outer name counts.
+
+        Args:
+            call: the name, as it appears in errors, such as "state_dict()".
+            patient: wait for a rank for ``peer_timeout`` instead of ``roll_call_timeout``.
+        """
+        if self._call is not None:
+            yield
+            return
+        self._call = _Call(name=call, patient=patient)
+        try:
+            yield
+        finally:
+            self._call = None
+
+    @contextlib.contextmanager
+    def _together(self, call: str, *, patient: bool = False) -> Iterator[None]:
+        """Call the roll of all ranks before the block, unless an outer call did."""
+        with self.calling(call, patient=patient):
+            assert self._call is not None
+            if not self._call.all_came:
+                self._ranks.roll_call(self._call.name, patient=self._call.patient)
+                self._call.all_came = True
+            yield
+
     # -- Parameters and steps.
 
     @not_compiled
@@ -231,7 +273,8 @@ class TierStore:
             PeerFailed: any of these on another rank.
         """
         self._usability.require_usable()
-        self._table.attach(groups)
+        with self._together("attach()", patient=True):
+            self._table.attach(groups)
         if follow is not None:
             self._table.follow = follow
 
@@ -255,11 +298,12 @@ class TierStore:
             PeerFailed: any of these on another rank.
         """
         self._usability.require_restored()
-        agree_to_remove(self._table, names)
-        self._table.ensure_placed()
-        with self._usability.failing(interrupts=True):
-            pages = self._table.remove(frozenset(names))
-            self._committer.note_removed(names, pages)
+        with self._together("remove()"):
+            agree_to_remove(self._table, names)
+            self._table.ensure_placed()
+            with self._usability.failing(interrupts=True):
+                pages = self._table.remove(frozenset(names))
+                self._committer.note_removed(names, pages)
         self._given.forget(names)
 
     @contextlib.contextmanager
@@ -311,36 +355,40 @@ class TierStore:
         self._given.require_unchanged()
         table = self._table
         table.ensure_placed()
-        table.require_same_values()
-        gradients = rank_checks.agree_on_gradients(
-            self._ranks,
-            table.groups,
-            table.specs,
-            table.partition,
-            table.device,
-            require_current=table.require_current,
-            nonfinite=nonfinite,
-            waits=nonfinite == "skip" or table.device.is_host or not self._committer.keeps_commit,
-            compares=self._steps_begun % _COMPARE_EVERY == 0,
-        )
-        self._steps_begun += 1
-        self._changes.warn(wait=True)
+        with self._together("step()", patient=True):
+            table.require_same_values()
+            gradients = rank_checks.agree_on_gradients(
+                self._ranks,
+                table.groups,
+                table.specs,
+                table.partition,
+                table.device,
+                require_current=table.require_current,
+                nonfinite=nonfinite,
+                waits=nonfinite == "skip"
+                or table.device.is_host
+                or not self._committer.keeps_commit,
+                compares=self._steps_begun % _COMPARE_EVERY == 0,
+            )
+            self._steps_begun += 1
+            self._changes.warn(wait=True)
+            if gradients.nonfinite:
+                warnings.warn(f"{gradients.nonfinite}. This step is skipped", stacklevel=3)
+            elif not gradients.present and not self._warned_of_no_gradient:
+                self._warned_of_no_gradient = True
+                warnings.warn(
+                    "no parameter has a gradient, so this step changes none: call backward() "
+                    "before step(), and zero_grad() after it. Later steps like this do not warn",
+                    stacklevel=3,
+                )
+            if self._committer.is_due and not gradients.nonfinite:
+                self._begin_commit()
         if gradients.nonfinite:
-            warnings.warn(f"{gradients.nonfinite}. This step is skipped", stacklevel=3)
             if self._free_gradients:
                 for parameter in table.parameters:
                     parameter.tensor.grad = None
             yield SteppedPages(iter(()), frozenset(), [])
             return
-        if not gradients.present and not self._warned_of_no_gradient:
-            self._warned_of_no_gradient = True
-            warnings.warn(
-                "no parameter has a gradient, so this step changes none: call backward() before "
-                "step(), and zero_grad() after it. Later steps like this do not warn",
-                stacklevel=3,
-            )
-        if self._committer.is_due:
-            self._begin_commit()
         self._given.forget()
         sweep = Sweep(
             table,
@@ -407,7 +455,9 @@ class TierStore:
     def read_states(
         self, names: Collection[str] | None = None
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the current states of some parameters, or of all. All ranks call it together.
+        """Return the current states of some parameters, or of all.
+
+        All ranks call it together, unless needs_other_ranks() is False for these parameters.
 
         The tensors are private mappings of the page files: they cost no memory, and later steps
         do not change them. (A state in several pages, or partly from other ranks, is assembled in
@@ -427,8 +477,13 @@ class TierStore:
         """
         self._usability.require_restored()
         wanted = self._table.specs.keys() if names is None else names
-        agree_to_read(self._table, wanted)
-        found = self._read_states(wanted)
+        if self.needs_other_ranks(wanted):
+            with self._together("read_states()"):
+                agree_to_read(self._table, wanted)
+                found = self._read_states(wanted)
+        else:
+            self._table.require_current()
+            found = self._read_states(wanted)
         if self._usability.has_directory:
             self._given.give(found)
         return found
@@ -438,8 +493,8 @@ class TierStore:
     def show_states(self, name: str) -> dict[str, torch.Tensor]:
         """Return the states and scalars of one parameter as tensors of the current values.
 
-        Without a directory, a change of a tensor in place is a change of the state: the tensors
-        are views of the page, until move(). With a directory they are mappings as those of
+        On one rank without a directory, a change of a tensor in place is a change of the state: the
+        tensors are views of the page, until move(). Otherwise they are tensors as those of
         read_states(), and the next sweep(), commit(), synchronize() or close() raises ValueError
         if one was changed in place, unless write_states() has replaced the states of the
         parameter. Writes through ``.data`` or numpy are not noticed. A state that is too large for
@@ -453,12 +508,13 @@ class TierStore:
             read_states(). The same tensors again until the states change.
 
         Raises:
-            RuntimeError: there are several ranks; one rank alone cannot read a state.
+            RuntimeError: needs_other_ranks() is True for the parameter: one rank alone cannot read
+                its states.
             ValueError: the optimizer has other groups than the store.
             StorageError, CorruptionError: a page could not be read.
         """
         self._usability.require_restored()
-        if self.ranks is not None:
+        if self.needs_other_ranks([name]):
             raise RuntimeError(
                 f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
                 "read_states(), on all ranks together"
@@ -469,7 +525,7 @@ class TierStore:
             return dict(shown)
         with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
             views = None
-            if not self._usability.has_directory:
+            if self.ranks is None and not self._usability.has_directory:
                 self._table.ensure_placed()
                 with self._only_reading():
                     views = show_in_memory(self._table, name)
@@ -478,6 +534,8 @@ class TierStore:
             else:  # One reading of a page serves all of its parameters.
                 pages = [page for page in self._table.pages if name in page.parameters]
                 names = {name, *(other for page in pages for other in page.parameters)}
+                if self.needs_other_ranks(names):
+                    names = {name}
                 for other, states in self._read_states(names).items():
                     if self._given.shown(other) is None:
                         self._given.show(other, states, views=False)
@@ -485,6 +543,18 @@ class TierStore:
                 return dict(self._given.shown(name) or {})
             self._show_scalars(name)
         return dict(self._given.shown(name) or {})
+
+    def needs_other_ranks(self, names: Collection[str]) -> bool:
+        """Return whether read_states() of these parameters is a call of all ranks together.
+
+        It is not if this process is alone, or if no two ranks hold the same elements of them, as
+        with FSDP2. The answer is the same on all ranks. Parameters that are not attached yet need
+        other ranks.
+        """
+        if self._ranks.world_size == 1:
+            return False
+        is_attached = self._table.specs.keys() >= set(names)
+        return not is_attached or self._table.are_replicated(names)
 
     @not_compiled
     @torch.no_grad()
@@ -512,20 +582,27 @@ class TierStore:
             StorageError: a page could not be written; the store has failed.
         """
         self._usability.require_restored()
+        with self._together("write_states()"):
+            self._write_states(values, scalars or {}, names)
+
+    def _write_states(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]],
+        names: Collection[str] | None,
+    ) -> None:
         table, replaced = self._table, self._table.specs.keys() if names is None else set(names)
         if agree_to_write(
             table,
             values,
             replaced,
-            are_current=self._are_current(values, scalars or {}, replaced),
+            are_current=self._are_current(values, scalars, replaced),
         ):
             self._given.forget_changed(replaced)
             return
         table.ensure_placed()
         with self._usability.failing(interrupts=True):
-            write_pages(
-                table, lambda view: fill_states(view, values, replaced), scalars or {}, names
-            )
+            write_pages(table, lambda view: fill_states(view, values, replaced), scalars, names)
         self._given.forget(replaced)
 
     @not_compiled
@@ -546,7 +623,8 @@ class TierStore:
         target = Tier(tier)
         if target is Tier.NVME:
             self._require_committer('move("nvme")')
-        self._table.move(target)
+        with self._together("move()"):
+            self._table.move(target)
 
     # -- Commits and checkpoints.
 
@@ -581,7 +659,11 @@ class TierStore:
         self._given.require_unchanged()
         committer = self._require_committer("commit()")
         self._ending.has_extra = True
-        if committer.annotate(extra):
+        if not committer.begins_commit(extra):
+            committer.annotate(extra)
+            return
+        with self._together("commit()"):
+            committer.annotate(extra)
             self._begin_commit()
 
     @not_compiled
@@ -599,7 +681,8 @@ class TierStore:
     def _synchronize(self) -> None:
         committer = self._require_committer("synchronize()")
         if not committer.is_up_to_date:
-            self._begin_commit()
+            with self._together("synchronize()"):
+                self._begin_commit()
         with self._usability.failing(interrupts=False), self._pager.stalled():
             committer.wait()
         with self._usability.failing(interrupts=True):
@@ -644,33 +727,34 @@ class TierStore:
 
         self._usability.require_restored()
         committer = self._require_committer("checkpoint()")
-        self._finish_publication()
-        self.synchronize()
-        manifest, table = committer.committed, self._table
-        page_files = []
-        if manifest is not None:
-            layout = committer.layout(table.layout_groups, table.layouts)
-            commit = Commit(manifest=manifest, layout=layout)
-            pages, spares = commit.pages(table.layouts), committer.provide_spares
-            page_files.append(PageLinks(committer.storage, commit, pages, spares))
-        committed = Committed(
-            peers=self._ranks,
-            page_files=page_files,
-            contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
-            model_prefix=model_prefix,
-        )
+        with self._together("checkpoint()"):
+            self._finish_publication()
+            self.synchronize()
+            manifest, table = committer.committed, self._table
+            page_files = []
+            if manifest is not None:
+                layout = committer.layout(table.layout_groups, table.layouts)
+                commit = Commit(manifest=manifest, layout=layout)
+                pages, spares = commit.pages(table.layouts), committer.provide_spares
+                page_files.append(PageLinks(committer.storage, commit, pages, spares))
+            committed = Committed(
+                peers=self._ranks,
+                page_files=page_files,
+                contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
+                model_prefix=model_prefix,
+            )
 
-        def keep(publication: Publication) -> None:
-            self._publication = publication
+            def keep(publication: Publication) -> None:
+                self._publication = publication
 
-        try:
-            return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
-        except BaseException as error:
-            if self._ranks.world_size > 1 and not isinstance(error, Exception):
-                self._usability.fail(error)  # Other ranks are in the middle of publishing.
-            with contextlib.suppress(StorageError):  # The first error is the one to mend.
-                committer.drop_spares()
-            raise
+            try:
+                return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
+            except BaseException as error:
+                if self._ranks.world_size > 1 and not isinstance(error, Exception):
+                    self._usability.fail(error)  # Other ranks are in the middle of publishing.
+                with contextlib.suppress(StorageError):  # The first error is the one to mend.
+                    committer.drop_spares()
+                raise
 
     @not_compiled
     @torch.no_grad()
@@ -701,9 +785,18 @@ class TierStore:
             ValueError: of ``check``; or the optimizer cannot use a hyperparameter of the
                 checkpoint, or a forward of FSDP2 is in progress. Nothing was changed.
         """
-        usability = self._usability
-        usability.require_open()
+        self._usability.require_open()
         committer = self._require_committer("restore()")
+        with self._together("restore()"):
+            return self._restore(committer, checkpoint, check)
+
+    def _restore(
+        self,
+        committer: Committer,
+        checkpoint: str | os.PathLike[str] | None,
+        check: Callable[[int, Any], None],
+    ) -> int:
+        usability = self._usability
 
         def begin() -> None:
             self._table.require_current()
@@ -773,7 +866,8 @@ class TierStore:
                     if not self._given.was_refused:
                         # Called last, so that the last step is committed nevertheless.
                         released.callback(self._given.require_unchanged)
-                    self._synchronize()
+                    with self.calling("close()", patient=True):
+                        self._synchronize()
                     committer.marks_clean_end = True
 
     def __enter__(self) -> Self:
@@ -871,6 +965,16 @@ class TierStore:
     def _settle_publication(self) -> None:
         if self._publication is not None:
             self._publication.settle()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """A call of the program that may need other ranks."""
+
+    name: str
+    patient: bool
+    all_came: bool = False
+    """True if all ranks make the call: the roll was called."""
 
 
 def _check_page_options(

@@ -1,7 +1,8 @@
-"""Calls that differ between ranks, for the tests of known failures."""
+"""Calls that differ between ranks, and ranks that differ in other ways."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,113 @@ def state_dict_of_own_parts() -> str:
         raised = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
         dist.barrier()
     return raised
+
+
+def state_dict_before_a_step() -> list[str]:
+    """Ask on rank 0 alone for the state dict of new parameters, then step together."""
+    store, optimizer, _ = _open(roll_call_timeout=1.0)
+    with store:
+        alone = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
+        dist.barrier()
+        return [alone, _attempt(lambda: _step(optimizer))]
+
+
+def _train(directory: Path, differ: Callable[[Any, Any], None]) -> tuple[int, list[nn.Parameter]]:
+    """Do three steps, and something before the last; return the step and the parameters."""
+    store, optimizer, parameters = _open(directory)
+    with store:
+        _step(optimizer)
+        store.commit()
+        _step(optimizer)
+        differ(store, optimizer)
+        _step(optimizer)
+        store.synchronize()
+        return store.committed_step, list(parameters.values())
+
+
+def other_call(directory: Path, name: str) -> list[Any]:
+    """Make a call on rank 0 while rank 1 steps, then go on.
+
+    Returns:
+        What that raised, and what a commit that all ranks make then raises; the committed step;
+        whether the parameters are those of a training without the call.
+    """
+    raised = []
+
+    def differ(store: tierstore.TierStore, optimizer: muon.Muon) -> None:
+        state_dict, states = optimizer.state_dict(), store.read_states()
+        new = {"params": [("new", nn.Parameter(torch.ones(6, 4)))], "ns_dtype": "auto"}
+        calls: dict[str, Callable[[], Any]] = {
+            "state_dict()": optimizer.state_dict,
+            "load_state_dict()": lambda: optimizer.load_state_dict(state_dict),
+            "read_states()": store.read_states,
+            "write_states()": lambda: store.write_states(states),
+            "move()": lambda: store.move("host"),
+            "commit()": lambda: store.commit(extra=1),
+            "synchronize()": store.synchronize,
+            "checkpoint()": lambda: store.checkpoint(directory / "checkpoint"),
+            "restore()": optimizer.restore,
+            "add_param_group()": lambda: optimizer.add_param_group(new),
+        }
+        call = calls[name] if dist.get_rank() == 0 else optimizer.step
+        raised.append(_attempt(call))
+        raised.append(_attempt(lambda: store.commit(extra=2)))
+        assert not (directory / "checkpoint").exists()
+
+    step, found = _train(directory / "run", differ)
+    _, expected = _train(directory / "without", lambda *_: None)
+    return [*raised, step, all(map(torch.equal, found, expected))]
+
+
+def open_again() -> list[str]:
+    """Open a store on rank 0 alone, then on all ranks: what each raises."""
+    alone = ""
+    if dist.get_rank() == 0:
+        alone = _attempt(lambda: tierstore.TierStore(None, roll_call_timeout=1.0))
+    dist.barrier()
+
+    def train() -> None:
+        store, optimizer, _ = _open(roll_call_timeout=10.0)
+        with store:
+            _step(optimizer)
+
+    return [alone, _attempt(train)]
+
+
+def come_late(directory: Path) -> int:
+    """Come late to steps and to the end on rank 1; return the step that a restart finds."""
+    store, optimizer, _ = _open(directory, roll_call_timeout=0.5)
+    with store:
+        for _ in range(2):
+            time.sleep(dist.get_rank())
+            _step(optimizer)
+        time.sleep(dist.get_rank())
+    store, optimizer, _ = _open(directory, resume=True)
+    with store:
+        return optimizer.restore()
+
+
+def states_of_own_parts() -> list[bool]:
+    """Compare states that each rank reads alone with those of a training of this rank alone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = DeviceMesh("cpu", list(range(world_size)))
+    whole = torch.arange(24.0).reshape(6, 4)
+    parameter = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
+    reference = nn.Parameter(whole.clone())
+    stock = torch.optim.AdamW([reference])
+    with tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S) as store:
+        group = {"params": [("first", parameter)], "algorithm": "adamw"}
+        optimizer = muon.Muon([group], store=store)
+        gradient = torch.linspace(-1, 1, 24).reshape(6, 4)
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        reference.grad = gradient
+        optimizer.step()
+        stock.step()
+        expected = stock.state[reference]["exp_avg"].chunk(world_size)[rank]
+        same = []
+        for reading in range(world_size):
+            if rank == reading:
+                states: Any = optimizer.state[parameter], store.read_states(["first"])["first"]
+                same = [torch.equal(found["exp_avg"].to_local(), expected) for found in states]
+            dist.barrier()
+    return same

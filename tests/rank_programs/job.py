@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import killed_processes
-from tierstore.errors import PeerFailed, StoreClosedError
+from tierstore.errors import PeerFailed, RollCallError, StoreClosedError
 from tierstore.ranks.job import ProcessGroupRanks
 from tierstore.ranks.peers import Peers, agree
 
@@ -318,6 +318,10 @@ def in_work(ranks: ProcessGroupRanks) -> None:
     ranks.wait(dist.all_reduce(torch.ones(1000), group=group, async_op=True))
 
 
+def in_roll_call(ranks: ProcessGroupRanks) -> None:
+    ranks.roll_call("step()", patient=True)
+
+
 def in_group(ranks: ProcessGroupRanks) -> None:
     ranks.new_group(range(ranks.world_size))
 
@@ -430,11 +434,20 @@ def come_late(here: Here, absent: int) -> Failure | None:
     if here.rank == absent:
         here.test.recv()
         return None
+    return Failure(absent, refusal_of(lambda: make_impatient_ranks(None)), time.monotonic())
+
+
+def make_impatient_ranks(group: dist.ProcessGroup | None) -> ProcessGroupRanks:
+    return ProcessGroupRanks(group, timeout_s=PATIENCE_S, roll_call_timeout_s=1)
+
+
+def refusal_of(call: Callable[[], Any]) -> str:
+    """Return the message of the RollCallError that a call raises, or ""."""
     try:
-        ProcessGroupRanks(None, timeout_s=1)
-    except PeerFailed as error:
-        return Failure(error.rank, error.reason, time.monotonic())
-    raise AssertionError("it came")
+        call()
+    except RollCallError as error:
+        return str(error)
+    return ""
 
 
 def meet_again(here: Here) -> list[int]:
@@ -486,5 +499,43 @@ def interrupt(here: Here, in_gather: bool) -> str:
         raised = type(error).__name__
     if here.rank == 1:  # It would be a call behind the other, which is told why instead.
         assert failure_of(in_commit, ranks).rank == 1
+    ranks.close()
+    return raised
+
+
+def come_late_to_calls(here: Here) -> tuple[str, str]:
+    """Come one second apart, first to a call that waits for half a second, then to a patient one.
+
+    Returns:
+        What each of them raised.
+    """
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S, roll_call_timeout_s=0.5)
+    time.sleep(here.rank)
+    refused = refusal_of(lambda: ranks.roll_call("state_dict()"))
+    dist.barrier()
+    time.sleep(here.rank)
+    went = refusal_of(lambda: ranks.roll_call("step()", patient=True))
+    ranks.gather(None)
+    ranks.close()
+    return refused, went
+
+
+def interrupt_roll_call(here: Here) -> list[str]:
+    """Interrupt a rank of two that waits in a roll call; then make the next call."""
+    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
+    here.meet()
+    raised: list[str] = []
+    if here.rank == 1:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            ranks.roll_call("step()", patient=True)
+        except KeyboardInterrupt as error:
+            raised.append(type(error).__name__)
+        here.test.send(raised)
+    else:
+        here.test.recv()
+    raised = [*raised, refusal_of(lambda: ranks.roll_call("step()", patient=True))]
+    ranks.gather(None)
     ranks.close()
     return raised

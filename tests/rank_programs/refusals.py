@@ -186,7 +186,7 @@ def other_commit(directory: Path, how: str) -> tuple[str, int]:
     optimizer.param_groups[0]["lr"] = 0.5 if alone and how == "lr" else 0.25
     optimizer.zero_grad()
     call = partial(store.commit, extra=1) if how == "lr" or alone else optimizer.step
-    with pytest.raises((ValueError, tierstore.PeerFailed)) as raised:
+    with pytest.raises((ValueError, tierstore.RollCallError)) as raised:
         call()
     with contextlib.suppress(ValueError, tierstore.TierstoreError):
         store.close()

@@ -261,13 +261,14 @@ def refused(case: Case) -> dict[str, str]:
         ours = Training(case, store)
         ours.step(1)
         saved = ours.optimizer.state_dict()
-        name, parameter = next(iter(ours.model.parameters.items()))
+        (name, parameter), (other, _), *_ = ours.model.parameters.items()
         listed = {key: list(states) for key, states in ours.optimizer.state.items()}
         assert next(iter(listed.values())) == ["momentum_buffer"]
         messages["alone"] = _message(lambda: ours.optimizer.state[parameter]["momentum_buffer"])
-        messages["names"] = _message(lambda: store.read_states([name] if rank else []))
-        call = ours.optimizer.state_dict if rank == 0 else lambda: ours.step(2)
-        messages["calls"] = _message(call)
+        messages["names"] = _message(lambda: store.read_states([name if rank else other]))
+        messages["calls"] = _message(
+            lambda: ours.step(2) if rank else ours.optimizer.load_state_dict(saved)
+        )
 
         def spoiled(change: Callable[[StateDict], None]) -> StateDict:
             state = {key: dict(states) for key, states in saved["state"].items()}

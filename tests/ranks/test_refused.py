@@ -90,7 +90,7 @@ def test_different_options(
     ("how", "message"),
     [
         ("lr", "lr of param group 0 is 0.25 on rank 0 and 0.5 on rank 1"),
-        ("alone", "makes another call than this rank"),
+        ("alone", "rank 1 calls commit()"),
     ],
 )
 def test_different_commits(pool: RankPool, tmp_path: Path, how: str, message: str) -> None:

@@ -113,6 +113,10 @@ class ThreadRanks(Ranks):
         return self._training.gather(value)
 
     @override
+    def roll_call(self, call: str, *, patient: bool = False) -> None:
+        pass
+
+    @override
     def new_group(self, ranks: Sequence[int], *, backend: str | None = None) -> Any:
         asked = self.gather(list(ranks))
         if any(other != asked[0] for other in asked):

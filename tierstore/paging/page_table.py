@@ -226,6 +226,15 @@ class PageTable:
             rank_checks.require_same_values(self.ranks, self.groups, self.partition)
             self._values_may_differ = False
 
+    def are_replicated(self, names: Collection[str]) -> bool:
+        """Return whether several ranks hold the same elements of any of these parameters."""
+        wanted = set(names)
+        return any(
+            shard.spec.name in wanted and any(shard.parameter.holding.replicas())
+            for subgroup in self.partition
+            for shard in subgroup.shards
+        )
+
     def replicate(self) -> None:
         """Send all parameters from their owners to their replicas. All ranks call this."""
         for page in self.all_pages:

@@ -86,7 +86,7 @@ class FailureDetector:
         self._host = host
         self._waits = waits
         # Two connections: the listener sleeps in a call while another thread publishes.
-        self._publishing, self._listening = _clone(store), _clone(store)
+        self._publishing, self._listening = clone(store), clone(store)
         self._failure: tuple[int, str] | None = None
         self._known = threading.Event()
         self._store_answers = True
@@ -248,7 +248,8 @@ class FailureDetector:
         return thread
 
 
-def _clone(store: Store) -> Store:
+def clone(store: Store) -> Store:
+    """Return the store with a connection of its own, if it has connections."""
     # Stores written in Python may have no clone(), and torch's type hints have none.
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
     return store if clone is None else clone()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import math
 import os
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,13 +23,21 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from tierstore.errors import PeerFailed, StoreClosedError
-from tierstore.ranks.failure_detector import KEY_VALUE_STORE, FailureDetector
+from tierstore.errors import PeerFailed, RollCallError, StoreClosedError
+from tierstore.ranks.failure_detector import (
+    ACCUSE_S,
+    FOREVER,
+    KEY_VALUE_STORE,
+    TELL_S,
+    FailureDetector,
+    clone,
+)
 from tierstore.ranks.peers import Alone, Peers, Ranks
+from tierstore.ranks.roll_call import RollCalls
 
 T = TypeVar("T")
 
@@ -35,14 +45,15 @@ T = TypeVar("T")
 _PAUSE_PER_WAITED = 1 / 16
 _PAUSE_S_MIN = 20e-6
 _PAUSE_S_MAX = 5e-3
-_MEETING_PAUSE_S_MAX = 0.05
+# A roll call that takes longer watches the connections to the other ranks.
+_WATCH_S = 0.5
 
 # A gather sends this many bytes, and a second time only if any rank's value needs more.
 FRAME_BYTES = 256
 _LENGTH_BYTES = 8
 
-# A thread that still connects should not return from torch while the interpreter exits.
-_CONNECT_END_S = 2.0
+# A thread that still calls torch should not return from it while the interpreter exits.
+_WORKER_END_S = 2.0
 
 
 class ProcessGroupRanks(Ranks):
@@ -51,6 +62,8 @@ class ProcessGroupRanks(Ranks):
     Args:
         group: the process group; None is the default one. Nothing is ever sent over it.
         timeout_s: seconds that a rank may let others wait in one collective.
+        roll_call_timeout_s: seconds that a rank may let others wait in a roll call that is not
+            patient; at most ``timeout_s`` counts.
 
     Attributes:
         rank: this rank, within the group.
@@ -61,12 +74,23 @@ class ProcessGroupRanks(Ranks):
 
     Raises:
         ValueError: torch.distributed is not initialized, or the group lacks this process.
-        PeerFailed: another rank did not open the store in time.
+        RollCallError: another rank did not open the store in time. It may be opened again.
+        PeerFailed: another rank failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
-        if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be a positive number of seconds, got {timeout_s}")
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        timeout_s: float,
+        roll_call_timeout_s: float = 30.0,
+    ) -> None:
+        for name, value in (
+            ("peer_timeout", timeout_s),
+            ("roll_call_timeout", roll_call_timeout_s),
+        ):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number of seconds, got {value}")
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialized: call init_process_group()")
         self.rank = dist.get_rank(group)
@@ -80,33 +104,86 @@ class ProcessGroupRanks(Ranks):
         self._is_world = self.world_size == dist.get_world_size()
         self._pid = os.getpid()
         self._timeout_s = timeout_s
+        self._roll_call_timeout_s = min(roll_call_timeout_s, timeout_s)
         # A message may arrive one timeout early and then be waited for a full timeout.
         self.torch_timeout = timedelta(seconds=2 * timeout_s + 10)
         self._waiting_since: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup] = []
-        host = self.global_ranks.index(0) if 0 in self.global_ranks else self.rank
+        self._host = self.global_ranks.index(0) if 0 in self.global_ranks else self.rank
+        # Calls into torch, which cannot be interrupted, are made one after another in a thread.
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="tierstore-ranks", daemon=True)
+        self._worker.start()
         try:
-            store = self._meet()
+            self._open()
+        except BaseException:
+            self._tasks.put(None)
+            raise
+        atexit.register(self.close)
+
+    def _open(self) -> None:
+        """Meet the other ranks and connect to them."""
+        try:
+            self._roll_calls, store = self._meet()
             self._failures = FailureDetector(
                 PrefixStore("failures", store),
                 rank=self.rank,
                 world_size=self.world_size,
-                host=host,
+                host=self._host,
                 waits=self._waits,
             )
         except RuntimeError as error:
-            raise PeerFailed(host, f"{KEY_VALUE_STORE} is gone: {error}") from error
+            raise PeerFailed(self._host, f"{KEY_VALUE_STORE} is gone: {error}") from error
         try:
             self._training = self._connect(lambda: _Channel(self, "training", store))
             self.commits = self._connect(lambda: _Channel(self, "commit", store))
+            self._connections = self._connect(lambda: _Channel(self, "roll call", store))
         except BaseException:
             self._failures.close()
             raise
-        atexit.register(self.close)
 
     @override
     def gather(self, value: Any) -> list[Any]:
         return self._training.gather(value)
+
+    @override
+    def roll_call(self, call: str, *, patient: bool = False) -> None:
+        self._require_open()
+        self.check()  # A failed rank must not seem to go on.
+        interrupted = threading.Event()
+        timeout_s = math.inf if patient else self._roll_call_timeout_s
+
+        def take_part() -> None:
+            options: Any = {"timeout_s": timeout_s, "interrupted": interrupted}
+            while not self._roll_calls.take_part(call, **options):
+                pass
+
+        done = threading.Event()
+        watched_from = time.monotonic() + _WATCH_S
+
+        def is_done() -> bool:
+            if time.monotonic() > watched_from and not done.is_set():
+                self._connections.watch()
+            return done.wait(_PAUSE_S_MAX)
+
+        came = self._submit(take_part)
+        try:
+            came.add_done_callback(lambda came: done.set())
+            # The roll call ends itself, if the key-value store answers.
+            limit_s = self._timeout_s if patient else timeout_s + ACCUSE_S
+            self._poll(is_done, "training", timeout_s=limit_s)
+        except Exception:
+            raise
+        except BaseException as error:
+            interrupted.set()
+            if not _was_refused(came):  # The other ranks wait for this rank now.
+                self.fail(error)
+            raise
+        try:
+            came.result()
+        except RuntimeError as error:
+            raise self._failures.connection_lost(error) from error
+        self._tasks.put(self._roll_calls.remove_keys)
 
     @override
     def fail(self, error: BaseException, *, other_group: bool = False) -> None:
@@ -129,10 +206,7 @@ class ProcessGroupRanks(Ranks):
         # follows it. A callback of the future would come in a thread of gloo, which must not call
         # Python while the process exits.
         self._wait_until(work.get_future().done, thread)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failures.connection_lost(error) from error
+        self.end_collective(work)
 
     @override
     def new_group(
@@ -180,44 +254,70 @@ class ProcessGroupRanks(Ranks):
                 with contextlib.suppress(ValueError):  # The process destroyed all groups before.
                     dist.destroy_process_group(group)
         self._groups.clear()
-        self._connecting.join(_CONNECT_END_S)
-        self._training.close()
-        self.commits.close()
+        self._roll_calls.closing = True
+        self._tasks.put(None)
+        self._worker.join(_WORKER_END_S)
+        for channel in (self._training, self.commits, self._connections):
+            channel.close()
 
-    def _meet(self) -> Store:
-        """Return a key-value store that only these ranks use, after all of them arrived."""
+    def _meet(self) -> tuple[RollCalls, Store]:
+        """Meet the other ranks; return a key-value store that only these ranks use."""
         ranks = hashlib.sha256(str(self.global_ranks).encode()).hexdigest()[:16]
-        store = distributed_c10d._get_default_store()
-        meetings = PrefixStore(f"tierstore/{ranks}", store)
-        number = meetings.compare_set("number", "", "0").decode()
-        store = PrefixStore(number, meetings)
+        default = clone(distributed_c10d._get_default_store())
+        meetings = PrefixStore(f"tierstore/{ranks}", default)
+        opening = PrefixStore("tierstore/opening", default)
+        me = str(self.global_ranks[self.rank])
 
-        def end_meeting() -> None:
-            """Send ranks that arrive from now on to another meeting."""
-            meetings.compare_set("number", number, str(int(number) + 1))
+        def awaits_this_rank(rank: int) -> bool:
+            key = str(self.global_ranks[rank])
+            return opening.check([key]) and me in json.loads(opening.get(key))
 
-        store.set(f"came/{self.rank}", "")
-        if store.add("came", 1) == self.world_size:
-            end_meeting()
-            store.set("all came", "")
-        began = time.monotonic()
+        interrupted = threading.Event()
+
+        def come_to_meeting() -> tuple[RollCalls, Store] | None:
+            number = meetings.compare_set("number", "", "0").decode()
+            store = PrefixStore(number, meetings)
+            calls = RollCalls(
+                store,
+                rank=self.rank,
+                world_size=self.world_size,
+                awaits_this_rank=awaits_this_rank,
+            )
+            timeout_s = self._roll_call_timeout_s
+            try:
+                came = calls.take_part("TierStore()", timeout_s=timeout_s, interrupted=interrupted)
+            finally:  # Ranks that arrive from now on go to another meeting.
+                meetings.compare_set("number", number, str(int(number) + 1))
+            return (calls, store) if came else None
+
+        def meet() -> tuple[RollCalls, Store]:
+            opening.set(me, json.dumps([str(rank) for rank in self.global_ranks]))
+            try:
+                while (met := come_to_meeting()) is None:
+                    pass
+                return met
+            finally:
+                opening.delete_key(me)
+
+        met = self._submit(meet)
         try:
-            while not store.check(["all came"]):
-                waited = time.monotonic() - began
-                if waited > self._timeout_s:
-                    came = [store.check([f"came/{rank}"]) for rank in range(self.world_size)]
-                    reason = f"did not open its store within {self._timeout_s:g} s"
-                    # If all arrived, one of them ended before it could set "all came".
-                    raise PeerFailed(came.index(False) if False in came else self.rank, reason)
-                _pause(waited, _MEETING_PAUSE_S_MAX)
-        except BaseException:
-            end_meeting()
+            return met.result(self._roll_call_timeout_s + ACCUSE_S)
+        except TimeoutError as error:
+            raise PeerFailed(self._host, f"{KEY_VALUE_STORE} does not answer") from error
+        except Exception:
             raise
-        return store
+        except BaseException:
+            interrupted.set()
+            _was_refused(met)
+            raise
 
     def _waits(self) -> dict[str, float]:
         now = time.monotonic()
         return {thread: now - since for thread, since in self._waiting_since.copy().items()}
+
+    def _require_open(self) -> None:
+        if self._roll_calls.closing:
+            raise StoreClosedError("the ranks were closed: make others")
 
     def check(self) -> None:
         """Raise PeerFailed if a rank failed."""
@@ -226,38 +326,58 @@ class ProcessGroupRanks(Ranks):
 
     def _connect(self, connect: Callable[[], T]) -> T:
         """Make a call into torch that cannot be interrupted, with the timeout of a collective."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(connect())
-            except BaseException as error:
-                result.set_exception(error)
-
-        self._connecting = threading.Thread(target=run, name="tierstore-connect", daemon=True)
-        self._connecting.start()
+        result = self._submit(connect)
         self._wait_until(result.done, "training")
         try:
             return result.result()
         except RuntimeError as error:
             raise self._failures.connection_lost(error) from error
 
+    def _submit(self, act: Callable[[], T]) -> Future[T]:
+        """Call a function in the worker thread."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(act())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._tasks.put(run)
+        return result
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # The failure detector reports a lost store.
+                task()
+
     def _wait_until(self, is_done: Callable[[], bool], thread: str) -> None:
-        began = self._waiting_since[thread] = time.monotonic()
         try:
-            while not is_done():
-                self.check()
-                waited = time.monotonic() - began
-                if waited > self._timeout_s:
-                    raise self._failures.timed_out(thread, self._timeout_s)
-                _pause(waited, _PAUSE_S_MAX)
+            self._poll(is_done, thread, timeout_s=self._timeout_s)
         except Exception:
             raise
         except BaseException as error:  # The other ranks may finish this collective alone.
             self.fail(error)
             raise
+
+    def _poll(self, is_done: Callable[[], bool], thread: str, *, timeout_s: float) -> None:
+        began = self._waiting_since[thread] = time.monotonic()
+        try:
+            while not is_done():
+                self.check()
+                waited = time.monotonic() - began
+                if waited > timeout_s:
+                    raise self._failures.timed_out(thread, timeout_s)
+                time.sleep(min(max(waited * _PAUSE_PER_WAITED, _PAUSE_S_MIN), _PAUSE_S_MAX))
         finally:
             del self._waiting_since[thread]
+
+    def end_collective(self, work: Any) -> None:
+        """Finish a collective that is done, or raise PeerFailed if it broke."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failures.connection_lost(error) from error
 
 
 class _Channel(Peers):
@@ -278,6 +398,7 @@ class _Channel(Peers):
         self._group: Any = dist.ProcessGroupGloo(
             PrefixStore(thread, store), self.rank, self.world_size, ranks.torch_timeout
         )
+        self._watch: Any = None
 
     @override
     def gather(self, value: Any) -> list[Any]:
@@ -289,6 +410,22 @@ class _Channel(Peers):
         if max(lengths) > FRAME_BYTES - _LENGTH_BYTES:
             found = self._gather_bytes(data, max(lengths))
         return [pickle.loads(data[:n]) for data, n in zip(found, lengths, strict=True)]
+
+    def watch(self) -> None:
+        """Raise PeerFailed if the connection to a rank broke; never block.
+
+        Only a collective that waits notices a broken connection. This one ends when all ranks
+        have watched, and the next call begins another.
+        """
+        if self._watch is None:
+            own = torch.zeros(1)
+            everyone = [torch.empty(1) for _ in range(self.world_size)]
+            options = AllgatherOptions()
+            options.timeout = FOREVER  # A timeout would break the connections.
+            self._watch = self._group.allgather([everyone], [own], options)
+        if self._watch.get_future().done():
+            watch, self._watch = self._watch, None
+            self._ranks.end_collective(watch)
 
     def close(self) -> None:
         """End the group, also if a collective waits for ranks that will never come."""
@@ -306,17 +443,24 @@ class _Channel(Peers):
         return [memoryview(row.numpy()) for row in everyone]
 
 
-def _pause(waited_s: float, pause_s_max: float) -> None:
-    time.sleep(min(max(waited_s * _PAUSE_PER_WAITED, _PAUSE_S_MIN), pause_s_max))
+def _was_refused(roll_call: Future[Any]) -> bool:
+    """Return whether a roll call that is being left was refused on all ranks."""
+    try:
+        return isinstance(roll_call.exception(TELL_S), RollCallError)
+    except TimeoutError:
+        return False
 
 
-def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ranks:
+def ranks_of(
+    group: dist.ProcessGroup | Ranks | None, *, timeout_s: float, roll_call_timeout_s: float
+) -> Ranks:
     """Return the ranks of the job that a store is opened in.
 
     Args:
         group: the process group; None is the default group, or this process alone where
             torch.distributed is not initialized. ``Ranks`` are returned as they are.
         timeout_s: see ProcessGroupRanks.
+        roll_call_timeout_s: see ProcessGroupRanks.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return group
@@ -324,7 +468,7 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ra
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
-    return ProcessGroupRanks(group, timeout_s=timeout_s)
+    return ProcessGroupRanks(group, timeout_s=timeout_s, roll_call_timeout_s=roll_call_timeout_s)
 
 
 def break_connections(group: Any) -> None:

@@ -43,6 +43,19 @@ class Ranks(Peers, Protocol):
     commits: Peers
     """The same ranks, for the thread that commits."""
 
+    def roll_call(self, call: str, *, patient: bool = False) -> None:
+        """Return when all ranks make the same call, before the first collective of the call.
+
+        Args:
+            call: names the call in errors, such as "state_dict()".
+            patient: wait for a rank as long as in a collective.
+
+        Raises:
+            RollCallError: another rank makes another call, or does not come in time. No rank
+                begins the call.
+            PeerFailed: another rank failed.
+        """
+
     def new_group(self, ranks: Sequence[int], *, backend: str | None = None) -> Any:
         """Make a group of some of the ranks; all ranks call this, in the same order.
 
@@ -106,6 +119,10 @@ class Alone(Ranks):
     @override
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    @override
+    def roll_call(self, call: str, *, patient: bool = False) -> None:
+        pass
 
     @override
     def new_group(self, ranks: Sequence[int], *, backend: str | None = None) -> Any:

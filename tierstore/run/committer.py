@@ -231,6 +231,11 @@ class Committer(Progress):
         return self._begun.step if self._begun else 0
 
     @property
+    def _was_begun(self) -> bool:
+        """True if a commit of the last step was begun."""
+        return self._begun is not None and 0 < self.step == self._begun.step
+
+    @property
     @override
     def keeps_commit(self) -> bool:
         return self._commit_every is not None and self._begun is not None
@@ -336,21 +341,20 @@ class Committer(Progress):
 
     # -- A commit.
 
-    def annotate(self, extra: Any) -> bool:
-        """Keep a copy of the extra for the commit of this step.
+    def begins_commit(self, extra: Any) -> bool:
+        """True if a commit of this step with this extra must begin now."""
+        if self._was_begun:
+            return extra is not None or self.changed  # The same step with another extra.
+        return self.is_due or (self.changed and not self.step)  # Or the initial values of a run.
 
-        Returns:
-            Whether to begin the commit now.
+    def annotate(self, extra: Any) -> None:
+        """Keep a copy of the extra for the commit of this step.
 
         Raises:
             TypeError, ValueError: no commit can hold the extra.
         """
-        was_begun = self._begun is not None and 0 < self.step == self._begun.step
-        if was_begun and extra is None and not self.changed:
-            return False
-        self._next_extra = (self.step, tagged_json.encode(extra, name="extra"))
-        # The same step with another extra, or the initial values of a run.
-        return was_begun or (self.changed and not self.step) or self.is_due
+        if extra is not None or self.changed or not self._was_begun:
+            self._next_extra = (self.step, tagged_json.encode(extra, name="extra"))
 
     def layout(
         self, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]

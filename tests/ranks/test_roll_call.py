@@ -1,0 +1,170 @@
+"""Roll calls: all ranks begin the same call, or no rank begins it and the next call works."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from tests.rank_programs import job as programs
+from tests.rank_programs.job import running
+from tierstore.errors import RollCallError
+from tierstore.ranks.roll_call import RollCalls
+
+# Nobody waits for as long in a test that passes.
+PATIENCE_S = 30.0
+
+
+class Call:
+    """A rank that takes part in roll calls until one counts, in a thread."""
+
+    def __init__(self, pool: ThreadPoolExecutor, calls: RollCalls) -> None:
+        self._pool = pool
+        self._calls = calls
+        self.interrupted = threading.Event()
+
+    def __call__(self, call: str, timeout_s: float = PATIENCE_S) -> Future[str]:
+        """Make a call; its result is "" if all ranks make it, else why no rank does."""
+        self.interrupted.clear()
+
+        def take_part() -> str:
+            options: Any = {"timeout_s": timeout_s, "interrupted": self.interrupted}
+            try:
+                while not self._calls.take_part(call, **options):
+                    pass
+            except RollCallError as error:
+                return str(error)
+            self._calls.remove_keys()
+            return ""
+
+        return self._pool.submit(take_part)
+
+
+Ranks = Callable[[int], list[Call]]
+
+
+@pytest.fixture
+def ranks() -> Any:
+    with ThreadPoolExecutor() as pool:
+        calls = []
+
+        def make(world_size: int) -> list[Call]:
+            store = HashStore()
+            calls[:] = [
+                RollCalls(store, rank=rank, world_size=world_size) for rank in range(world_size)
+            ]
+            return [Call(pool, each) for each in calls]
+
+        yield make
+        for each in calls:
+            each.closing = True
+
+
+def test_all_ranks_begin_the_same_call(ranks: Ranks) -> None:
+    everyone = ranks(3)
+    for _ in range(20):
+        assert [made.result() for made in [rank("step()") for rank in everyone]] == [""] * 3
+
+
+def test_keys_do_not_accumulate() -> None:
+    store = HashStore()
+    calls = RollCalls(store, rank=0, world_size=1)
+    counts = []
+    for _ in range(10):
+        assert calls.take_part("step()", timeout_s=1.0, interrupted=threading.Event())
+        calls.remove_keys()
+        counts.append(store.num_keys())
+    assert counts[1:] == counts[1:2] * 9
+
+
+def test_another_call_is_refused_at_once_on_all_ranks(ranks: Ranks) -> None:
+    first, second, third = ranks(3)
+    began = time.monotonic()
+    made = [first("state_dict()"), second("step()")]
+    messages = {each.result() for each in made}
+    messages.add(third("step()").result())  # It comes later, and is not a call ahead of them.
+    (message,) = messages
+    assert "rank 0 calls state_dict()" in message or "rank 1 calls step()" in message
+    assert "and rank " in message
+    assert time.monotonic() - began < PATIENCE_S / 2
+    made = [rank("step()") for rank in (first, second, third)]
+    assert [each.result() for each in made] == [""] * 3
+
+
+def test_a_call_that_a_rank_does_not_make_is_refused_and_the_rank_makes_the_next(
+    ranks: Ranks,
+) -> None:
+    first, second, third = ranks(3)
+    made = [first("state_dict()", 0.2), second("state_dict()", 0.2)]
+    (message,) = {each.result() for each in made}
+    assert message.startswith("rank 2 did not call state_dict() within 0.2 s")
+    made = [rank("step()") for rank in (third, first, second)]
+    assert [each.result() for each in made] == [""] * 3
+
+
+def test_a_rank_that_waits_says_for_which(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, _ = ranks(3)
+    with caplog.at_level(logging.WARNING, "tierstore"):
+        made = first("state_dict()", 6.0)
+        time.sleep(0.1)
+        also = second("state_dict()", 6.0)
+        assert made.result() == also.result() != ""
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 0 has waited for 5 s in state_dict(), which rank 2 did not call yet"
+    )
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupted_rank_makes_the_next_call_with_the_others(
+    ranks: Ranks, interrupted: int
+) -> None:
+    everyone = ranks(3)
+    made = [rank("step()") for rank in everyone[:2]]
+    time.sleep(0.1)
+    everyone[interrupted].interrupted.set()
+    (message,) = {each.result() for each in made}
+    assert message.startswith(f"rank {interrupted} was interrupted in step()")
+    made = [rank("step()") for rank in reversed(everyone)]
+    assert [each.result() for each in made] == [""] * 3
+
+
+def test_a_rank_that_comes_at_the_last_moment_is_there_for_all_or_for_none(ranks: Ranks) -> None:
+    first, second = ranks(2)
+    draw = random.Random(0)
+    went = 0
+    for _ in range(100):
+        made = first("state_dict()", 0.01)
+        time.sleep(draw.uniform(0.008, 0.014))
+        also = second("state_dict()", 0.01)
+        messages = [made.result(), also.result()]
+        assert (messages[0] == "") == (messages[1] == "")
+        went += messages[0] == ""
+    assert [made.result() for made in [first("step()"), second("step()")]] == ["", ""]
+    assert went > 0
+
+
+# --------------------------------------------------------------------------- in processes
+
+
+def test_a_rank_waits_for_others_in_a_patient_call_and_refuses_any_other() -> None:
+    with running(programs.come_late_to_calls, 2) as job:
+        refused, went = zip(*job.results(), strict=True)
+    assert refused[0].startswith("rank 1 did not call state_dict() within 0.5 s")
+    assert refused[1].startswith("rank 0 did not call state_dict() within 0.5 s")
+    assert went == ("", "")
+
+
+def test_an_interrupt_leaves_a_roll_call_and_the_next_call_works() -> None:
+    with running(programs.interrupt_roll_call, 2) as job:
+        job.meet()
+        assert job.receive(1) == ["KeyboardInterrupt"]
+        job.connections[0].send("go on")
+        assert job.results() == [[""], ["KeyboardInterrupt", ""]]
