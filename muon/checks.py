@@ -131,7 +131,8 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         _check_muon(group)
     else:
         betas = group["betas"]
-        holds = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        are_numbers = not any(isinstance(beta, torch.Tensor) for beta in betas)
+        holds = are_numbers and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
         _require(group, "betas", holds, "be two numbers in [0, 1)")
 
 

@@ -197,8 +197,11 @@ class Muon(torch.optim.Optimizer):
         """Add a group, as in ``torch.optim``; its pages are laid out at the next step.
 
         Raises:
+            TypeError: the group is not a dict, or has something else than tensors.
             ValueError: as in the constructor. The optimizer is unchanged.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a param group must be a dict, got {param_group!r}")
         number = len(self.param_groups)
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
         if "use_muon" in param_group:
