@@ -257,12 +257,12 @@ class Muon(torch.optim.Optimizer):
             StorageError: a write of the last step failed; the store has failed.
             PeerFailed: any of these on another rank.
         """
+        if isinstance(params, str | torch.Tensor):
+            raise TypeError(
+                f"params must be an iterable of parameters or names, got a {type(params).__name__}"
+            )
         self._follow_edits()
-        named = {
-            name: parameter
-            for number in range(len(self.param_groups))
-            for name, parameter in self._named(number)
-        }
+        named = dict(self._all_named())
         names = {id(parameter): name for name, parameter in named.items()}
         removed = set[str]()
         for param in params:
@@ -511,20 +511,27 @@ class Muon(torch.optim.Optimizer):
             for key, value in self.__dict__.items()
             if key not in _NOT_COPIED and not key.startswith("_optimizer_")
         }
-        states = self.store.read_states() if self._attached.groups else None
-        return {**kept, "_copied": (states, deepcopy(self.store.scalars), self.state.others)}
+        states = self.store.read_states() if self._attached.groups else {}
+        # By position: a copy names parameters anew, and edits may have changed their positions.
+        copied = [(states.get(name), self.store.scalars.get(name)) for name, _ in self._all_named()]
+        return {**kept, "_copied": (deepcopy(copied), self.state.others)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy, with a store of its own, from __getstate__()."""
-        states, scalars, others = state.pop("_copied")
+        copied, others = state.pop("_copied")
         defaults = state["defaults"].copy()
         super().__setstate__(state)
         self.defaults = defaults  # Without what __setstate__() adds for optimizers of torch.
         self._use_store(tierstore.TierStore(None))
         self.state.others = others
-        if states is not None:
+        if any(states for states, _ in copied):
             self._attach_groups()
-            self.store.write_states(states, scalars)
+            names = [name for name, _ in self._all_named()]
+            found = dict(zip(names, copied, strict=True))
+            self.store.write_states(
+                {name: states for name, (states, _) in found.items() if states},
+                {name: scalars for name, (_, scalars) in found.items() if scalars},
+            )
 
     def _use_store(self, store: tierstore.TierStore) -> None:
         self.store = store
@@ -850,6 +857,11 @@ class Muon(torch.optim.Optimizer):
             partition=self._partition,
             cost=newton_schulz.cost((*parameter.shape,)) if is_muon else None,
         )
+
+    def _all_named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and tensor of each parameter, in the order of ``param_groups``."""
+        for number in range(len(self.param_groups)):
+            yield from self._named(number)
 
     def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and tensor of each parameter of a group, in the order of the group."""

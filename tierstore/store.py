@@ -20,6 +20,7 @@ from tierstore.checkpoint.reshard import look_for_other_ranks, remove_other_rank
 from tierstore.checkpoint.restore import Restore
 from tierstore.compiling import not_compiled
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
+from tierstore.layout.dtensors import local_tensor
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
@@ -40,7 +41,7 @@ from tierstore.paging.whole_states import (
     write_pages,
 )
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Ranks, together
+from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.run.commit import Commit
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
@@ -297,6 +298,8 @@ class TierStore:
             StorageError: a write of the last step failed; the store has failed.
             PeerFailed: any of these on another rank.
         """
+        if isinstance(names, str):
+            raise TypeError(f"names must be a collection of names, got the string {names!r}")
         self._usability.require_restored()
         with self._together("remove()"):
             agree_to_remove(self._table, names)
@@ -568,7 +571,7 @@ class TierStore:
         """Replace all states, or those of some parameters, outside of a step.
 
         Writes nothing if the values are the very tensors that read_states() or show_states()
-        returned, unchanged, and the states did not change since. All ranks call it together.
+        returned, with the content that the pages have. All ranks call it together.
 
         Args:
             values: states as read_states() returns them, or whole tensors; converted to each
@@ -592,15 +595,16 @@ class TierStore:
         names: Collection[str] | None,
     ) -> None:
         table, replaced = self._table, self._table.specs.keys() if names is None else set(names)
-        if agree_to_write(
+        were_given = agree_to_write(
             table,
             values,
             replaced,
             are_current=self._are_current(values, scalars, replaced),
-        ):
+        )
+        table.ensure_placed()
+        if were_given and self._pages_hold(values, replaced):
             self._given.forget_changed(replaced)
             return
-        table.ensure_placed()
         with self._usability.failing(interrupts=True):
             write_pages(table, lambda view: fill_states(view, values, replaced), scalars, names)
         self._given.forget(replaced)
@@ -910,13 +914,34 @@ class TierStore:
                 self._committer.scalars[name][state] = tensor.item()
                 self._given.show(name, {state: tensor}, views=False)
 
+    def _pages_hold(
+        self, values: Mapping[str, Mapping[str, torch.Tensor]], names: Collection[str]
+    ) -> bool:
+        """Return whether the pages of all ranks have these values. All ranks call this together.
+
+        A store without a directory writes sooner than it compares.
+        """
+        if not self._usability.has_directory:
+            return False
+        with self._only_reading():
+            current = read_states(self._table, names)
+        is_equal = all(
+            torch.equal(local_tensor(tensor), local_tensor(values[name][state]))
+            for name, states in current.items()
+            for state, tensor in states.items()
+        )
+        return all(agree(self._ranks, "compare states", lambda: is_equal))
+
     def _are_current(
         self,
         values: Mapping[str, Mapping[str, torch.Tensor]],
         scalars: Mapping[str, Mapping[str, float]],
         names: Collection[str],
     ) -> bool:
-        """Return whether the pages and scalars have these values, without reading a page."""
+        """Return whether the pages and scalars seem to have these values, without reading a page.
+
+        Collectives, numpy and ``.data`` change a tensor without a trace; see _pages_hold().
+        """
         specs = self._table.specs
         return all(self._committer.scalars.get(name) == scalars[name] for name in scalars) and all(
             (tensor := values.get(name, {}).get(state)) is not None

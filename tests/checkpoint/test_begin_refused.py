@@ -137,9 +137,7 @@ def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
     ours.store.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"amsgrad": True}, "amsgrad"), ({"maximize": True}, "maximize")]
-)
+@pytest.mark.parametrize(("options", "message"), [({"amsgrad": True}, "amsgrad")])
 def test_options_that_are_not_supported(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

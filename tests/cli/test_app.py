@@ -199,6 +199,7 @@ def test_an_output_that_cannot_be_written_is_2(arguments: list[str], run: Path) 
     full = "tierstore: stdout cannot be written: No space left on device (errno 28)\n"
     assert run_in_shell('"$@" >/dev/full', *given) == (2, "", full)
     assert run_in_shell('"$@" >&-', *given) == (2, "", "tierstore: stdout is closed\n")
+    assert run_in_shell('"$@" >/dev/full 2>/dev/full', *given) == (2, "", "")
 
 
 def test_a_checkpoint_is_not_published_if_its_output_is_closed(run: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.references import Pair, assert_same, stored
+from tests.support.twins import Twins
 
 STEPS = range(1, 11)
 
@@ -486,3 +487,16 @@ def test_one_changed_element_of_a_large_parameter_is_adopted(element: int) -> No
     expected = torch.zeros(1300, 2000)
     expected.view(-1)[element] = 3.0
     assert torch.equal(optimizer.state_dict()["state"][0]["master"], expected)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_first_step_in_inference_mode(place: str, algorithm: str, tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path if place == "disk" else None) as store:
+        twins = Twins(store=store, algorithm=algorithm)
+        twins.set_gradients()
+        twins.stock.step()  # Its states would be inference tensors, which no later step changes.
+        with torch.inference_mode():
+            twins.optimizer.step()
+        twins.step()
+        twins.assert_identical()

@@ -439,3 +439,13 @@ def test_a_wrapped_model_resumes_without_the_parameters(tmp_path: Path) -> None:
             each.grad = torch.ones_like(each)
         optimizer.step()
     assert verify(tmp_path).good
+
+
+def test_a_string_is_not_an_iterable_of_names(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path) as store:
+        optimizer = muon.Muon([(name, parameter()) for name in ("a", "b", "ab")], store=store)
+        with pytest.raises(TypeError, match="iterable of parameters or names"):
+            optimizer.remove_parameters("ab")
+        with pytest.raises(TypeError, match="collection of names"):
+            store.remove("ab")
+        assert optimizer.param_groups[0]["param_names"] == ["a", "b", "ab"]

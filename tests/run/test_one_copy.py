@@ -90,7 +90,8 @@ def test_crash_between_a_second_commit_of_a_step_and_taking_back_the_mark(tmp_pa
     toy = Toy(tmp_path, commit_every=None)
     toy.step()
     toy.store.synchronize()
-    toy.store.write_states(toy.store.read_states())
+    states = toy.store.read_states().items()
+    toy.store.write_states({name: {s: t.clone() for s, t in own.items()} for name, own in states})
     toy.store.close()
     mark = tmp_path / RANK / "dirty"
     mark.write_text('{"overwriting": "commit-0000000001"}')

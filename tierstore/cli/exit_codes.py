@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -39,7 +40,8 @@ class Program(TyperGroup):
                 raise OutputError("stdout is closed")
             sys.exit(_exit_code(partial(super().main, given, *rest, **options), as_json))
         except OutputError as error:
-            complain(str(error))
+            with contextlib.suppress(OutputError):  # Nothing can be written, stderr included.
+                complain(str(error))
             sys.exit(WRONG_CALL)
 
 

@@ -317,7 +317,8 @@ def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence
         assert not layout.nbytes
         return ()
     if memory.viewed is None or memory.viewed[0] is not layout:
-        memory.viewed = layout, layout.views(memory.tensor)
+        with torch.inference_mode(False):  # A later step may change them outside of it.
+            memory.viewed = layout, layout.views(memory.tensor)
     return memory.viewed[1]
 
 

@@ -139,7 +139,7 @@ class PageView:
                 ChunkView(
                     chunk,
                     source.values(parameter, chunk) if spec.owns_master else record.master,
-                    record.states,
+                    dict(record.states),
                     parameter,
                     source,
                     has_gradient,
