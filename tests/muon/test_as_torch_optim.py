@@ -1,4 +1,4 @@
-"""What torch.optim promises of a step: ours is beside the stock optimizer, with every store."""
+"""Steps as torch.optim promises them, beside the stock optimizer and with every store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.optim refuses, and what only ours refuses: docs/reference/torch-optim.md."""
+"""Refusals of torch.optim, and those of Muon alone: docs/reference/torch-optim.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.optim promises of state dicts, hooks and copies, with every store."""
+"""State dicts, hooks and copies as torch.optim promises them, with every store."""
 
 from __future__ import annotations
 

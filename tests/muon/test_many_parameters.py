@@ -41,7 +41,7 @@ def test_many_small_parameters_step_about_as_fast_as_foreach() -> None:
     strict=True, raises=AssertionError, reason="the time goes with the number of groups"
 )
 def test_many_groups_step_about_as_fast_as_in_torch(tmp_path: Path) -> None:
-    """At most 2 times is wanted; today it is about 12 times."""
+    """At most 2 times is wanted; today it is about 6 times."""
     weights = [parameter(shape=[64]) for _ in range(300)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -51,4 +51,4 @@ def test_many_groups_step_about_as_fast_as_in_torch(tmp_path: Path) -> None:
         )
         stock = torch.optim.AdamW([{"params": [weight]} for weight in weights])
         ours, theirs = seconds(optimizer.step, stock.step)
-    assert ours < 5 * theirs
+    assert ours < 2 * theirs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,18 @@ def test_page_bytes_follows_the_host_memory(tmp_path: Path) -> None:
         assert store.stats().host_bytes_peak <= parse_bytes("16MiB")
 
 
-@pytest.mark.parametrize("host_memory", ["64KiB", "1MiB", "16MiB"])
-@pytest.mark.parametrize("buffers", [None, 2, 4])
-@pytest.mark.parametrize("compute", ["device", "host"])
+@pytest.mark.parametrize(
+    ("host_memory", "buffers", "compute"),
+    [
+        *product(["1MiB", "16MiB"], [None, 2, 4], ["device", "host"]),
+        # With more, the sectors of the sections of one page take more than the budget.
+        *product(["64KiB"], [None, 2], ["device"]),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_budget_works(
     dtype: torch.dtype, compute: str, buffers: int | None, host_memory: str, tmp_path: Path
 ) -> None:
-    if host_memory == "64KiB" and (buffers == 4 or compute == "host"):
-        pytest.skip("the sectors of the sections of one page take more")
     groups = table(300, 100, dtype)
     vector = nn.Parameter(torch.zeros(2000, dtype=dtype))
     vector.grad = torch.ones_like(vector)

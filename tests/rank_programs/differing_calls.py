@@ -16,13 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muon
 import tierstore
 
-# What raises this today waits so long first.
+# Seconds that a rank waits for the others before it is refused.
 PEER_TIMEOUT_S = 3.0
 
 NAMES = ("first", "second", "third", "fourth")
 
 
-def _attempt(call: Callable[[], Any]) -> str:
+def attempt(call: Callable[[], Any]) -> str:
     """Return class and text of what a call raises; "" for nothing."""
     try:
         call()
@@ -57,9 +57,9 @@ def state_dict_of_one() -> tuple[str, str]:
     store, optimizer, _ = _open(roll_call_timeout=PEER_TIMEOUT_S)
     with store:
         _step(optimizer)
-        alone = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
+        alone = attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
         dist.barrier()
-        return alone, _attempt(lambda: _step(optimizer))
+        return alone, attempt(lambda: _step(optimizer))
 
 
 def store_of_one() -> tuple[str, str]:
@@ -74,9 +74,9 @@ def store_of_one() -> tuple[str, str]:
             else:
                 tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S).close()
 
-        first = _attempt(differ)
+        first = attempt(differ)
         dist.barrier()
-        return first, _attempt(lambda: _step(optimizer))
+        return first, attempt(lambda: _step(optimizer))
 
 
 def state_dict_of_own_parts() -> str:
@@ -87,7 +87,7 @@ def state_dict_of_own_parts() -> str:
         group = {"params": [("first", parameter)], "algorithm": "adamw"}
         optimizer = muon.Muon([group], store=store)
         _step(optimizer)
-        raised = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
+        raised = attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
         dist.barrier()
     return raised
 
@@ -96,9 +96,9 @@ def state_dict_before_a_step() -> list[str]:
     """Ask on rank 0 alone for the state dict of new parameters, then step together."""
     store, optimizer, _ = _open(roll_call_timeout=1.0)
     with store:
-        alone = _attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
+        alone = attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
         dist.barrier()
-        return [alone, _attempt(lambda: _step(optimizer))]
+        return [alone, attempt(lambda: _step(optimizer))]
 
 
 def _train(directory: Path, differ: Callable[[Any, Any], None]) -> tuple[int, list[nn.Parameter]]:
@@ -139,8 +139,8 @@ def other_call(directory: Path, name: str) -> list[Any]:
             "add_param_group()": lambda: optimizer.add_param_group(new),
         }
         call = calls[name] if dist.get_rank() == 0 else optimizer.step
-        raised.append(_attempt(call))
-        raised.append(_attempt(lambda: store.commit(extra=2)))
+        raised.append(attempt(call))
+        raised.append(attempt(lambda: store.commit(extra=2)))
         assert not (directory / "checkpoint").exists()
 
     step, found = _train(directory / "run", differ)
@@ -152,7 +152,7 @@ def open_again() -> list[str]:
     """Open a store on rank 0 alone, then on all ranks: what each raises."""
     alone = ""
     if dist.get_rank() == 0:
-        alone = _attempt(lambda: tierstore.TierStore(None, roll_call_timeout=1.0))
+        alone = attempt(lambda: tierstore.TierStore(None, roll_call_timeout=1.0))
     dist.barrier()
 
     def train() -> None:
@@ -160,7 +160,7 @@ def open_again() -> list[str]:
         with store:
             _step(optimizer)
 
-    return [alone, _attempt(train)]
+    return [alone, attempt(train)]
 
 
 def come_late(directory: Path) -> int:

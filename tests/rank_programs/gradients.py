@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muon
 import tierstore
+from tests.rank_programs.differing_calls import attempt
 from tests.support.fake_cuda import fake_cuda
 
 NAMES = ("first", "second", "third")
@@ -26,15 +27,6 @@ LAYOUTS: dict[str, Any] = {
     "sharded": (Shard(0), Shard(1)),
     "hsdp": (Replicate(), Shard(0)),
 }
-
-
-def _attempt(call: Callable[[], Any]) -> str:
-    """Return class and text of what a call raises; "" for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class Job:
@@ -58,7 +50,7 @@ class Job:
         for parameter in self.parameters.values():
             parameter.grad = torch.ones_like(parameter)
         change({name: _local(p.grad) for name, p in self.parameters.items() if p.grad is not None})
-        return _attempt(self.optimizer.step)
+        return attempt(self.optimizer.step)
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -102,9 +94,9 @@ def nan_on_a_device(directory: Path) -> tuple[str, int]:
         store.synchronize()
         raised = job.step(_spoil_on_1)
         if not raised:
-            raised = _attempt(store.synchronize)
+            raised = attempt(store.synchronize)
         step = store.committed_step
-        _attempt(store.close)
+        attempt(store.close)
     return raised, step
 
 
@@ -157,7 +149,7 @@ def absent_on_one() -> tuple[str, str]:
         job = Job(store)
         if dist.get_rank() == 1:
             job.parameters["second"].grad = torch.ones(6, 4)
-        first = _attempt(job.optimizer.step)
+        first = attempt(job.optimizer.step)
         job.optimizer.zero_grad()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
