@@ -142,13 +142,10 @@ def test_a_misspelled_key_is_answered_with_the_right_one() -> None:
 def test_an_edited_group_is_checked_before_the_next_step(edit: dict[str, Any]) -> None:
     twins = Twins()
     twins.step()
-    before = {name: values.detach().clone() for name, values in twins.ours.items()}
     twins.optimizer.param_groups[0].update(edit)
     twins.set_gradients()
-    with pytest.raises(ValueError, match=next(iter(edit))):
+    with twins.unchanged(), pytest.raises(ValueError, match=next(iter(edit))):
         twins.optimizer.step()
-    for name, values in twins.ours.items():
-        assert torch.equal(values, before[name])
     for key in edit:
         del twins.optimizer.param_groups[0][key]
     twins.step()

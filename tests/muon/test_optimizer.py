@@ -16,7 +16,7 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.references import Pair, assert_same, stored
-from tests.support.twins import Twins
+from tests.support.twins import PLACES, Twins, open_store
 
 STEPS = range(1, 11)
 
@@ -490,9 +490,9 @@ def test_one_changed_element_of_a_large_parameter_is_adopted(element: int) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-@pytest.mark.parametrize("place", ["memory", "disk"])
+@PLACES
 def test_a_first_step_in_inference_mode(place: str, algorithm: str, tmp_path: Path) -> None:
-    with tierstore.TierStore(tmp_path if place == "disk" else None) as store:
+    with open_store(place, tmp_path) as store:
         twins = Twins(store=store, algorithm=algorithm)
         twins.set_gradients()
         twins.stock.step()  # Its states would be inference tensors, which no later step changes.

@@ -12,14 +12,7 @@ import torch
 
 import muon
 import tierstore
-from tests.support.twins import Twins, parameter
-
-PLACE_NAMES = ["memory", "disk"]
-PLACES = pytest.mark.parametrize("place", PLACE_NAMES)
-
-
-def open_store(place: str, directory: Path) -> tierstore.TierStore:
-    return tierstore.TierStore(directory if place == "disk" else None)
+from tests.support.twins import PLACE_NAMES, PLACES, Twins, open_store, parameter
 
 
 def test_loading_its_own_state_dict_writes_nothing(tmp_path: Path) -> None:

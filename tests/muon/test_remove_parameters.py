@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import muon
 import tierstore
 from tests.support import training
 from tests.support.independent_reader import read_checkpoint, read_run
 from tests.support.references import assert_same
-from tests.support.training import GROUP_OPTIONS, SHAPES
-from tests.support.twins import Twins, parameter
+from tests.support.training import SHAPES
+from tests.support.twins import PLACES, Twins, open_store, parameter
 from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
-
-Parameters = dict[str, nn.Parameter]
 
 STREAMED: dict[str, Any] = {"page_bytes": 10000, "buffers": 3}
 STORES: dict[str, dict[str, Any] | None] = {
@@ -45,21 +42,6 @@ CHOICES: list[list[str]] = [
 MIXED = ["tall", "slow", "cube", "bias", "empty"]
 
 
-def groups_without(parameters: Parameters, removed: list[str]) -> list[dict[str, Any]]:
-    """Return all groups, of which some may be empty."""
-    return [
-        {
-            "params": [
-                (name, parameters[name])
-                for name, (_, group) in SHAPES.items()
-                if group == number and name not in removed
-            ],
-            **options,
-        }
-        for number, options in enumerate(GROUP_OPTIONS[:4])
-    ]
-
-
 class Trained:
     """A training whose parameters can be compared with one in which none was removed."""
 
@@ -67,15 +49,17 @@ class Trained:
         self,
         directory: Path | None,
         options: dict[str, Any] | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.float32,
         removed: list[str] | None = None,
         **more: Any,
     ) -> None:
         self.parameters = training.make_parameters(dtype)
         store_options = {} if options is None else {**options, **more}
         self.store = tierstore.TierStore(None if options is None else directory, **store_options)
-        self.optimizer = muon.Muon(groups_without(self.parameters, removed or []), store=self.store)
         self.removed = removed or []
+        kept = {name: shape for name, shape in SHAPES.items() if name not in self.removed}
+        groups = training.make_all_groups(self.parameters, kept)
+        self.optimizer = muon.Muon(groups, store=self.store)
 
     def train(self, *steps: int) -> None:
         for step in steps:
@@ -98,6 +82,19 @@ class Trained:
         assert self.store.scalars == {name: scalars[name] for name in kept if name in scalars}
 
 
+def reference_and_ours(
+    directory: Path,
+    *steps: int,
+    options: dict[str, Any] | None = STREAMED,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Trained, Trained]:
+    """Train in memory, where nothing is to be removed, and in a directory."""
+    both = Trained(None, None, dtype), Trained(directory, options, dtype)
+    for trained in both:
+        trained.train(*steps)
+    return both
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "removed"),
     [
@@ -108,10 +105,9 @@ class Trained:
 def test_the_others_go_on_as_before(
     kind: str, dtype: torch.dtype, removed: list[str], tmp_path: Path
 ) -> None:
-    reference = Trained(None, None, dtype)
-    ours = Trained(tmp_path / "run", STORES[kind], dtype)
-    for trained in (reference, ours):
-        trained.train(1, 2, 3)
+    reference, ours = reference_and_ours(
+        tmp_path / "run", 1, 2, 3, options=STORES[kind], dtype=dtype
+    )
     before = {name: ours.parameters[name].detach().clone() for name in removed}
     ours.remove(removed)
     ours.assert_as(reference)
@@ -122,7 +118,7 @@ def test_the_others_go_on_as_before(
         assert torch.equal(ours.parameters[name], values)
     assert [len(group["params"]) for group in ours.optimizer.param_groups] == [
         sum(group == number and name not in removed for name, (_, group) in SHAPES.items())
-        for number in range(4)
+        for number in range(5)
     ]
     if STORES[kind] is None:
         return
@@ -146,13 +142,11 @@ def test_the_others_go_on_as_before(
 
 def test_begin_from_a_checkpoint_without_the_parameters(tmp_path: Path) -> None:
     removed = ["tall", "slow", "bias"]
-    reference, ours = (Trained(tmp_path / "run", o, torch.float32) for o in (None, STREAMED))
-    for trained in (reference, ours):
-        trained.train(1, 2)
+    reference, ours = reference_and_ours(tmp_path / "run", 1, 2)
     ours.remove(removed)
     ours.store.checkpoint(tmp_path / "published")
     ours.store.close()
-    again = Trained(tmp_path / "new", STREAMED, torch.float32, removed)
+    again = Trained(tmp_path / "new", STREAMED, removed=removed)
     assert again.optimizer.restore(checkpoint=tmp_path / "published") == 2
     again.assert_as(reference)
     for trained in (reference, again):
@@ -216,7 +210,7 @@ def test_before_the_first_step_and_of_a_group_to_come(tmp_path: Path) -> None:
         assert torch.equal(twins.ours["first"], twins.theirs["first"])
 
 
-@pytest.mark.parametrize("place", ["memory", "disk"])
+@PLACES
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -227,7 +221,7 @@ def test_before_the_first_step_and_of_a_group_to_come(tmp_path: Path) -> None:
 def test_an_unknown_parameter_is_refused(
     place: str, wrong: list[Any], message: str, tmp_path: Path
 ) -> None:
-    with tierstore.TierStore(None if place == "memory" else tmp_path) as store:
+    with open_store(place, tmp_path) as store:
         twins = Twins(store=store)
         twins.step()
         with pytest.raises(ValueError, match=message):
@@ -265,9 +259,7 @@ def interrupt(store: tierstore.TierStore) -> None:
 
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_crash_before_the_next_commit_undoes_a_removal(commits: bool, tmp_path: Path) -> None:
-    reference, ours = (Trained(tmp_path, o, torch.float32) for o in (None, STREAMED))
-    for trained in (reference, ours):
-        trained.train(1, 2)
+    reference, ours = reference_and_ours(tmp_path, 1, 2)
     ours.store.commit({"position": 7})
     ours.store.synchronize()
     ours.remove(["tall", "slow"])
@@ -275,7 +267,7 @@ def test_a_crash_before_the_next_commit_undoes_a_removal(commits: bool, tmp_path
         ours.store.synchronize()
     interrupt(ours.store)
     removed = ["tall", "slow"] if commits else []
-    again = Trained(tmp_path, STREAMED, torch.float32, removed, resume=True)
+    again = Trained(tmp_path, STREAMED, removed=removed, resume=True)
     assert again.optimizer.restore() == 2
     assert again.store.extra == {"position": 7}
     again.assert_as(reference)
@@ -284,9 +276,7 @@ def test_a_crash_before_the_next_commit_undoes_a_removal(commits: bool, tmp_path
 
 def test_restore_in_the_same_process(tmp_path: Path) -> None:
     """Back to a commit after the removal; a commit before it is refused by name."""
-    reference, ours = (Trained(tmp_path, o, torch.float32) for o in (None, STREAMED))
-    for trained in (reference, ours):
-        trained.train(1, 2)
+    reference, ours = reference_and_ours(tmp_path, 1, 2)
     ours.store.synchronize()
     ours.remove(["tall", "slow"])
     with pytest.raises(tierstore.RunMismatchError, match=r"step 2 .*'slow', which was removed"):
@@ -305,16 +295,16 @@ def test_restore_in_the_same_process(tmp_path: Path) -> None:
 
 
 def test_resume_with_a_parameter_that_the_run_has_lost(tmp_path: Path) -> None:
-    ours = Trained(tmp_path, STREAMED, torch.float32)
+    ours = Trained(tmp_path, STREAMED)
     ours.train(1)
     ours.remove(["tall", "slow"])
     ours.store.close()
     for removed in ([], ["tall"]):
-        again = Trained(tmp_path, STREAMED, torch.float32, removed, resume=True)
+        again = Trained(tmp_path, STREAMED, removed=removed, resume=True)
         with pytest.raises(tierstore.RunMismatchError, match=r"slow|tall"):
             again.optimizer.restore()
         again.store.close()
-    again = Trained(tmp_path, STREAMED, torch.float32, [], resume=True)
+    again = Trained(tmp_path, STREAMED, resume=True)
     with pytest.raises(
         tierstore.RunMismatchError,
         match=r"no longer has parameter 'slow'.*without \['slow', 'tall'\]",
@@ -324,10 +314,9 @@ def test_resume_with_a_parameter_that_the_run_has_lost(tmp_path: Path) -> None:
 
 
 def test_groups_added_after_a_removal(tmp_path: Path) -> None:
-    reference, ours = (Trained(tmp_path, o, torch.float32) for o in (None, STREAMED))
+    reference, ours = reference_and_ours(tmp_path, 1)
     late = [parameter(7), parameter(7)]
     for trained, each in zip((reference, ours), late, strict=True):
-        trained.train(1)
         if trained is ours:
             trained.remove(["tall", "slow", "cube"])
         trained.optimizer.add_param_group({"params": [("late", each)], "lr": 0.125})
@@ -340,12 +329,12 @@ def test_groups_added_after_a_removal(tmp_path: Path) -> None:
             trained.optimizer.step()
     assert torch.equal(*late)
     ours.store.close()
-    again = Trained(tmp_path, STREAMED, torch.float32, ["tall", "slow", "cube"], resume=True)
+    again = Trained(tmp_path, STREAMED, removed=["tall", "slow", "cube"], resume=True)
     last = parameter(0)
     again.optimizer.add_param_group({"params": [("late", last)]})
     assert again.optimizer.restore() == 3
     assert torch.equal(last, late[0])
-    assert again.optimizer.param_groups[4]["lr"] == 0.125
+    assert again.optimizer.param_groups[5]["lr"] == 0.125
     again.store.close()
     assert verify(tmp_path).good
 
@@ -359,7 +348,7 @@ def test_files_go_when_no_commit_has_the_page(commit_every: int | None, tmp_path
     """And the files and slots of the other pages are those of a run without a removal."""
     runs = []
     for name in ("control", "ours"):
-        trained = Trained(tmp_path / name, STREAMED, torch.float32, commit_every=commit_every)
+        trained = Trained(tmp_path / name, STREAMED, commit_every=commit_every)
         trained.train(1, 2)
         trained.store.checkpoint(tmp_path / f"{name}-published")  # The run now has spare files.
         runs.append(trained)
@@ -376,15 +365,8 @@ def test_files_go_when_no_commit_has_the_page(commit_every: int | None, tmp_path
         gone = page_names(tmp_path / "control") - left
         assert len({name[:11] for name in gone}) == (commit_every is None or count == 2)
     for name in left:
-        assert (
-            len(
-                {
-                    (tmp_path / run / "rank-00000" / name).stat().st_size
-                    for run in ("ours", "control")
-                }
-            )
-            == 1
-        )
+        one, other = (tmp_path / run / "rank-00000" / name for run in ("ours", "control"))
+        assert one.stat().st_size == other.stat().st_size
     for trained in runs:
         trained.store.close()
     for published in ("ours-published", "control-published"):
@@ -392,7 +374,7 @@ def test_files_go_when_no_commit_has_the_page(commit_every: int | None, tmp_path
 
 
 def test_a_mapped_state_outlives_its_file(tmp_path: Path) -> None:
-    ours = Trained(tmp_path, STREAMED, torch.float32)
+    ours = Trained(tmp_path, STREAMED)
     ours.train(1, 3)
     found = ours.store.read_states(["slow"])["slow"]["momentum_buffer"]
     expected = found.clone()
@@ -404,9 +386,7 @@ def test_a_mapped_state_outlives_its_file(tmp_path: Path) -> None:
 
 
 def test_removal_with_a_prefetch_and_writes_in_flight(tmp_path: Path) -> None:
-    reference, ours = (Trained(tmp_path, o, torch.float32) for o in (None, STREAMED))
-    for trained in (reference, ours):
-        trained.train(1)
+    reference, ours = reference_and_ours(tmp_path, 1)
     ours.optimizer.prefetch()
     ours.remove(["wide", "tall", "square", "row", "column"])
     for trained in (reference, ours):

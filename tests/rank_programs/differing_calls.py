@@ -15,20 +15,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import muon
 import tierstore
+from tests.support.attempts import attempt
 
 # Seconds that a rank waits for the others before it is refused.
 PEER_TIMEOUT_S = 3.0
 
 NAMES = ("first", "second", "third", "fourth")
-
-
-def attempt(call: Callable[[], Any]) -> str:
-    """Return class and text of what a call raises; "" for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _open(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muon
 import tierstore
+from tests.support.attempts import attempt
 from tests.support.references import assert_same
 from tierstore.ranks.peers import Alone
 
@@ -160,14 +161,6 @@ def train(
                     assert torch.equal(whole(saved[key][name]), tensor)
 
 
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def gathered(directory: Path, options: Mapping[str, Any]) -> str:
     """Forwards without a backward, of which FSDP2 keeps what it has gathered.
 
@@ -205,7 +198,7 @@ def gathered(directory: Path, options: Mapping[str, Any]) -> str:
         assert optimizer.restore() == 1  # The second step was not committed.
         assert loss() == first
         inside = model.layers[0].register_forward_pre_hook(lambda *_: optimizer.step())
-        message = _message(lambda: model(tokens_of(3)))
+        message = attempt(lambda: model(tokens_of(3)))
         inside.remove()
     return message
 
@@ -283,12 +276,12 @@ def placed_otherwise() -> dict[str, str]:
         before = whole(parameter).clone()
         gradient = torch.ones(4, 4)
         parameter.grad = DTensor.from_local(gradient, mesh, [Partial()])
-        messages["partial"] = _message(optimizer.step)
+        messages["partial"] = attempt(optimizer.step)
         if dist.get_rank():
             parameter.grad = DTensor.from_local(gradient, mesh, [Replicate()])
-        messages["partial on one"] = _message(optimizer.step)
+        messages["partial on one"] = attempt(optimizer.step)
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
-        messages["sharded"] = _message(optimizer.step)
+        messages["sharded"] = attempt(optimizer.step)
         parameter.grad = None
         assert torch.equal(whole(parameter), before)
         parameter.grad = DTensor.from_local(gradient, mesh, [Partial()]).redistribute(

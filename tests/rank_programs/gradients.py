@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muon
 import tierstore
-from tests.rank_programs.differing_calls import attempt
+from tests.support.attempts import attempt
 from tests.support.fake_cuda import fake_cuda
 
 NAMES = ("first", "second", "third")

@@ -40,6 +40,8 @@ class Failure:
     reason: str
     at: float
     """Seconds of the monotonic clock, which is the same in all processes."""
+    began: float = 0.0
+    """Begin of the wait that failed, on the same clock; 0 where a program does not tell."""
 
 
 class Job:
@@ -382,10 +384,11 @@ def go_wrong(
 
 
 def failure_of(waiting: Waiting, ranks: ProcessGroupRanks) -> Failure:
+    began = time.monotonic()
     try:
         waiting(ranks)
     except PeerFailed as error:
-        return Failure(error.rank, error.reason, time.monotonic())
+        return Failure(error.rank, error.reason, time.monotonic(), began)
     raise AssertionError(f"{waiting.__name__} did not raise")
 
 
@@ -434,7 +437,8 @@ def come_late(here: Here, absent: int) -> Failure | None:
     if here.rank == absent:
         here.test.recv()
         return None
-    return Failure(absent, refusal_of(lambda: make_impatient_ranks(None)), time.monotonic())
+    began = time.monotonic()
+    return Failure(absent, refusal_of(lambda: make_impatient_ranks(None)), time.monotonic(), began)
 
 
 def make_impatient_ranks(group: dist.ProcessGroup | None) -> ProcessGroupRanks:

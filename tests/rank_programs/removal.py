@@ -12,7 +12,7 @@ import muon
 import tierstore
 from tests.rank_programs.collective_order import recorded
 from tests.rank_programs.training import STEPS, Case, Model, Trained, trained_by, whole_gradients
-from tests.support.training import GROUP_OPTIONS
+from tests.support.training import make_all_groups
 
 
 def train(case: Case, removed: Sequence[str], at: int) -> Trained:
@@ -23,17 +23,8 @@ def train(case: Case, removed: Sequence[str], at: int) -> Trained:
     rank, model = dist.get_rank(), Model(case)
     resume = case.first > 1
     left_out = removed if case.first > at else ()
-    groups = [
-        {
-            "params": [
-                (name, model.parameters[name])
-                for name, (_, group) in case.shapes.items()
-                if group == number and name not in left_out
-            ],
-            **options,
-        }
-        for number, options in enumerate(GROUP_OPTIONS)
-    ]
+    shapes = {name: shape for name, shape in case.shapes.items() if name not in left_out}
+    groups = make_all_groups(model.parameters, shapes)
     with (
         recorded(range(dist.get_world_size())) as issued,
         tierstore.TierStore(case.directory, resume=resume, **case.store_options(rank)) as store,

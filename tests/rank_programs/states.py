@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import muon
 import tierstore
 from tests.rank_programs.training import SHAPES, Case, Model, local, whole_gradients
+from tests.support.attempts import attempt
 from tests.support.references import assert_same, reference_of
 from tests.support.training import make_groups
 from tierstore.ranks.peers import Alone
@@ -244,15 +245,6 @@ def stock_muon(case: Case) -> None:
         step(9)
 
 
-def _message(call: Callable[[], Any]) -> str:
-    """Return class and message of the error that a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def refused(case: Case) -> dict[str, str]:
     """Return the errors of calls that differ on one rank; all ranks continue."""
     rank = dist.get_rank()
@@ -264,9 +256,9 @@ def refused(case: Case) -> dict[str, str]:
         (name, parameter), (other, _), *_ = ours.model.parameters.items()
         listed = {key: list(states) for key, states in ours.optimizer.state.items()}
         assert next(iter(listed.values())) == ["momentum_buffer"]
-        messages["alone"] = _message(lambda: ours.optimizer.state[parameter]["momentum_buffer"])
-        messages["names"] = _message(lambda: store.read_states([name if rank else other]))
-        messages["calls"] = _message(
+        messages["alone"] = attempt(lambda: ours.optimizer.state[parameter]["momentum_buffer"])
+        messages["names"] = attempt(lambda: store.read_states([name if rank else other]))
+        messages["calls"] = attempt(
             lambda: ours.step(2) if rank else ours.optimizer.load_state_dict(saved)
         )
 
@@ -284,14 +276,14 @@ def refused(case: Case) -> dict[str, str]:
 
         for change in (wrong_shape, missing):
             state_dict = spoiled(change)
-            messages[change.__name__] = _message(
+            messages[change.__name__] = attempt(
                 lambda state_dict=state_dict: ours.optimizer.load_state_dict(state_dict)
             )
         if isinstance(parameter, DTensor):
             momentum = saved["state"][0]["momentum_buffer"]
             elsewhere = momentum.redistribute(placements=[_other(momentum.placements[0])])
             state = {**saved["state"], 0: {"momentum_buffer": elsewhere}}
-            messages["placement"] = _message(
+            messages["placement"] = attempt(
                 lambda: ours.optimizer.load_state_dict({**saved, "state": state})
             )
         assert_same(

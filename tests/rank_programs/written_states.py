@@ -12,15 +12,7 @@ from torch import nn
 
 import muon
 import tierstore
-
-
-def _attempt(call: Any) -> str:
-    """Return class and text of what a call raises; "" for nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+from tests.support.attempts import attempt
 
 
 def change_alone() -> dict[str, str]:
@@ -39,7 +31,7 @@ def change_alone() -> dict[str, str]:
             "clear": optimizer.state.clear,
             "replace": lambda: setattr(optimizer, "state", {}),
         }
-        raised = {name: _attempt(way) for name, way in ways.items()}
+        raised = {name: attempt(way) for name, way in ways.items()}
         # As frameworks do that move states to a device.
         for each, states in optimizer.state.items():
             optimizer.state[each] = states

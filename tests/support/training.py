@@ -62,11 +62,15 @@ def make_groups(
     parameters: Mapping[str, torch.Tensor], shapes: Shapes = SHAPES
 ) -> list[dict[str, Any]]:
     """Return the groups that any of these parameters is in."""
-    groups = [
+    return [group for group in make_all_groups(parameters, shapes) if group["params"]]
+
+
+def make_all_groups(parameters: Mapping[str, torch.Tensor], shapes: Shapes) -> list[dict[str, Any]]:
+    """Return all groups, of which some may be empty."""
+    return [
         {"params": [(n, parameters[n]) for n in shapes if shapes[n][1] == number], **options}
         for number, options in enumerate(GROUP_OPTIONS)
     ]
-    return [group for group in groups if group["params"]]
 
 
 def has_gradient(name: str, step: int) -> bool:

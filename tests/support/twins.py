@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,19 +15,17 @@ import muon
 import tierstore
 
 SHAPE = (3, 4)
+PLACE_NAMES = ["memory", "disk"]
+PLACES = pytest.mark.parametrize("place", PLACE_NAMES)
+
+
+def open_store(place: str, directory: Path, **options: Any) -> tierstore.TierStore:
+    """Open the store of one of PLACE_NAMES."""
+    return tierstore.TierStore(directory if place == "disk" else None, **options)
 
 
 def parameter(seed: int = 0, shape: Sequence[int] = SHAPE) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)))
-
-
-def refusal(call: Callable[[], Any]) -> str | None:
-    """Return what a call is refused with; None where it is not."""
-    try:
-        call()
-    except (ValueError, RuntimeError, tierstore.TierstoreError) as error:
-        return str(error)
-    return None
 
 
 class Twins:
@@ -92,6 +93,14 @@ class Twins:
         self.set_gradients()
         self.optimizer.step()
         self.stock.step()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Assert that our parameters are afterwards as they were before."""
+        before = {name: values.detach().clone() for name, values in self.ours.items()}
+        yield
+        for name, values in self.ours.items():
+            assert torch.equal(values, before[name]), name
 
     def assert_identical(self) -> None:
         for name, values in self.ours.items():
