@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -338,13 +337,6 @@ def test_an_unknown_value_of_conv_is_refused() -> None:
 
 
 # --------------------------------------------------------------------- rules of the user
-
-
-def test_routing_takes_rules_of_the_user() -> None:
-    wanted = {"conv", "head", "is_muon", "no_decay", "betas", "eps", "momentum"}
-    arguments = inspect.signature(muon.param_groups).parameters
-    assert wanted <= arguments.keys()
-    assert arguments["conv"].default == "adamw"
 
 
 @pytest.mark.parametrize("head", ["classifier", ["classifier.0.weight", "classifier.2"]])

@@ -74,9 +74,9 @@ def test_a_resumed_run_in_float32_says_nothing(tmp_path: Path) -> None:
 PROGRAM = """
 import time
 from muon import newton_schulz
-began = time.perf_counter()
+began = time.process_time()
 slowness = newton_schulz.bfloat16_slowness()
-print(slowness, time.perf_counter() - began)
+print(slowness, time.process_time() - began)
 """
 
 
@@ -92,4 +92,4 @@ def test_a_cpu_without_the_instructions_is_found_slow() -> None:
     ).stdout
     slowness, seconds = map(float, output.split())
     assert slowness > 4
-    assert seconds < 1  # 0.1 s on a machine without other work.
+    assert seconds < 1  # Of all threads; other processes do not count. 0.1 s was measured.

@@ -238,7 +238,7 @@ def test_a_damaged_page_is_not_handed_out(tmp_path: Path) -> None:
     page.write_bytes(data)
     with pytest.raises(tierstore.CorruptionError, match=r"page-000000\.a"):
         toy.store.read_states()
-    toy.store._close(synchronize=False)
+    toy.store.__exit__(RuntimeError)
 
 
 # ----------------------------------------------------------------------------- a full disk

@@ -27,6 +27,7 @@ def _open(
     directory: Path | None = None, **options: Any
 ) -> tuple[tierstore.TierStore, muon.Muon, dict[str, nn.Parameter]]:
     parameters = {name: nn.Parameter(torch.ones(6, 4)) for name in NAMES}
+    dist.barrier()  # Else a short timeout could end before a rank of a busy machine comes.
     store = tierstore.TierStore(directory, **{"peer_timeout": 30.0, **options})
     return store, muon.Muon(list(parameters.items()), store=store), parameters
 

@@ -9,16 +9,9 @@ import pytest
 
 import tierstore
 from tests.support.published import run_pages
-from tests.support.toy import RANK, Toy, make_run, train_and_die
-from tierstore.run.committer import Committer
+from tests.support.toy import RANK, Toy, make_run, resumed, train_and_die
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
-
-
-def was_closed(toy: Toy) -> bool:
-    committer = toy.store._committer
-    assert isinstance(committer, Committer)
-    return committer.was_closed
 
 
 def test_close_marks_the_run_and_the_next_opening_removes_the_mark(tmp_path: Path) -> None:
@@ -26,9 +19,11 @@ def test_close_marks_the_run_and_the_next_opening_removes_the_mark(tmp_path: Pat
     mark = tmp_path / RANK / "clean"
     assert mark.read_text() == '{"committed": "commit-0000000003"}'
     toy = Toy(tmp_path, resume=True)
-    assert was_closed(toy)
     assert not mark.exists()
-    toy.store.restore()
+    toy.store.close()  # Nothing was written since the run was opened.
+    assert mark.exists()
+    toy = resumed(tmp_path, 3)
+    assert not mark.exists()
     toy.store.close()
     assert mark.exists()
 
@@ -45,9 +40,8 @@ def test_an_error_in_the_with_block_leaves_no_mark(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), toy.store:
         raise KeyboardInterrupt
     assert not (tmp_path / RANK / "clean").exists()
-    toy = Toy(tmp_path, resume=True)
-    assert not was_closed(toy)
-    toy.store.close()
+    Toy(tmp_path, resume=True).store.close()
+    assert not (tmp_path / RANK / "clean").exists()
 
 
 def test_a_failed_store_leaves_no_mark(tmp_path: Path) -> None:
@@ -82,9 +76,7 @@ def test_a_mark_of_another_commit_is_no_mark(tmp_path: Path) -> None:
     """The newest manifest is damaged; the run was not closed at the commit before it."""
     make_run(tmp_path)
     (tmp_path / RANK / "commit-0000000003").write_bytes(b"")
-    toy = Toy(tmp_path, resume=True)
-    assert not was_closed(toy)
-    toy.store.close()
+    Toy(tmp_path, resume=True).store.close()
     assert not (tmp_path / RANK / "clean").exists()
 
 
@@ -97,6 +89,5 @@ def test_a_killed_process_leaves_no_mark(tmp_path: Path) -> None:
 def test_overwriting_removes_the_mark(tmp_path: Path) -> None:
     make_run(tmp_path)
     toy = Toy(tmp_path, overwrite=True)
-    assert was_closed(toy)
     assert not (tmp_path / RANK / "clean").exists()
     toy.store.close()

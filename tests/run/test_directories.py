@@ -239,7 +239,7 @@ def test_an_older_copy_is_found_out_by_checksums(
             run.store.restore()
         with pytest.raises(tierstore.RunDirectoryError, match="call restore"):
             run.step()  # Nothing goes on from there.
-    run.store._close(synchronize=False)
+    run.store.__exit__(RuntimeError)
     assert verify(mixed[0]).good == is_whole
     assert pages_in(newer) == before
     resumed(newer, 3 + steps).store.close()
@@ -282,7 +282,7 @@ def test_a_new_run_over_another_is_refused(two: list[Path], tmp_path: Path) -> N
 
 
 def test_resume_of_a_run_that_committed_nothing(two: list[Path]) -> None:
-    toy(two).store._close(synchronize=False)
+    toy(two).store.__exit__(RuntimeError)
     run = toy(two[::-1], resume=True)
     assert run.store.restore() == 0
     run.step()
@@ -396,7 +396,7 @@ def test_full_when_pages_are_allocated(two: list[Path], monkeypatch: pytest.Monk
         allocate(fd, *range_)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    run.store._close(synchronize=False)
+    run.store.__exit__(RuntimeError)
     with pytest.raises(tierstore.StorageError) as caught:
         toy(two)
     assert caught.value.path == str(two[1] / RANK / "page-000004.b")
