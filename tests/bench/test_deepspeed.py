@@ -2,38 +2,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "deepspeed_step.py"
-
-
-def run_benchmark(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-        env={**os.environ, **environment},
-    )
+from tests.support.bench_runs import BENCH, run_without
 
 
 def test_says_how_to_install_deepspeed(tmp_path: Path) -> None:
-    # Hides an installed DeepSpeed.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\n"
-        "found = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more:"
-        " None if name == 'deepspeed' else found(name, *more)\n"
-    )
     report_path = tmp_path / "report.json"
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = run_benchmark("--small", "--json", str(report_path), PYTHONPATH=path)
+    done = run_without("deepspeed", "deepspeed_step.py", report_path)
     assert done.returncode == 0, done.stderr
     assert "not measured: DeepSpeed is not installed" in done.stdout
     assert "pip install --no-build-isolation" in done.stdout
@@ -49,7 +29,14 @@ def test_small_run(tmp_path: Path) -> None:
     scratch = tmp_path / "device"
     scratch.mkdir()
     report_path = tmp_path / "report.json"
-    done = run_benchmark("--small", "--directory", str(scratch), "--json", str(report_path))
+    paths = ("--directory", str(scratch), "--json", str(report_path))
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "deepspeed_step.py"), "--small", *paths],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(report_path.read_text())
     assert [trial["error"] for trial in report["trials"]] == [None] * len(report["trials"])

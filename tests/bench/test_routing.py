@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.bench_runs import BENCH, run_benchmark
+from tests.support.bench_runs import BENCH, run_benchmark, run_without
 
 LIBRARIES = ("transformers", "timm", "torchvision", "diffusers")
+MISSING = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
 
 
 def test_says_how_to_install_the_libraries(tmp_path: Path) -> None:
-    # Hides an installed library.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\n"
-        "found = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *more:"
-        " None if name == 'timm' else found(name, *more)\n"
-    )
     report_path = tmp_path / "report.json"
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "routing.py"), "--small", "--json", str(report_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = run_without("timm", "routing.py", report_path)
     assert done.returncode == 0, done.stderr
     assert "not measured: not installed:" in done.stdout
     assert "timm" in done.stdout
@@ -41,9 +24,7 @@ def test_says_how_to_install_the_libraries(tmp_path: Path) -> None:
     assert not report_path.exists()
 
 
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, LIBRARIES)), reason="libraries of models are missing"
-)
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 def test_small_run(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     done = run_benchmark("routing.py", "--small", "--json", str(report_path))

@@ -17,9 +17,6 @@ import muon
 import tierstore
 from tests.support.attempts import attempt
 
-# Seconds that a rank waits for the others before it is refused.
-PEER_TIMEOUT_S = 3.0
-
 NAMES = ("first", "second", "third", "fourth")
 
 
@@ -47,7 +44,7 @@ def leave_run(directory: Path) -> None:
 
 def state_dict_of_one() -> tuple[str, str]:
     """Ask on rank 0 alone for the state dict, then step together: what each raises."""
-    store, optimizer, _ = _open(roll_call_timeout=PEER_TIMEOUT_S)
+    store, optimizer, _ = _open(roll_call_timeout=1.0)
     with store:
         _step(optimizer)
         alone = attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
@@ -57,15 +54,15 @@ def state_dict_of_one() -> tuple[str, str]:
 
 def store_of_one() -> tuple[str, str]:
     """Open a store on rank 0 while rank 1 steps another, then step together: what each raises."""
-    store, optimizer, _ = _open(peer_timeout=PEER_TIMEOUT_S)
+    store, optimizer, _ = _open()
     with store:
         _step(optimizer)
 
         def differ() -> None:
             if dist.get_rank():
                 _step(optimizer)
-            else:
-                tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S).close()
+            else:  # Rank 1 looks for absent ranks after 1.25 s and after 2.5 s.
+                tierstore.TierStore(None, roll_call_timeout=3.0).close()
 
         first = attempt(differ)
         dist.barrier()
@@ -76,7 +73,7 @@ def state_dict_of_own_parts() -> str:
     """Ask on rank 0 alone for a state dict, of which each rank has its own part."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
-    with tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S) as store:
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
         group = {"params": [("first", parameter)], "algorithm": "adamw"}
         optimizer = muon.Muon([group], store=store)
         _step(optimizer)
@@ -177,7 +174,7 @@ def states_of_own_parts() -> list[bool]:
     parameter = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
     reference = nn.Parameter(whole.clone())
     stock = torch.optim.AdamW([reference])
-    with tierstore.TierStore(None, peer_timeout=PEER_TIMEOUT_S) as store:
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
         group = {"params": [("first", parameter)], "algorithm": "adamw"}
         optimizer = muon.Muon([group], store=store)
         gradient = torch.linspace(-1, 1, 24).reshape(6, 4)
