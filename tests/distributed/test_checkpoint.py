@@ -186,24 +186,14 @@ def by_stock(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         case = (ranks, layout, "auto", torch.float32)
         pool.run(ranks, WORK, job_of(case, root / str(ranks), TRAINED, awkward=False))
     options: dict[str, Any] = {"model": "layers", "flat": False, "steps": [], "named": True}
-    return {
-        f"{saved} to {loaded}": read_with_stock(
-            [
-                (
-                    "job",
-                    "load",
-                    {
-                        **options,
-                        "path": str(root / str(saved) / "checkpoint"),
-                        "sharded": loaded > 1,
-                    },
-                )
-            ],
-            root / f"from {saved} to {loaded}",
-            ranks=loaded if loaded > 1 else 0,
-        )["job"]
-        for saved, loaded in ((1, 1), (3, 1), (3, 2))
-    }
+
+    def load(saved: int, loaded: int) -> tuple[str, str, dict[str, Any]]:
+        path = str(root / str(saved) / "checkpoint")
+        return f"{saved} to {loaded}", "load", {**options, "path": path, "sharded": loaded > 1}
+
+    return read_with_stock([load(1, 1), load(3, 1)], root / "to 1") | read_with_stock(
+        [load(3, 2)], root / "to 2", ranks=2
+    )
 
 
 @pytest.mark.parametrize("name", ["3 to 1", "3 to 2"])
