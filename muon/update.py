@@ -121,7 +121,10 @@ def adamw_(
         maximize: follow the gradients upwards: they are negated.
     """
     beta1, beta2 = betas
-    decay = float(1 - lr * weight_decay)
+    decay = 1 - lr * weight_decay
+    if isinstance(decay, torch.Tensor):
+        # Not a float: as in torch.optim, float64 decays a chunk without dimensions in float64.
+        decay = decay.reshape(()).cpu()
     sizes = {step: float(lr / (1 - beta1**step)) for step in set(steps)}
     roots = {step: (1 - beta2**step) ** 0.5 for step in sizes}
     for indices, tensors in _batches(masters, grads, exp_avgs, exp_avg_sqs):

@@ -213,6 +213,16 @@ def test_lr_is_a_tensor_of_one_element(shape: tuple[int, ...], case: StockCase) 
     assert twins.ours.param_groups[0]["lr"].shape == shape
 
 
+def test_a_float64_lr_decays_parameters_without_dimensions_in_float64(adamw: StockCase) -> None:
+    twins = adamw.twins(
+        lambda: [parameter(seed) for seed in range(40)],
+        lr=torch.tensor(0.01, dtype=torch.float64),
+        weight_decay=0.1,
+    )
+    twins.step(5)
+    twins.assert_equal()
+
+
 def test_dtypes_may_be_mixed(case: StockCase) -> None:
     """float32 and float64 have the precision of torch.optim."""
     twins = case.twins(lambda: [parameter(1, 3, 4), parameter(2, 3, 4, dtype=torch.float64)])
