@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import islice
 from typing import Any
 
 import torch
@@ -708,14 +707,11 @@ class Muon(torch.optim.Optimizer):
         Raises:
             KeyError: no group has the tensor.
         """
-        for number, group in enumerate(self.param_groups):
-            for index, candidate in enumerate(group["params"]):
-                if candidate is tensor:
-                    name, _ = next(islice(self._named(number), index, None))
-                    scalars = () if group["algorithm"] == "muon" else ("step",)
-                    paged = self._attached.find(tensor)
-                    return scalars, paged or self._paged_parameter(number, name, tensor)
-        raise KeyError("the tensor is not a parameter of this optimizer")
+        number, index = self._state.position(tensor)
+        scalars = () if self.param_groups[number]["algorithm"] == "muon" else ("step",)
+        paged = self._attached.find(tensor)
+        name = self._name(number, index, tensor)
+        return scalars, paged or self._paged_parameter(number, name, tensor)
 
     def _warn_of_other_rates(self) -> None:
         """Warn, once after a restore, if the lr of a group is not the restored lr."""
@@ -865,14 +861,16 @@ class Muon(torch.optim.Optimizer):
 
     def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and tensor of each parameter of a group, in the order of the group."""
-        group = self.param_groups[number]
-        names = group.get("param_names")
-        for index, parameter in enumerate(group["params"]):
-            attached = self._attached.find(parameter)
-            if attached is not None:
-                yield attached.name, parameter
-            else:
-                yield (names[index] if names else f"{number}.{index}"), parameter
+        for index, parameter in enumerate(self.param_groups[number]["params"]):
+            yield self._name(number, index, parameter), parameter
+
+    def _name(self, number: int, index: int, parameter: torch.Tensor) -> str:
+        """Return the name of the parameter at an index of a group."""
+        attached = self._attached.find(parameter)
+        if attached is not None:
+            return attached.name
+        names = self.param_groups[number].get("param_names")
+        return names[index] if names else f"{number}.{index}"
 
 
 def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:

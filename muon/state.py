@@ -48,11 +48,32 @@ class PagedState(MutableMapping[Any, Any]):
         self._optimizer = optimizer
         self.others: dict[Any, Any] = {}
         """The entries that are not of a parameter. No commit has them."""
+        # id() of a parameter -> its position when the positions were last noted.
+        self._positions: dict[int, tuple[int, int]] = {}
 
     @property
     def parameters(self) -> Iterator[torch.Tensor]:
         """All parameters, in order of the groups."""
         return chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+
+    def position(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the number of the group of a parameter, and the index in the group.
+
+        Raises:
+            KeyError: no group has the tensor.
+        """
+        groups = self._optimizer.param_groups
+        found = self._positions.get(id(tensor))
+        # The user may have edited the groups since the positions were noted.
+        if found is None or not _is_at(tensor, groups, *found):
+            self._positions = {
+                id(parameter): (number, index)
+                for number, group in enumerate(groups)
+                for index, parameter in enumerate(group["params"])
+            }
+        if id(tensor) not in self._positions:
+            raise KeyError("the tensor is not a parameter of this optimizer")
+        return self._positions[id(tensor)]
 
     @override
     def __getitem__(self, key: Any) -> Any:
@@ -258,6 +279,14 @@ def require_one_rank(optimizer: PagedOptimizer, state: str = "a state") -> None:
             "store.read_states(), on all ranks together; to change it, load_state_dict(), "
             "store.write_states() or reset_state()"
         )
+
+
+def _is_at(
+    tensor: torch.Tensor, groups: Sequence[Mapping[str, Any]], number: int, index: int
+) -> bool:
+    if number >= len(groups) or index >= len(groups[number]["params"]):
+        return False
+    return groups[number]["params"][index] is tensor
 
 
 def _same(value: Any, shown: torch.Tensor) -> bool:
