@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.profiler import record_function
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.chunks import Chunk
@@ -19,7 +18,7 @@ from tierstore.layout.page_layout import PageLayout, RecordViews, Section
 from tierstore.layout.parameters import MASTER, PagedParameter
 from tierstore.paging.buffers import Buffer
 from tierstore.paging.device import Copy, DeviceBuffer
-from tierstore.paging.profiler_lanes import Lane
+from tierstore.paging.profiler_lanes import Lane, profiled
 from tierstore.paging.tier_plan import Tier
 from tierstore.paging.views import PageView, Source
 from tierstore.run.checksums import block_checksums
@@ -27,6 +26,9 @@ from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import Extent
+
+_Started = tuple[PageEntry, Transfer]
+"""The content of a page's file after a write, and the write."""
 
 
 class Content(enum.Enum):
@@ -159,7 +161,7 @@ class PageFiles:
         self._checksums_of = partial(block_checksums, run_id=run_id)
         # Starts the writes that wait for a copy from the device. No thread before the first.
         self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
-        self._last_late: Future[tuple[PageEntry, Transfer]] | None = None
+        self._last_late: Future[_Started] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
         self.bytes_written = 0
@@ -205,11 +207,9 @@ class PageFiles:
         """Start to write a page's buffer, after the copy from the device if one is in flight."""
         self.bytes_written += page.layout.nbytes
         if page.copy is None or page.copy.done():
-            start: Future[tuple[PageEntry, Transfer]] = Future()
-            start.set_result(self._start_write(page, step, slot))
-        else:
-            start = self._last_late = self._late.submit(self._start_write, page, step, slot)
-        return PageWrite(start)
+            return PageWrite(self._start_write(page, step, slot))
+        self._last_late = self._late.submit(self._start_write, page, step, slot)
+        return PageWrite(self._last_late)
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -249,7 +249,7 @@ class PageFiles:
         self._reads.close()
         self._writes.close()
 
-    def _start_write(self, page: Page, step: int, slot: str) -> tuple[PageEntry, Transfer]:
+    def _start_write(self, page: Page, step: int, slot: str) -> _Started:
         """Start a write once the copy from the device has ended; may run on the late thread."""
         assert page.buffer is not None
         if page.copy is not None:
@@ -257,7 +257,7 @@ class PageFiles:
         extent = Extent(0, page.layout.nbytes)
         memory = page.buffer.memory[: extent.nbytes]
         blocks = page.layout.blocks if self._checksums else ()
-        with record_function("tierstore::checksums"):
+        with profiled("tierstore::checksums"):
             checksums = self._checksums_of(memory, blocks, page=page.index, step=step)
         entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
         transfer = self._storage.write(page_file(page.index, slot), extent, memory)
@@ -271,7 +271,7 @@ class PageFiles:
         if not self._checksums or not entry.checksums:
             return
         blocks = page.layout.blocks_of(sections)
-        with record_function("tierstore::check"):
+        with profiled("tierstore::check"):
             extents = [block for _, block in blocks]
             found = self._checksums_of(memory, extents, page=page.index, step=entry.step)
         for (number, block), checksum in zip(blocks, found, strict=True):
@@ -290,15 +290,16 @@ class PageWrite:
     """A page write in flight.
 
     Args:
-        start: yields the entry that is written and the transfer, once the transfer has started.
+        start: the entry that is written and the transfer; or yields them, once the transfer has
+            started.
     """
 
-    def __init__(self, start: Future[tuple[PageEntry, Transfer]]) -> None:
+    def __init__(self, start: _Started | Future[_Started]) -> None:
         self._start = start
 
-    def started(self) -> tuple[PageEntry, Transfer]:
+    def started(self) -> _Started:
         """Return what is written and the transfer, once it has started. Raises what prevents it."""
-        return self._start.result()
+        return self._start.result() if isinstance(self._start, Future) else self._start
 
     def wait(self) -> None:
         """Block until the write has ended. Raises StorageError if it failed."""
@@ -306,9 +307,12 @@ class PageWrite:
 
     def done(self) -> bool:
         """Return whether wait() would not block."""
-        return self._start.done() and (
-            self._start.exception() is not None or self.started()[1].done()
-        )
+        if isinstance(self._start, Future):
+            if not self._start.done():
+                return False
+            if self._start.exception() is not None:
+                return True
+        return self.started()[1].done()
 
 
 def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence[RecordViews]:

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
-from torch.profiler import record_function
-
 from tierstore.errors import StorageError
 from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer
 from tierstore.paging.page import Content, Motion, Needed, Page, PageFiles, PageWrite
+from tierstore.paging.profiler_lanes import profiled
 from tierstore.paging.tier_plan import Placement, Tier
 from tierstore.run.committer import Progress
 from tierstore.run.manifest import PageEntry
@@ -341,7 +340,7 @@ class Pager:
         """Count the time spent in the block as waiting."""
         started = time.perf_counter()
         try:
-            with record_function("tierstore::stall"):
+            with profiled("tierstore::stall"):
                 yield
         finally:
             self.stall_seconds += time.perf_counter() - started
@@ -429,15 +428,17 @@ class Pager:
         """Start to copy a page from its buffer to the device memory that it is stepped in."""
         if page.buffer is None:
             return
-        host = page.buffer.tensor[: page.layout.nbytes]
         if page.copy is not None:
             page.copy.wait()  # Of the last step, from the device.
+        if page.tier is not Tier.DEVICE and self._device.is_host:
+            return
+        host = page.buffer.tensor[: page.layout.nbytes]
         if page.tier is Tier.DEVICE:
             assert page.device_buffer is not None
             self._device.copy_in(host, page.device_buffer).wait()
             self._pool.release(page.buffer)
             page.buffer = None
-        elif not self._device.is_host:
+        else:
             page.device_buffer = self._staging.popleft()
             page.copy = self._device.copy_in(host, page.device_buffer)
 

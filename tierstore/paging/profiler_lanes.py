@@ -1,4 +1,4 @@
-"""Lanes for page transfers in the timeline of ``torch.profiler``.
+"""Ranges and lanes in the timeline of ``torch.profiler``.
 
 A profile of all threads (``_ExperimentalConfig(profile_all_threads=True)``) shows them beside
 the computation on the training thread.
@@ -9,11 +9,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 from torch.autograd import profiler
 
 from tierstore.errors import TierstoreError
 from tierstore.storage.base import Transfer
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Return a context that is shown as a range if a profiler runs, and else does nothing."""
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return contextlib.nullcontext()
 
 
 class Lane:

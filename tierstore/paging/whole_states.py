@@ -218,7 +218,7 @@ def _complete(
 
 def _provide(table: PageTable, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros: in an unnamed file or, without a directory, where the pages are."""
-    page = next(iter(table.pages), None)
+    page = next((page for page in table.all_pages if not page.is_empty), None)
     if table.usability.has_directory or page is None or page.tier is not Tier.DEVICE:
         return table.pager.files.scratch(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=page.memory.device)
