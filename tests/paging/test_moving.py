@@ -77,7 +77,7 @@ class Ledger:
 def counting(*, apart: bool = False) -> Iterator[Ledger]:
     """Count all memory that stores allocate; ``apart``: pages are stepped on a separate device."""
     ledger = Ledger()
-    map_arena, populate, allocate = buffers._map, buffers._populate, Device.allocate
+    map_arena, populate, allocate = buffers.map_memory, buffers._populate, Device.allocate
 
     def counted_map(nbytes: int) -> mmap.mmap:
         arena = map_arena(nbytes)
@@ -95,7 +95,7 @@ def counting(*, apart: bool = False) -> Iterator[Ledger]:
         return buffer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "_map", counted_map)
+        patch.setattr(buffers, "map_memory", counted_map)
         patch.setattr(buffers, "_populate", counted_populate)
         patch.setattr(Device, "allocate", counted_allocate)
         if apart:

@@ -246,6 +246,35 @@ def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
     resumed(tmp_path, 2).store.close()
 
 
+@pytest.mark.parametrize("engine", ["io_uring", "aiofiles", "none"])
+def test_a_forked_child_trains_with_a_store_of_its_own(engine: str, tmp_path: Path) -> None:
+    """Also after it has dropped the inherited store, whose memory it does not have."""
+
+    def train(name: str) -> Toy:
+        if engine == "none":
+            toy = Toy(None, BIG, buffers=None)
+        else:
+            toy = Toy(tmp_path / name, BIG, page_bytes="1MiB", engine=engine)
+        toy.step()
+        return toy
+
+    inherited = [train("parent")]
+
+    def train_in_the_child() -> None:
+        own = train("child")
+        inherited.clear()
+        gc.collect()
+        own.step()
+        own.assert_at(2)
+        own.store.close()
+
+    assert forked(train_in_the_child) == 0
+    (toy,) = inherited
+    toy.step()
+    toy.assert_at(2)
+    toy.store.close()
+
+
 def test_a_fork_in_mid_sweep_does_not_disturb_transfers(
     tmp_path: Path,
 ) -> None:

@@ -38,7 +38,7 @@ class Toy:
     """
 
     def __init__(
-        self, directory: Path | Storage, groups: list[list[Spec]] = MODEL, **options: Any
+        self, directory: Path | Storage | None, groups: list[list[Spec]] = MODEL, **options: Any
     ) -> None:
         self.store = tierstore.TierStore(directory, **{"buffers": 3, **options})
         self.parameters: dict[str, torch.nn.Parameter] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tierstore.errors import CorruptionError, StorageError, TierstoreError
 from tierstore.layout.page_layout import BLOCK_BYTES
+from tierstore.paging.buffers import map_memory
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import page_file, published_page
 from tierstore.storage.base import Folder, Storage
@@ -93,9 +93,7 @@ class PageLinks:
         if not self._unlinked:
             return
         # Not closed: after an error a traceback may still refer to it.
-        memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE)
-        memory.madvise(mmap.MADV_DONTFORK)
-        buffer = memoryview(memory)
+        buffer = memoryview(map_memory(BLOCK_BYTES))
         sources = list(self._links) or map(_name, self._unlinked)
         for page, source in zip(self._unlinked, sources, strict=True):
             new_name = self._new_name(page)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import logging
 import mmap
+import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,10 +62,9 @@ class BufferPool:
         self.count = count
         arena_bytes = max(count * self.buffer_bytes, SECTOR_BYTES)
         # Anonymous memory is aligned to 4 KiB only: map a huge page more, and start at its edge.
-        arena = _map(arena_bytes + HUGE_PAGE_BYTES)
+        arena = map_memory(arena_bytes + HUGE_PAGE_BYTES)
         address = torch.frombuffer(arena, dtype=torch.uint8).data_ptr()
         first = align_up(address, HUGE_PAGE_BYTES) - address
-        arena.madvise(mmap.MADV_DONTFORK)
         # Whole huge pages only: the last, partial one would take the memory of a whole one.
         huge_bytes = arena_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if huge_bytes:
@@ -118,11 +120,34 @@ class _Arena(mmap.mmap):
             self.unregister()
 
 
-def _map(nbytes: int) -> _Arena:
+_arenas: weakref.WeakSet[_Arena] = weakref.WeakSet()
+
+
+def map_memory(nbytes: int) -> _Arena:
+    """Return anonymous memory that forked children do not get.
+
+    Raises:
+        BudgetError: the machine has not enough memory.
+    """
     try:
-        return _Arena(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        arena = _Arena(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise _no_memory(nbytes) from error
+    arena.madvise(mmap.MADV_DONTFORK)
+    _arenas.add(arena)
+    return arena
+
+
+def _keep_inherited() -> None:
+    """Keep the inherited objects alive in a forked child, also while the interpreter exits.
+
+    The child may have other memory at their addresses, which they would unmap.
+    """
+    for arena in list(_arenas):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(arena))
+
+
+os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def _populate(arena: mmap.mmap, offset: int, nbytes: int) -> None:
