@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -280,7 +280,7 @@ class TierStore:
             self._table.follow = follow
 
     @not_compiled
-    def remove(self, names: Collection[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Remove parameters, between two steps. All ranks call it together.
 
         The parameters are no longer stepped, committed or published, and the store forgets their
@@ -293,21 +293,29 @@ class TierStore:
                 group may become empty. No later parameter of the run can have one of these names.
 
         Raises:
-            ValueError: a name is unknown. Nothing was changed.
+            ValueError: a name is unknown; or the groups follow an optimizer (see attach()), which
+                would keep the parameters: such an optimizer makes this call itself, in a block of
+                calling(). Nothing was changed.
             RunMismatchError: the ranks name different parameters. Nothing was changed.
             StorageError: a write of the last step failed; the store has failed.
             PeerFailed: any of these on another rank.
         """
         if isinstance(names, str):
-            raise TypeError(f"names must be a collection of names, got the string {names!r}")
+            raise TypeError(f"names must be an iterable of names, got the string {names!r}")
         self._usability.require_restored()
+        if self._table.follow is not None and self._call is None:
+            raise ValueError(
+                "an optimizer uses this store and would keep the parameters: call its method, "
+                "optimizer.remove_parameters()"
+            )
+        removed = frozenset(names)
         with self._together("remove()"):
-            agree_to_remove(self._table, names)
+            agree_to_remove(self._table, removed)
             self._table.ensure_placed()
             with self._usability.failing(interrupts=True):
-                pages = self._table.remove(frozenset(names))
-                self._committer.note_removed(names, pages)
-        self._given.forget(names)
+                pages = self._table.remove(removed)
+                self._committer.note_removed(removed, pages)
+        self._given.forget(removed)
 
     @contextlib.contextmanager
     def sweep(self, window: int = 1, *, nonfinite: str = "allow") -> Iterator[SteppedPages]:
@@ -455,9 +463,7 @@ class TierStore:
         return self._committer.scalars
 
     @not_compiled
-    def read_states(
-        self, names: Collection[str] | None = None
-    ) -> dict[str, dict[str, torch.Tensor]]:
+    def read_states(self, names: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
         """Return the current states of some parameters, or of all.
 
         All ranks call it together, unless needs_other_ranks() is False for these parameters.
@@ -479,7 +485,7 @@ class TierStore:
             StorageError, CorruptionError: a page could not be read.
         """
         self._usability.require_restored()
-        wanted = self._table.specs.keys() if names is None else names
+        wanted = self._table.specs.keys() if names is None else set(names)
         if self.needs_other_ranks(wanted):
             with self._together("read_states()"):
                 agree_to_read(self._table, wanted)
@@ -566,7 +572,7 @@ class TierStore:
         values: Mapping[str, Mapping[str, torch.Tensor]],
         scalars: Mapping[str, Mapping[str, float]] | None = None,
         *,
-        names: Collection[str] | None = None,
+        names: Iterable[str] | None = None,
     ) -> None:
         """Replace all states, or those of some parameters, outside of a step.
 
@@ -585,8 +591,9 @@ class TierStore:
             StorageError: a page could not be written; the store has failed.
         """
         self._usability.require_restored()
+        chosen = None if names is None else set(names)
         with self._together("write_states()"):
-            self._write_states(values, scalars or {}, names)
+            self._write_states(values, scalars or {}, chosen)
 
     def _write_states(
         self,
@@ -594,7 +601,7 @@ class TierStore:
         scalars: Mapping[str, Mapping[str, float]],
         names: Collection[str] | None,
     ) -> None:
-        table, replaced = self._table, self._table.specs.keys() if names is None else set(names)
+        table, replaced = self._table, self._table.specs.keys() if names is None else names
         were_given = agree_to_write(
             table,
             values,
@@ -954,7 +961,7 @@ class TierStore:
     def _begin_commit(self) -> None:
         """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
-        table.follow()  # If it cannot, the commit has the groups as the last step had them.
+        table.follow_edits()  # If it cannot, the commit has the groups as the last step had them.
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):

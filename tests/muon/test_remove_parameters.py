@@ -15,6 +15,7 @@ import tierstore
 from tests.support import training
 from tests.support.independent_reader import read_checkpoint, read_run
 from tests.support.references import assert_same
+from tests.support.toy import Toy
 from tests.support.training import SHAPES
 from tests.support.twins import PLACES, Twins, open_store, parameter
 from tierstore.inspection.summary import summarize
@@ -426,6 +427,40 @@ def test_a_string_is_not_an_iterable_of_names(tmp_path: Path) -> None:
         optimizer = muon.Muon([(name, parameter()) for name in ("a", "b", "ab")], store=store)
         with pytest.raises(TypeError, match="iterable of parameters or names"):
             optimizer.remove_parameters("ab")
-        with pytest.raises(TypeError, match="collection of names"):
+        with pytest.raises(TypeError, match="iterable of names"):
             store.remove("ab")
         assert optimizer.param_groups[0]["param_names"] == ["a", "b", "ab"]
+
+
+@PLACES
+def test_an_iterator_is_used_once(place: str, tmp_path: Path) -> None:
+    with open_store(place, tmp_path) as store:
+        twins = Twins([["first", "second", "third"]], store=store)
+        twins.step()
+        members = [twins.ours[name] for name in ("first", "third")]
+        twins.optimizer.remove_parameters(each for each in members)
+        del twins.stock.param_groups[0]["params"][::2]
+        twins.step()
+        twins.assert_identical()
+        assert store.read_states(iter(["second"])).keys() == {"second"}
+        store.write_states({}, names=iter(["second"]))
+        assert not store.read_states()["second"]["momentum_buffer"].any()
+
+
+@PLACES
+def test_a_removal_from_the_store_alone_is_refused(place: str, tmp_path: Path) -> None:
+    """The store of an optimizer that follows nothing takes an iterator."""
+    with open_store(place, tmp_path) as store:
+        twins = Twins(store=store)
+        twins.step()
+        with pytest.raises(ValueError, match=r"call its method, optimizer\.remove_parameters\(\)"):
+            store.remove(["second"])
+        twins.step()
+        twins.assert_identical()
+    toy = Toy(None if place == "memory" else tmp_path / "toy")
+    toy.step()
+    toy.store.remove(name for name in list(toy.parameters) if name != "second")
+    assert toy.store.read_states().keys() == {"second"}
+    toy.step(["second"])
+    assert toy.parameters["second"].tolist() == [0.5] * 9
+    toy.store.close()

@@ -36,7 +36,10 @@ def train(case: Case, removed: Sequence[str], at: int) -> Trained:
             model.set_gradients(whole_gradients(case.shapes, step, case.uniform))
             optimizer.step()
             if step == at:
-                with pytest.raises((ValueError, tierstore.TierstoreError)):
+                with (
+                    pytest.raises((ValueError, tierstore.TierstoreError)),
+                    store.calling("remove_parameters()"),
+                ):
                     store.remove(["unknown"] if rank else removed)
                 optimizer.remove_parameters(removed)
         kept = {name: shape for name, shape in case.shapes.items() if name not in removed}

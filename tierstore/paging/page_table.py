@@ -109,8 +109,8 @@ class PageTable:
         self._window = self.window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
         self.device = Device()
         """The device of the parameters."""
-        self.follow: Follow = lambda: None
-        """Brings the groups up to date; see TierStore.attach()."""
+        self.follow: Follow | None = None
+        """Brings the groups up to date with their optimizer; see TierStore.attach()."""
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
         self._values_may_differ = False  # Whether replicas may hold other values than the owner.
@@ -213,8 +213,12 @@ class PageTable:
         Raises:
             ValueError: the optimizer has other groups.
         """
-        if reason := self.follow():
+        if reason := self.follow_edits():
             raise ValueError(reason)
+
+    def follow_edits(self) -> str | None:
+        """Bring the groups up to date with their optimizer; return why that cannot be done."""
+        return None if self.follow is None else self.follow()
 
     def allocate_files(self, pages: Sequence[Page]) -> None:
         """Allocate the files that steps write, so that a full disk is found before a step."""
