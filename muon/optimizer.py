@@ -355,6 +355,9 @@ class Muon(torch.optim.Optimizer):
     ) -> int:
         """Restore parameters, state and hyperparameters of the last committed step.
 
+        Groups that were added after that step, in this process, keep their parameters and
+        hyperparameters, and their states begin anew.
+
         Args:
             checkpoint: start a new run from this checkpoint; see ``TierStore.restore()``. The
                 parameters need names.
@@ -384,6 +387,7 @@ class Muon(torch.optim.Optimizer):
             with contextlib.suppress(tierstore.StoreFailedError):
                 self._attach_groups()
             step = self.store.restore(checkpoint, check=check)
+        self._begin_counts()
         committed = [
             {**with_dtypes(group), **values}
             for group, values in zip(self.param_groups, fixed, strict=True)
@@ -777,10 +781,15 @@ class Muon(torch.optim.Optimizer):
         self.store.attach(paged, follow=self._refused_edit)
         self._attached.extend(paged, self.param_groups)
         self._checked.clear()
-        for number in numbers:
-            if self.param_groups[number]["algorithm"] == "adamw":
-                self.store.scalars.update({name: {"step": 0.0} for name, _ in self._named(number)})
+        self._begin_counts()
         return True
+
+    def _begin_counts(self) -> None:
+        """Count the steps of parameters of AdamW that have no count yet."""
+        for group in self._attached.groups:
+            if group.hyperparameters["algorithm"] == "adamw":
+                for parameter in group.parameters:
+                    self.store.scalars.setdefault(parameter.name, {"step": 0.0})
 
     def _refused_edit(self) -> str | None:
         """Follow edits of ``param_groups``; return why that cannot be done, None if it can."""

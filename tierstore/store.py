@@ -777,6 +777,10 @@ class TierStore:
     ) -> int:
         """Go back to the committed step: parameters, states, hyperparameters and ``extra``.
 
+        Groups that this store attached after the commit begin anew: parameters and hyperparameters
+        stay as they are, states become those of a new parameter, and ``scalars`` has no entries of
+        them.
+
         Args:
             checkpoint: begin a new run from this checkpoint instead: one that tierstore
                 published, or any DCP checkpoint of a model and its optimizer. It is checked

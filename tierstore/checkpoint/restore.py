@@ -63,7 +63,8 @@ class Restore:
             self._table.pager.reset(self._table.pages, manifest.entries)
             self._table.ensure_placed()
             restore_parameters(self._table)
-            committer.restore(manifest, self._table.groups, renamed)
+            groups = self._table.groups[: len(manifest.hyperparameters)]
+            committer.restore(manifest, groups, renamed)
             self._table.allocate_files(self._table.pages)
         except BaseException as error:
             self._ranks.fail(error)
@@ -104,9 +105,16 @@ class Restore:
     def _check_commit(self, manifest: Manifest) -> dict[str, str]:
         """Check a commit and its files; return what check_same_model() does."""
         table, storage = self._table, self._committer.storage
-        attached = RankLayout.from_pages(table.layout_groups, table.layouts)
-        pages = [page.index for page in table.pages]
-        renamed = check_same_model(storage, manifest, attached, pages, table.dropped)
+        # Groups that were attached after the commit begin anew.
+        count = max(len(manifest.hyperparameters), table.group_count_min)
+        attached = RankLayout.from_pages(
+            table.layout_groups[:count],
+            [layout for layout in table.layouts if layout.subgroup.group < count],
+        )
+        pages = [page.index for page in table.pages if page.layout.subgroup.group < count]
+        names = {spec.name for group in attached.groups for spec in group}
+        dropped = [name for name in table.dropped if name in names]
+        renamed = check_same_model(storage, manifest, attached, pages, dropped)
         check_files(storage, table.layouts, manifest)
         self._check(manifest.step, tagged_json.decode(manifest.extra))
         return renamed

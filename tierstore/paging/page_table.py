@@ -96,6 +96,8 @@ class PageTable:
         """Specs of all groups in order, removed parameters included."""
         self.layouts: list[PageLayout] = []
         """Page number -> layout, removed pages included."""
+        self.group_count_min = 0
+        """Number of groups that a commit must have to be restored: those of a resumed run."""
         self.ranks = ranks
         self.pager = pager
         self.committer = committer
@@ -177,6 +179,8 @@ class PageTable:
         self.all_pages += pages
         self.layouts += layout.layouts
         self.specs |= specs
+        if self.usability.awaits_restore:
+            self.group_count_min = len(self.groups)
         self._agree_on_window()
 
     def remove(self, names: Collection[str]) -> list[int]:

@@ -290,7 +290,7 @@ class Pager:
     def reset(self, pages: Sequence[Page], entries: Mapping[int, PageEntry]) -> None:
         """Go back to the content of the page files, from any state of the pages.
 
-        Waits for all transfers and takes all buffers back.
+        Waits for all transfers and takes all buffers back. Pages without an entry begin anew.
 
         Args:
             pages: all pages.
@@ -302,8 +302,9 @@ class Pager:
             if page.tier is not Tier.HOST:
                 page.buffer = None
             page.reads = []
-            page.entry = entries[page.index]
-            page.content, page.motion = Content.STORED, Motion.AT_REST
+            page.entry = entries.get(page.index)
+            page.content = Content.FRESH if page.entry is None else Content.STORED
+            page.motion = Motion.AT_REST
         self._pool.release_all()
 
     def free(self, pages: Iterable[Page]) -> None:

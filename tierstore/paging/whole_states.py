@@ -278,8 +278,9 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
 
 
 def restore_parameters(table: PageTable) -> None:
-    """Copy the masters in all pages to the parameters, on their owners and replicas."""
-    with contextlib.closing(table.pager.stream(table.pages, Needed.MASTERS)) as stream:
+    """Copy the masters in all stored pages to the parameters, on their owners and replicas."""
+    stored = [page for page in table.pages if page.content is not Content.FRESH]
+    with contextlib.closing(table.pager.stream(stored, Needed.MASTERS)) as stream:
         for page in stream:
             page.view().restore_parameters()
             table.pager.release(page)

@@ -192,7 +192,7 @@ class Committer(Progress):
 
         Args:
             manifest: the commit.
-            groups: all groups.
+            groups: the groups of the commit.
             renamed: parameter name -> its name in the commit, if another. The step is then
                 committed again under the present names.
         """
@@ -366,7 +366,7 @@ class Committer(Progress):
                 are left out.
             pages: the layouts of all pages, removed pages included.
         """
-        if self._layout is None or len(self._layout.groups) < self.groups_written:
+        if self._layout is None or len(self._layout.groups) != self.groups_written:
             count = self.groups_written
             written = [page for page in pages if page.subgroup.group < count]
             layout = RankLayout.from_pages(groups[:count], written)
