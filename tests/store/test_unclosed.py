@@ -19,9 +19,7 @@ ENGINES = ["io_uring", "libaio", "aiofiles"]
 
 # Three steps, of which commits of the first two are begun.
 _BEGINNING = """
-import os, sys, threading, time
-from datetime import timedelta
-from pathlib import Path
+import os, signal, sys, threading
 import torch, muon, tierstore
 
 def open_run(**options):
@@ -98,9 +96,14 @@ def test_the_last_step_is_committed_in_several_directories(tmp_path: Path) -> No
         "open_run(commit_every=2); train(each=lambda: store.commit(extra=1))",
         # An exception before the last step did not end the program.
         "open_run()\nsys.last_value = ValueError(); train()",
-        "open_run(); thread = threading.Thread(target=train); thread.start(); thread.join()",
+        # An exception in a thread that did not do the last step did not end the program.
+        "open_run(); train(); threading.excepthook = print\n"
+        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
+        # The thread has committed its last step.
+        "def work():\n    open_run(); train(each=store.commit)\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()",
     ],
-    ids=["committed", "annotated", "error-before", "thread"],
+    ids=["committed", "annotated", "error-before", "error-in-thread", "thread"],
 )
 def test_other_programs_whose_last_step_is_committed(program: str, tmp_path: Path) -> None:
     assert run(program, "aiofiles", tmp_path) == (0, "")
@@ -115,15 +118,30 @@ def test_other_programs_whose_last_step_is_committed(program: str, tmp_path: Pat
         ("open_run(); train(); raise KeyboardInterrupt", "an exception", None, 2),
         (
             "trained = threading.Event()\n"
-            "def work():\n    open_run(); train(); trained.set(); time.sleep(1)\n"
-            "threading.Thread(target=work).start(); trained.wait()",
-            "the thread of the store still runs",
+            "def work():\n    open_run(); train(); trained.set(); threading.Event().wait()\n"
+            "threading.Thread(target=work, daemon=True).start(); trained.wait()",
+            "the thread of the last step still runs",
+            0,
+            2,
+        ),
+        (
+            "def work():\n    open_run(); train(); 1 / 0\n"
+            "thread = threading.Thread(target=work); thread.start(); thread.join()",
+            "another thread did the last step, and an exception may have ended it",
+            0,
+            2,
+        ),
+        (
+            "open_run(); train(1)\n"
+            "def work():\n    train(2); 1 / 0\n"
+            "thread = threading.Thread(target=work); thread.start(); thread.join()",
+            "another thread did the last step, and an exception may have ended it",
             0,
             2,
         ),
         ("open_run(); train(); del store, optimizer; import gc; gc.collect()", "dropped", 0, 2),
     ],
-    ids=["commits", "error", "interrupt", "thread", "dropped"],
+    ids=["commits", "error", "interrupt", "thread", "ended thread", "other thread", "dropped"],
 )
 def test_what_is_lost_is_said(
     program: str, reason: str, code: int | None, step: int, tmp_path: Path
@@ -145,6 +163,42 @@ shutil.rmtree(sys.argv[2])
     code, printed = run(program, "io_uring", tmp_path / "run")
     assert code == 0
     assert "ends without close(), which failed: " in printed
+
+
+def test_an_interrupt_of_the_commit_at_the_end_is_said(tmp_path: Path) -> None:
+    """The commit that has begun is waited for, and the other store is closed, too."""
+    program = """
+from tierstore.run import committer
+
+one, other = sys.argv[2:]
+sys.argv[2:] = [one]
+open_run(); train()
+first = store, optimizer
+sys.argv[2:] = [other]
+open_run(); train()
+begin, write = committer.Committer.begin, committer.write_durably
+has_begun = threading.Event()
+
+def begin_and_tell(*args):
+    begin(*args)
+    has_begun.set()
+
+def interrupt(storage, name, data):
+    if name.startswith("commit-"):
+        has_begun.wait()
+        if is_first.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGINT)
+    write(storage, name, data)
+
+is_first = threading.Lock()
+committer.Committer.begin, committer.write_durably = begin_and_tell, interrupt
+"""
+    directories = [tmp_path / "one", tmp_path / "other"]
+    code, printed = run(program, "aiofiles", *directories)
+    assert code == 0
+    (line,) = printed.splitlines()
+    assert "ends without close(), which was interrupted: a restart finds step 3" in line
+    assert [committed_step(directory) for directory in directories] == [3, 3]
 
 
 def test_a_process_of_multiprocessing_may_have_ended_by_an_exception(tmp_path: Path) -> None:
@@ -178,25 +232,17 @@ train(1)
 
 
 def test_one_of_several_ranks_warns_and_does_not_wait(tmp_path: Path) -> None:
-    """The other rank ends after the first: it waits for its warning."""
     program = """
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group(
     "gloo", init_method=f"file://{sys.argv[2]}.init", rank=rank, world_size=2
 )
-open_run(); train()
-ended = Path(f"{sys.argv[2]}.ended")
-store.commit()
-while rank and not ended.exists():
-    time.sleep(0.01)
-train(1)
+open_run(); train(4)
 """
     processes = [
         start(program.replace('os.environ["RANK"]', str(rank)), "aiofiles", tmp_path / "run")
         for rank in range(2)
     ]
-    # Rank 0 is in its last step, which rank 1 joins, and then ends.
-    (tmp_path / "run.ended").touch()
     for process in processes:
         _, printed = process.communicate(timeout=120)
         assert process.returncode == 0, printed

@@ -1,6 +1,7 @@
 """Stores that a program does not close.
 
-Their last step is committed as the process ends, or the log says what is lost.
+Their last step is committed as the process ends, or the log says what is lost. How a thread other
+than the main thread ended is not known, so the log says that its last step is lost.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ class Ending:
         self._committer = committer
         self._usability = usability
         self._world_size = world_size
-        self._thread = threading.current_thread()
         self.note_step()
         store: Any = close.__self__  # type: ignore[attr-defined]
         # Keeps this object alive as long as the store.
@@ -47,7 +47,8 @@ class Ending:
         _endings.add(self)
 
     def note_step(self) -> None:
-        """Note that a step has ended: an exception that ended the program before did not."""
+        """Note that this thread did a step; no exception before this has ended the program."""
+        self._thread = threading.current_thread()
         self._last_error = _last_error()
 
     def cancel(self) -> None:
@@ -58,7 +59,8 @@ class Ending:
     def end(self) -> None:
         """Close the store if that can neither wait for ranks nor commit a step without its extra.
 
-        Else warn of the steps that are lost. An error is logged.
+        Else warn of the steps that are lost. An error is logged, and so is an interrupt, after
+        which the store is closed without a commit that has not begun.
         """
         close, usability = self._close(), self._usability
         if close is None or usability.is_forked:
@@ -73,6 +75,13 @@ class Ending:
         except Exception as error:
             where = self._committer.storage.location
             logger.error("%s: the process ends without close(), which failed: %s", where, error)
+        except KeyboardInterrupt:
+            logger.error(
+                "%s: the process ends without close(), which was interrupted: a restart finds "
+                "step %d",
+                self._committer.storage.location,
+                self._committer.committed_step,
+            )
 
     def _obstacle(self) -> str:
         """Return why the store cannot be closed now; "" if it can be."""
@@ -83,12 +92,15 @@ class Ending:
             return "a step is in progress"
         if self._world_size > 1:
             return "ranks commit together only"
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
-            return "the thread of the store still runs"
+        in_other_thread = self._thread is not threading.current_thread()
+        if in_other_thread and self._thread.is_alive():
+            return "the thread of the last step still runs"
         if committer.is_up_to_date:
             return ""
         if self.has_extra and not committer.has_extra:
             return "the program did not call commit(), which gives the step its extra"
+        if in_other_thread:
+            return "another thread did the last step, and an exception may have ended it"
         if _last_error() != self._last_error:
             return "an exception ended the program"
         if multiprocessing.parent_process() is not None:
