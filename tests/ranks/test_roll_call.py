@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +21,29 @@ from tierstore.ranks.roll_call import RollCalls
 PATIENCE_S = 30.0
 
 
+class Keys(HashStore):
+    """A key-value store. Refusals wait until they may be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusing = threading.Event()
+        self.may_refuse = threading.Event()
+        self.may_refuse.set()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if key.endswith("/outcome") and not desired.startswith("[null"):
+            self.refusing.set()
+            assert self.may_refuse.wait(PATIENCE_S)
+        return super().compare_set(key, expected, desired)
+
+
 class Call:
     """A rank that takes part in roll calls until one counts, in a thread."""
 
-    def __init__(self, pool: ThreadPoolExecutor, calls: RollCalls) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, calls: RollCalls, keys: Keys) -> None:
         self._pool = pool
         self._calls = calls
+        self.keys = keys
         self.interrupted = threading.Event()
 
     def __call__(self, call: str, timeout_s: float = PATIENCE_S) -> Future[str]:
@@ -56,11 +72,11 @@ def ranks() -> Any:
         calls = []
 
         def make(world_size: int) -> list[Call]:
-            store = HashStore()
+            keys = Keys()
             calls[:] = [
-                RollCalls(store, rank=rank, world_size=world_size) for rank in range(world_size)
+                RollCalls(keys, rank=rank, world_size=world_size) for rank in range(world_size)
             ]
-            return [Call(pool, each) for each in calls]
+            return [Call(pool, each, keys) for each in calls]
 
         yield make
         for each in calls:
@@ -113,7 +129,7 @@ def test_a_rank_that_waits_says_for_which(ranks: Ranks, caplog: pytest.LogCaptur
     first, second, _ = ranks(3)
     with caplog.at_level(logging.WARNING, "tierstore"):
         made = first("state_dict()", 6.0)
-        time.sleep(0.1)
+        first.keys.wait(["0/first"])
         also = second("state_dict()", 6.0)
         assert made.result() == also.result() != ""
     (record,) = caplog.records
@@ -128,7 +144,7 @@ def test_an_interrupted_rank_makes_the_next_call_with_the_others(
 ) -> None:
     everyone = ranks(3)
     made = [rank("step()") for rank in everyone[:2]]
-    time.sleep(0.1)
+    everyone[0].keys.wait(["at/0", "at/1"])
     everyone[interrupted].interrupted.set()
     (message,) = {each.result() for each in made}
     assert message.startswith(f"rank {interrupted} was interrupted in step()")
@@ -136,19 +152,25 @@ def test_an_interrupted_rank_makes_the_next_call_with_the_others(
     assert [each.result() for each in made] == [""] * 3
 
 
-def test_a_rank_that_comes_at_the_last_moment_is_there_for_all_or_for_none(ranks: Ranks) -> None:
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_rank_that_comes_at_the_last_moment_is_there_for_all_or_for_none(
+    ranks: Ranks, comes_first: bool
+) -> None:
+    """The first rank found it absent: it comes just before that is written, or just after."""
     first, second = ranks(2)
-    draw = random.Random(0)
-    went = 0
-    for _ in range(100):
-        made = first("state_dict()", 0.01)
-        time.sleep(draw.uniform(0.008, 0.014))
-        also = second("state_dict()", 0.01)
-        messages = [made.result(), also.result()]
-        assert (messages[0] == "") == (messages[1] == "")
-        went += messages[0] == ""
+    keys = first.keys
+    keys.may_refuse.clear()
+    made = first("state_dict()", 0.0)
+    assert keys.refusing.wait(PATIENCE_S)
+    if comes_first:
+        assert second("state_dict()", 0.0).result() == ""
+        keys.may_refuse.set()
+        assert made.result() == ""
+    else:
+        keys.may_refuse.set()
+        assert made.result().startswith("rank 1 did not call state_dict()")
+        assert second("state_dict()", 0.0).result().startswith("rank 0 did not call state_dict()")
     assert [made.result() for made in [first("step()"), second("step()")]] == ["", ""]
-    assert went > 0
 
 
 # --------------------------------------------------------------------------- in processes
