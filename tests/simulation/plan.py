@@ -7,7 +7,7 @@ must hold after any sequence of actions: that is the oracle of the simulation.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +65,9 @@ PUBLISHING_KINDS: tuple[str, ...] = ("checkpoint",)
 MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
 """Further actions of a run whose pages rest in memory."""
 
+REMOVING_KINDS: tuple[str, ...] = ("remove", "remove")
+"""Further actions of a run that loses parameters."""
+
 States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Parameter name -> master and momentum, both float32."""
 
@@ -88,7 +91,7 @@ class Action:
     """Something that the program does, and the version that is there to be committed then."""
 
     kind: str
-    """step, rates, replace, commit, synchronize, checkpoint, move, prefetch, reopen or
+    """step, rates, replace, remove, commit, synchronize, checkpoint, move, prefetch, reopen or
     overwrite."""
     value: Any = None
     version: int
@@ -112,9 +115,14 @@ def beginning(world_size: int) -> Version:
 
 
 class Model:
-    """The parameters on one rank and an optimizer that changes all of a page in every step."""
+    """The parameters on one rank and an optimizer that changes all of a page in every step.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: number of ranks.
+        removed: the names of the parameters that the run has lost.
+    """
+
+    def __init__(self, world_size: int, removed: Collection[str] = ()) -> None:
         self.groups: list[PagedGroup] = []
         for group in _groups(world_size):
             parameters = [
@@ -126,6 +134,7 @@ class Model:
                     partition=partition,
                 )
                 for name, shape, dtype, elementwise, partition in group
+                if name not in removed
             ]
             self.groups.append(PagedGroup(parameters=parameters, hyperparameters={"rate": 1}))
 
@@ -179,6 +188,8 @@ class Model:
             restored: whether the store has restored it, and so has its extra.
         """
         found = store.read_states()  # Before this rank returns: all ranks read together.
+        if found.keys() != version.states.keys():
+            return f"parameters {sorted(found)}, not {sorted(version.states)}"
         if store.step != version.step:
             return f"step {store.step}, not {version.step}"
         if version.step == 0:
@@ -292,6 +303,15 @@ class Plan:
         self.versions[-1:] = [self._now, replace(self._now, states=states, extra=None)]
         self._commit()
 
+    def _remove(self) -> None:
+        """All of a page, or one parameter of several; the last one stays."""
+        names = sorted(self._now.states)
+        if len(names) > 1:
+            lost = self._generator.choice(names)
+            states = {name: of for name, of in self._now.states.items() if name != lost}
+            counts = {name: count for name, count in self._now.counts.items() if name != lost}
+            self._act("remove", lost, replace(self._now, states=states, counts=counts))
+
     def _act(self, kind: str, value: Any = None, version: Version | None = None) -> None:
         if version is not None:
             self.versions.append(version)
@@ -302,8 +322,9 @@ def _stepped(version: Version, numbers: Sequence[int | None]) -> Version:
     states, counts = dict(version.states), dict(version.counts)
     groups = _groups(version.world_size)
     for group, number, rate in zip(groups, numbers, version.rates, strict=True):
-        for name, shape, *_ in group if number is not None else ():
-            assert number is not None
+        for name, shape, *_ in group:
+            if number is None or name not in states:
+                continue
             master, momentum = states[name]
             momentum = momentum + _gradient(shape, number)
             states[name] = (master - momentum * rate, momentum)

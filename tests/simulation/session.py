@@ -15,6 +15,7 @@ from tests.simulation.plan import (
     MOVING_KINDS,
     PAGE_BYTES,
     PUBLISHING_KINDS,
+    REMOVING_KINDS,
     SINGLE_COPY_KINDS,
     Action,
     Model,
@@ -26,6 +27,7 @@ from tests.simulation.storage import RecordedStorage, RecordedStripedStorage
 from tests.support.thread_ranks import ThreadJob
 from tierstore.errors import BudgetError, PeerFailed
 from tierstore.ranks.peers import Ranks
+from tierstore.run.committer import Committer
 from tierstore.storage.base import Storage
 from tierstore.store import TierStore
 
@@ -122,6 +124,10 @@ class Settings:
             page_bytes=PAGE_BYTES // 2,
             memories=tuple(generator.sample(RESTING, 3)),
         )
+
+    def removing(self) -> Settings:
+        """Return these settings for a run that also removes parameters."""
+        return replace(self, kinds=(*self.kinds, *REMOVING_KINDS))
 
 
 class Session:
@@ -252,6 +258,9 @@ class Session:
             process_group=ranks,
         )
         self.stores[rank] = store
+        committed = store._committer.committed if isinstance(store._committer, Committer) else None
+        removed = committed.dropped if committed is not None else ()
+        self.models[rank] = Model(self._settings.world_size, removed)
         store.attach(self.models[rank].groups)
         store.restore()
 
@@ -262,7 +271,7 @@ class Session:
         # and no schedule could be repeated.
         store._committer.settle()
         log.mark(rank, "doing", action.kind)
-        if action.kind in ("commit", "rates"):
+        if action.kind in ("commit", "rates", "remove"):
             log.mark(rank, "begun", action.version)
         if action.kind == "step":
             log.mark(rank, "overwriting", action.version)
@@ -271,6 +280,8 @@ class Session:
         elif action.kind == "replace":
             log.mark(rank, "overwriting", action.version)
             model.replace(store, action.value)
+        elif action.kind == "remove":
+            store.remove([action.value])
         elif action.kind == "rates":
             model.set_rates(action.value)
         elif action.kind == "commit":
@@ -302,7 +313,6 @@ class Session:
             if overwrite:
                 log.mark(rank, "overwriting", action.version)
                 log.mark(rank, "begun", action.version)
-            self.models[rank] = Model(self._settings.world_size)
             self._open(ranks, overwrite=overwrite)
             log.mark(rank, "committed", action.version)
             version = plan.versions[action.version]

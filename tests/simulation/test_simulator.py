@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.simulation.plan import MOVING_KINDS
 from tests.simulation.search import DOCUMENT, killer, replayed
 from tests.simulation.session import Memory, Protocol, Settings
 from tests.simulation.simulator import Simulation
+from tierstore.store import TierStore
 
 ROWS = re.findall(r"^\| (.+) \| `([\d/]+)` \| .* \|$", DOCUMENT.read_text(), re.MULTILINE)
 
@@ -61,6 +64,24 @@ def test_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert counts["3 ranks, power lost"] >= 100
     assert counts["1 rank, power lost after two restarts"] >= 100
     assert counts["refused"] < counts["schedules"] / 20
+
+
+remove = TierStore.remove
+
+
+def test_schedules_of_runs_that_lose_parameters() -> None:
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    for seed in range(12):
+        settings = Settings.drawn(random.Random(f"{seed} settings")).removing()
+        for simulation in (Simulation, FaultSimulation) if seed % 3 == 0 else (Simulation,):
+            schedules = simulation(seed, settings=settings, widths=(12, 3, 1)).schedules()
+            with mock.patch.object(TierStore, "remove", autospec=True, side_effect=remove) as made:
+                counts[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
+            counts[f"removals of {settings.world_size}"] += made.call_count
+    for world_size in (1, 3):
+        assert counts[f"schedules of {world_size}"] > 50
+        assert counts[f"removals of {world_size}"] > 10
 
 
 @pytest.mark.long
