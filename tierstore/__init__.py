@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from tierstore.layout.chunks import Chunk
     from tierstore.layout.ownership import SharedShard, SharedSubgroup
     from tierstore.layout.parameters import PagedGroup, PagedParameter
+    from tierstore.paging.stats import Stats
     from tierstore.paging.sweep import SteppedPages
     from tierstore.paging.views import ChunkView, PageView, ShardView
     from tierstore.ranks.peers import Peers, Ranks
-    from tierstore.store import Stats, TierStore
+    from tierstore.store import TierStore
 
 __version__ = "0.1.0"
 
@@ -42,10 +43,11 @@ _NAMES = {
     "layout.chunks": ("Chunk",),
     "layout.ownership": ("SharedShard", "SharedSubgroup"),
     "layout.parameters": ("PagedGroup", "PagedParameter"),
+    "paging.stats": ("Stats",),
     "paging.sweep": ("SteppedPages",),
     "paging.views": ("ChunkView", "PageView", "ShardView"),
     "ranks.peers": ("Peers", "Ranks"),
-    "store": ("Stats", "TierStore"),
+    "store": ("TierStore",),
 }
 
 

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,28 +19,22 @@ from tierstore.checkpoint.reshard import look_for_other_ranks, remove_other_rank
 from tierstore.checkpoint.restore import Restore
 from tierstore.compiling import not_compiled
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
-from tierstore.layout.dtensors import local_tensor
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
-from tierstore.paging.given_states import GivenStates
 from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
-from tierstore.paging.sweep import Changes, SteppedPages, Sweep, may_retry
+from tierstore.paging.states import States
+from tierstore.paging.stats import Stats
+from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
 from tierstore.paging.whole_states import (
-    agree_to_read,
     agree_to_remove,
-    agree_to_write,
-    fill_states,
-    read_states,
-    readable_states,
-    show_in_memory,
-    write_pages,
 )
+from tierstore.ranks.calls import Calls
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Ranks, agree, together
+from tierstore.ranks.peers import Ranks, together
 from tierstore.run.commit import Commit
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
@@ -149,11 +142,10 @@ class TierStore:
         self._ranks = ranks = ranks_of(
             process_group, timeout_s=peer_timeout, roll_call_timeout_s=roll_call_timeout
         )
-        self._call: _Call | None = None  # The call that the program makes now.
+        self._calls = Calls(ranks)
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._changes = Changes()
-        self._given = GivenStates()
         self._steps_begun = 0  # Since the store was opened, the same on all ranks.
         self._warned_of_no_gradient = False
         with contextlib.ExitStack() as opened:
@@ -207,6 +199,14 @@ class TierStore:
                 on_host=compute == "host",
             )
             opened.callback(self._table.close)
+            self._states = States(
+                ranks,
+                self._calls,
+                self._table,
+                self._pager,
+                self._committer,
+                self._usability,
+            )
             if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
             if isinstance(self._committer, Committer):
@@ -228,23 +228,7 @@ class TierStore:
             call: the name, as it appears in errors, such as "state_dict()".
             patient: wait for a rank for ``peer_timeout`` instead of ``roll_call_timeout``.
         """
-        if self._call is not None:
-            yield
-            return
-        self._call = _Call(name=call, patient=patient)
-        try:
-            yield
-        finally:
-            self._call = None
-
-    @contextlib.contextmanager
-    def _together(self, call: str, *, patient: bool = False) -> Iterator[None]:
-        """Call the roll of all ranks before the block, unless an outer call did."""
-        with self.calling(call, patient=patient):
-            assert self._call is not None
-            if not self._call.all_came:
-                self._ranks.roll_call(self._call.name, patient=self._call.patient)
-                self._call.all_came = True
+        with self._calls.named(call, patient=patient):
             yield
 
     # -- Parameters and steps.
@@ -274,7 +258,7 @@ class TierStore:
             PeerFailed: any of these on another rank.
         """
         self._usability.require_usable()
-        with self._together("attach()", patient=True):
+        with self._calls.together("attach()", patient=True):
             self._table.attach(groups)
         if follow is not None:
             self._table.follow = follow
@@ -303,19 +287,19 @@ class TierStore:
         if isinstance(names, str):
             raise TypeError(f"names must be an iterable of names, got the string {names!r}")
         self._usability.require_restored()
-        if self._table.follow is not None and self._call is None:
+        if self._table.follow is not None and not self._calls.is_named:
             raise ValueError(
                 "an optimizer uses this store and would keep the parameters: call its method, "
                 "optimizer.remove_parameters()"
             )
         removed = frozenset(names)
-        with self._together("remove()"):
+        with self._calls.together("remove()"):
             agree_to_remove(self._table, removed)
             self._table.ensure_placed()
             with self._usability.failing(interrupts=True):
                 pages = self._table.remove(removed)
                 self._committer.note_removed(removed, pages)
-        self._given.forget(removed)
+        self._states.given.forget(removed)
 
     @contextlib.contextmanager
     def sweep(self, window: int = 1, *, nonfinite: str = "allow") -> Iterator[SteppedPages]:
@@ -362,11 +346,11 @@ class TierStore:
             raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
         if nonfinite not in ("raise", "skip", "allow"):
             raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
-        self._follow_scalars()
-        self._given.require_unchanged()
+        self._states.follow_scalars()
+        self._states.given.require_unchanged()
         table = self._table
         table.ensure_placed()
-        with self._together("step()", patient=True):
+        with self._calls.together("step()", patient=True):
             table.require_same_values()
             gradients = rank_checks.agree_on_gradients(
                 self._ranks,
@@ -400,7 +384,7 @@ class TierStore:
                     parameter.tensor.grad = None
             yield SteppedPages(iter(()), frozenset(), [])
             return
-        self._given.forget()
+        self._states.given.forget()
         sweep = Sweep(
             table,
             free_gradients=self._free_gradients,
@@ -424,7 +408,7 @@ class TierStore:
                 retried.
         """
         self._usability.require_restored()
-        with self._only_reading():
+        with self._states.only_reading():
             self._pager.prefetch(self._table.pages)
 
     @property
@@ -459,7 +443,7 @@ class TierStore:
         Kept in memory, and part of every commit. Change them within sweep(), after its last
         page, so that an error in between fails the store.
         """
-        self._follow_scalars()
+        self._states.follow_scalars()
         return self._committer.scalars
 
     @not_compiled
@@ -485,17 +469,7 @@ class TierStore:
             StorageError, CorruptionError: a page could not be read.
         """
         self._usability.require_restored()
-        wanted = self._table.specs.keys() if names is None else set(names)
-        if self.needs_other_ranks(wanted):
-            with self._together("read_states()"):
-                agree_to_read(self._table, wanted)
-                found = self._read_states(wanted)
-        else:
-            self._table.require_current()
-            found = self._read_states(wanted)
-        if self._usability.has_directory:
-            self._given.give(found)
-        return found
+        return self._states.read(None if names is None else set(names))
 
     @not_compiled
     @torch.no_grad()
@@ -523,35 +497,7 @@ class TierStore:
             StorageError, CorruptionError: a page could not be read.
         """
         self._usability.require_restored()
-        if self.needs_other_ranks([name]):
-            raise RuntimeError(
-                f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
-                "read_states(), on all ranks together"
-            )
-        self._table.require_current()
-        shown = self._given.shown(name)
-        if shown is not None:
-            return dict(shown)
-        with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
-            views = None
-            if self.ranks is None and not self._usability.has_directory:
-                self._table.ensure_placed()
-                with self._only_reading():
-                    views = show_in_memory(self._table, name)
-            if views is not None:
-                self._given.show(name, views, views=True)
-            else:  # One reading of a page serves all of its parameters.
-                pages = [page for page in self._table.pages if name in page.parameters]
-                names = {name, *(other for page in pages for other in page.parameters)}
-                if self.needs_other_ranks(names):
-                    names = {name}
-                for other, states in self._read_states(names).items():
-                    if self._given.shown(other) is None:
-                        self._given.show(other, states, views=False)
-                        self._show_scalars(other)
-                return dict(self._given.shown(name) or {})
-            self._show_scalars(name)
-        return dict(self._given.shown(name) or {})
+        return self._states.show(name)
 
     def needs_other_ranks(self, names: Collection[str]) -> bool:
         """Return whether read_states() of these parameters is a call of all ranks together.
@@ -560,10 +506,7 @@ class TierStore:
         with FSDP2. The answer is the same on all ranks. Parameters that are not attached yet need
         other ranks.
         """
-        if self._ranks.world_size == 1:
-            return False
-        is_attached = self._table.specs.keys() >= set(names)
-        return not is_attached or self._table.are_replicated(names)
+        return self._states.need_other_ranks(names)
 
     @not_compiled
     @torch.no_grad()
@@ -591,30 +534,7 @@ class TierStore:
             StorageError: a page could not be written; the store has failed.
         """
         self._usability.require_restored()
-        chosen = None if names is None else set(names)
-        with self._together("write_states()"):
-            self._write_states(values, scalars or {}, chosen)
-
-    def _write_states(
-        self,
-        values: Mapping[str, Mapping[str, torch.Tensor]],
-        scalars: Mapping[str, Mapping[str, float]],
-        names: Collection[str] | None,
-    ) -> None:
-        table, replaced = self._table, self._table.specs.keys() if names is None else names
-        were_given = agree_to_write(
-            table,
-            values,
-            replaced,
-            are_current=self._are_current(values, scalars, replaced),
-        )
-        table.ensure_placed()
-        if were_given and self._pages_hold(values, replaced):
-            self._given.forget_changed(replaced)
-            return
-        with self._usability.failing(interrupts=True):
-            write_pages(table, lambda view: fill_states(view, values, replaced), scalars, names)
-        self._given.forget(replaced)
+        self._states.write(values, scalars or {}, None if names is None else set(names))
 
     @not_compiled
     def move(self, tier: str) -> None:
@@ -634,7 +554,7 @@ class TierStore:
         target = Tier(tier)
         if target is Tier.NVME:
             self._require_committer('move("nvme")')
-        with self._together("move()"):
+        with self._calls.together("move()"):
             self._table.move(target)
 
     # -- Commits and checkpoints.
@@ -667,13 +587,13 @@ class TierStore:
             StorageError: an earlier commit or write failed.
         """
         self._usability.require_restored()
-        self._given.require_unchanged()
+        self._states.given.require_unchanged()
         committer = self._require_committer("commit()")
         self._ending.has_extra = True
         if not committer.begins_commit(extra):
             committer.annotate(extra)
             return
-        with self._together("commit()"):
+        with self._calls.together("commit()"):
             committer.annotate(extra)
             self._begin_commit()
 
@@ -686,13 +606,13 @@ class TierStore:
             ValueError: a tensor of show_states() was changed in place. Nothing was committed.
         """
         self._usability.require_restored()
-        self._given.require_unchanged()
+        self._states.given.require_unchanged()
         self._synchronize()
 
     def _synchronize(self) -> None:
         committer = self._require_committer("synchronize()")
         if not committer.is_up_to_date:
-            with self._together("synchronize()"):
+            with self._calls.together("synchronize()"):
                 self._begin_commit()
         with self._usability.failing(interrupts=False), self._pager.stalled():
             committer.wait()
@@ -738,7 +658,7 @@ class TierStore:
 
         self._usability.require_restored()
         committer = self._require_committer("checkpoint()")
-        with self._together("checkpoint()"):
+        with self._calls.together("checkpoint()"):
             self._finish_publication()
             self.synchronize()
             manifest, table = committer.committed, self._table
@@ -802,7 +722,7 @@ class TierStore:
         """
         self._usability.require_open()
         committer = self._require_committer("restore()")
-        with self._together("restore()"):
+        with self._calls.together("restore()"):
             return self._restore(committer, checkpoint, check)
 
     def _restore(
@@ -818,7 +738,7 @@ class TierStore:
             drop_gathered_copies(self._table.parameters)
 
         together(self._ranks, "begin a restore", begin)
-        self._given.forget()
+        self._states.given.forget()
         restore = Restore(self._ranks, committer, self._table, usability, check)
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
@@ -878,10 +798,10 @@ class TierStore:
                 if usability.awaits_restore:  # Nothing was written since the run was opened.
                     committer.marks_clean_end = committer.was_closed
                 else:
-                    if not self._given.was_refused:
+                    if not self._states.given.was_refused:
                         # Called last, so that the last step is committed nevertheless.
-                        released.callback(self._given.require_unchanged)
-                    with self.calling("close()", patient=True):
+                        released.callback(self._states.given.require_unchanged)
+                    with self._calls.named("close()", patient=True):
                         self._synchronize()
                     committer.marks_clean_end = True
 
@@ -903,65 +823,6 @@ class TierStore:
             self._ranks.fail(error, other_group=True)
         self._close(synchronize=kind is None)
 
-    def _read_states(self, names: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
-        self._table.ensure_placed()
-        with self._only_reading(), torch.inference_mode(False):
-            return read_states(self._table, names)
-
-    def _show_scalars(self, name: str) -> None:
-        scalars = self._committer.scalars.get(name, {})
-        tensors = {
-            scalar: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
-            for scalar, value in scalars.items()
-        }
-        self._given.show(name, tensors, views=False)
-
-    def _follow_scalars(self) -> None:
-        """Without a directory, follow the scalars of show_states() that were changed in place."""
-        if self._usability.has_directory:
-            return
-        for name, state, tensor in list(self._given.changed()):
-            if state in self._committer.scalars.get(name, {}):
-                self._committer.scalars[name][state] = tensor.item()
-                self._given.show(name, {state: tensor}, views=False)
-
-    def _pages_hold(
-        self, values: Mapping[str, Mapping[str, torch.Tensor]], names: Collection[str]
-    ) -> bool:
-        """Return whether the pages of all ranks have these values. All ranks call this together.
-
-        A store without a directory writes sooner than it compares.
-        """
-        if not self._usability.has_directory:
-            return False
-        with self._only_reading():
-            current = read_states(self._table, names)
-        is_equal = all(
-            torch.equal(local_tensor(tensor), local_tensor(values[name][state]))
-            for name, states in current.items()
-            for state, tensor in states.items()
-        )
-        return all(agree(self._ranks, "compare states", lambda: is_equal))
-
-    def _are_current(
-        self,
-        values: Mapping[str, Mapping[str, torch.Tensor]],
-        scalars: Mapping[str, Mapping[str, float]],
-        names: Collection[str],
-    ) -> bool:
-        """Return whether the pages and scalars seem to have these values, without reading a page.
-
-        Collectives, numpy and ``.data`` change a tensor without a trace; see _pages_hold().
-        """
-        specs = self._table.specs
-        return all(self._committer.scalars.get(name) == scalars[name] for name in scalars) and all(
-            (tensor := values.get(name, {}).get(state)) is not None
-            and self._given.is_current(name, state, tensor)
-            for name in names
-            if name in specs
-            for state, _ in readable_states(specs[name])
-        )
-
     def _begin_commit(self) -> None:
         """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
@@ -976,18 +837,6 @@ class TierStore:
         with self._pager.stalled(), self._usability.failing(interrupts=False):
             committer.begin(manifest, writes)
 
-    @contextlib.contextmanager
-    def _only_reading(self) -> Iterator[None]:
-        """Fail the store if the block, which only reads pages, raises and cannot be retried."""
-        try:
-            yield
-        except BaseException as error:
-            if may_retry(error, self._table):
-                self._pager.drop_early()
-            else:
-                self._usability.fail(error)
-            raise
-
     def _require_committer(self, call: str) -> Committer:
         if not isinstance(self._committer, Committer):
             raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
@@ -1001,16 +850,6 @@ class TierStore:
     def _settle_publication(self) -> None:
         if self._publication is not None:
             self._publication.settle()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Call:
-    """A call of the program that may need other ranks."""
-
-    name: str
-    patient: bool
-    all_came: bool = False
-    """True if all ranks make the call: the roll was called."""
 
 
 def _check_page_options(
@@ -1041,27 +880,3 @@ def _check_modes(
         raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
     if reshard and not directories:
         raise ValueError("reshard=True needs the path of a run directory")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """Counters of a store since it was opened."""
-
-    engine: str
-    """The storage engine: "io_uring", "libaio", "aiofiles" or "memory"; "none" without files."""
-    pages: int
-    state_bytes: int
-    """Bytes of all pages of this rank, with framing and padding."""
-    bytes_read: int
-    bytes_written: int
-    bytes_spread: int
-    """Bytes of parameters that this rank sent to replicas, counted once per replica."""
-    stall_seconds: float
-    """Time that the training thread waited for transfers and commits."""
-    host_bytes_peak: int
-    """Largest number of bytes of host memory for page buffers, for pages of tier "host", and for
-    the copies of gradients and parameters that compute="host" needs, together."""
-    device_bytes_peak: int
-    """Largest number of bytes of device memory that pages rest in or are stepped in."""
-    pages_in: Mapping[str, int]
-    """Tier -> number of pages: "device", "host" and "nvme"."""

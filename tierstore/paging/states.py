@@ -1,0 +1,213 @@
+"""Reading, showing and replacing the states of parameters, outside of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+
+from tierstore.layout.dtensors import local_tensor
+from tierstore.paging.given_states import GivenStates
+from tierstore.paging.page_table import PageTable
+from tierstore.paging.pager import Pager
+from tierstore.paging.sweep import may_retry
+from tierstore.paging.whole_states import (
+    agree_to_read,
+    agree_to_write,
+    fill_states,
+    read_states,
+    readable_states,
+    show_in_memory,
+    write_pages,
+)
+from tierstore.ranks.calls import Calls
+from tierstore.ranks.peers import Ranks, agree
+from tierstore.run.committer import Progress
+from tierstore.run.usability import Usability
+
+
+class States:
+    """The states of all parameters as tensors; see the methods of TierStore of these names.
+
+    Args:
+        ranks: all ranks.
+        calls: the calls that all ranks make together.
+        table: the pages.
+        pager: moves the pages.
+        progress: has the scalars.
+        usability: fails the store if a page that was begun to be replaced cannot be written.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        calls: Calls,
+        table: PageTable,
+        pager: Pager,
+        progress: Progress,
+        usability: Usability,
+    ) -> None:
+        self._ranks = ranks
+        self._calls = calls
+        self._table = table
+        self._pager = pager
+        self._progress = progress
+        self._usability = usability
+        self.given = GivenStates()
+        """The tensors that callers hold."""
+
+    def read(self, names: Collection[str] | None) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the current states of some parameters, or of all."""
+        wanted = self._table.specs.keys() if names is None else names
+        if self.need_other_ranks(wanted):
+            with self._calls.together("read_states()"):
+                agree_to_read(self._table, wanted)
+                found = self._read(wanted)
+        else:
+            self._table.require_current()
+            found = self._read(wanted)
+        if self._usability.has_directory:
+            self.given.give(found)
+        return found
+
+    def show(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the states and scalars of one parameter as tensors of the current values."""
+        if self.need_other_ranks([name]):
+            raise RuntimeError(
+                f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
+                "read_states(), on all ranks together"
+            )
+        self._table.require_current()
+        if self.given.shown(name) is None:
+            with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
+                if not self._show_in_memory(name):
+                    self._show_copies(name)
+        return dict(self.given.shown(name) or {})
+
+    def need_other_ranks(self, names: Collection[str]) -> bool:
+        """Return whether reading the states of these parameters is a call of all ranks."""
+        if self._ranks.world_size == 1:
+            return False
+        is_attached = self._table.specs.keys() >= set(names)
+        return not is_attached or self._table.are_replicated(names)
+
+    def write(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]],
+        names: Collection[str] | None,
+    ) -> None:
+        """Replace all states, or those of some parameters."""
+        with self._calls.together("write_states()"):
+            table = self._table
+            replaced = table.specs.keys() if names is None else names
+            were_given = agree_to_write(
+                table,
+                values,
+                replaced,
+                are_current=self._are_current(values, scalars, replaced),
+            )
+            table.ensure_placed()
+            if were_given and self._pages_hold(values, replaced):
+                self.given.forget_changed(replaced)
+                return
+            with self._usability.failing(interrupts=True):
+                write_pages(table, lambda view: fill_states(view, values, replaced), scalars, names)
+            self.given.forget(replaced)
+
+    def follow_scalars(self) -> None:
+        """Without a directory, follow the scalars of show() that were changed in place."""
+        if self._usability.has_directory:
+            return
+        for name, state, tensor in list(self.given.changed()):
+            if state in self._progress.scalars.get(name, {}):
+                self._progress.scalars[name][state] = tensor.item()
+                self.given.show(name, {state: tensor}, views=False)
+
+    @contextlib.contextmanager
+    def only_reading(self) -> Iterator[None]:
+        """Fail the store if the block, which only reads pages, raises and cannot be retried."""
+        try:
+            yield
+        except BaseException as error:
+            if may_retry(error, self._table):
+                self._pager.drop_early()
+            else:
+                self._usability.fail(error)
+            raise
+
+    def _read(self, names: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
+        self._table.ensure_placed()
+        with self.only_reading(), torch.inference_mode(False):
+            return read_states(self._table, names)
+
+    def _show_in_memory(self, name: str) -> bool:
+        """Show views of the page; return False if that is not possible."""
+        if self._ranks.world_size > 1 or self._usability.has_directory:
+            return False
+        self._table.ensure_placed()
+        with self.only_reading():
+            views = show_in_memory(self._table, name)
+        if views is None:
+            return False
+        self.given.show(name, views, views=True)
+        self._show_scalars(name)
+        return True
+
+    def _show_copies(self, name: str) -> None:
+        """Show copies or mappings. One reading of a page serves all of its parameters."""
+        pages = [page for page in self._table.pages if name in page.parameters]
+        names = {name, *(other for page in pages for other in page.parameters)}
+        if self.need_other_ranks(names):
+            names = {name}
+        for other, states in self._read(names).items():
+            if self.given.shown(other) is None:
+                self.given.show(other, states, views=False)
+                self._show_scalars(other)
+
+    def _show_scalars(self, name: str) -> None:
+        scalars = self._progress.scalars.get(name, {})
+        tensors = {
+            scalar: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
+            for scalar, value in scalars.items()
+        }
+        self.given.show(name, tensors, views=False)
+
+    def _pages_hold(
+        self, values: Mapping[str, Mapping[str, torch.Tensor]], names: Collection[str]
+    ) -> bool:
+        """Return whether the pages of all ranks have these values. All ranks call this together.
+
+        A store without a directory writes sooner than it compares.
+        """
+        if not self._usability.has_directory:
+            return False
+        with self.only_reading():
+            current = read_states(self._table, names)
+        is_equal = all(
+            torch.equal(local_tensor(tensor), local_tensor(values[name][state]))
+            for name, states in current.items()
+            for state, tensor in states.items()
+        )
+        return all(agree(self._ranks, "compare states", lambda: is_equal))
+
+    def _are_current(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]],
+        names: Collection[str],
+    ) -> bool:
+        """Return whether the pages and scalars seem to have these values, without reading a page.
+
+        Collectives, numpy and ``.data`` change a tensor without a trace; see _pages_hold().
+        """
+        specs = self._table.specs
+        known = self._progress.scalars
+        return all(known.get(name) == scalars[name] for name in scalars) and all(
+            (tensor := values.get(name, {}).get(state)) is not None
+            and self.given.is_current(name, state, tensor)
+            for name in names
+            if name in specs
+            for state, _ in readable_states(specs[name])
+        )

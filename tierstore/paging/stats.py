@@ -1,0 +1,30 @@
+"""Counters of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counters of a store since it was opened."""
+
+    engine: str
+    """The storage engine: "io_uring", "libaio", "aiofiles" or "memory"; "none" without files."""
+    pages: int
+    state_bytes: int
+    """Bytes of all pages of this rank, with framing and padding."""
+    bytes_read: int
+    bytes_written: int
+    bytes_spread: int
+    """Bytes of parameters that this rank sent to replicas, counted once per replica."""
+    stall_seconds: float
+    """Time that the training thread waited for transfers and commits."""
+    host_bytes_peak: int
+    """Largest number of bytes of host memory for page buffers, for pages of tier "host", and for
+    the copies of gradients and parameters that compute="host" needs, together."""
+    device_bytes_peak: int
+    """Largest number of bytes of device memory that pages rest in or are stepped in."""
+    pages_in: Mapping[str, int]
+    """Tier -> number of pages: "device", "host" and "nvme"."""
