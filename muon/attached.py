@@ -78,6 +78,16 @@ class AttachedGroups:
             return group
         return replace(group, parameters=[self._members[id(tensor)][1] for tensor in tensors])
 
+    def number_of_new(self, param_groups: Sequence[_Group], index: int) -> int:
+        """Return the number that a group to be attached will have in the store.
+
+        This number and a position name a parameter without a name: the index of a group may have
+        been that of another group when names were given.
+        """
+        if not self.groups:
+            return index
+        return len(self.groups) + sum(not self._has(group) for group in param_groups[:index])
+
     def follow(self, param_groups: Sequence[_Group]) -> list[int]:
         """Take over the edits of ``param_groups``, if all of them can be followed.
 
@@ -100,6 +110,11 @@ class AttachedGroups:
         if not new:
             self._note(param_groups, numbers)
         return new
+
+    def _has(self, group: _Group) -> bool:
+        if group["params"]:
+            return id(group["params"][0]) in self._members
+        return any(group is known for known in self.hyperparameters)
 
     def _note(self, param_groups: Sequence[_Group], numbers: Sequence[int | None]) -> None:
         self._followed = [

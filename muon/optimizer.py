@@ -201,7 +201,39 @@ class Muon(torch.optim.Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"a param group must be a dict, got {param_group!r}")
-        number = len(self.param_groups)
+        if isinstance(param_group["params"], Iterator):  # Which can be read once.
+            param_group["params"] = list(param_group["params"])
+        # As in torch.optim, the dict is the group and gets the keys that it lacks. But no key is
+        # taken out of the dict, as "names" would be.
+        self._add_group(dict(param_group) if "names" in param_group else param_group)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group in its own dict; an error leaves the dict and the other groups unchanged."""
+        count, given = len(self.param_groups), dict(param_group)
+        unnamed = [group for group in self.param_groups if "param_names" not in group]
+        try:
+            self._fill_group(param_group, count)
+        except BaseException:
+            del self.param_groups[count:]
+            param_group.clear()
+            param_group.update(given)
+            for group in unnamed:
+                group.pop("param_names", None)
+            raise
+        self._checked.append(param_group)
+        # Schedulers find here whether they cycle the betas of all groups or their momentum.
+        if param_group["algorithm"] == "muon":
+            self.defaults.pop("betas", None)
+        elif count == 0:
+            self.defaults["betas"] = _ADAMW_DEFAULTS["betas"]
+        if self._prefetches:
+            prefetch = _prefetcher(weakref.ref(self))
+            for parameter in param_group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(prefetch)
+
+    def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
+        """Append a group to ``param_groups`` with all its keys, and check it."""
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
         if "use_muon" in param_group:
             self._take_names(param_group)
@@ -211,32 +243,17 @@ class Muon(torch.optim.Optimizer):
                 param_group.setdefault(name, value)
         _name_empty_groups([*self.param_groups, param_group])
         super().add_param_group(param_group)
-        try:
-            others = {"betas"} if algorithm == "muon" else self.defaults.keys() - _ADAMW_DEFAULTS
-            for name in others - given:
-                param_group.pop(name, None)
-            _drop_duplicates(param_group)  # torch.optim has warned of them.
-            measured = param_group.get("ns_dtype") == "auto"
-            if measured:
-                param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
-            check_hyperparameters(param_group, number)
-            self._check_parameters([number])
-            if measured:
-                param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
-        except Exception:
-            self.param_groups.pop()
-            raise
-        self._checked.append(param_group)
-        # Schedulers find here whether they cycle the betas of all groups or their momentum.
-        if algorithm == "muon":
-            self.defaults.pop("betas", None)
-        elif number == 0:
-            self.defaults["betas"] = _ADAMW_DEFAULTS["betas"]
-        if self._prefetches:
-            prefetch = _prefetcher(weakref.ref(self))
-            for parameter in self.param_groups[-1]["params"]:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(prefetch)
+        others = {"betas"} if algorithm == "muon" else self.defaults.keys() - _ADAMW_DEFAULTS
+        for name in others - given:
+            param_group.pop(name, None)
+        _drop_duplicates(param_group)  # torch.optim has warned of them.
+        measured = param_group.get("ns_dtype") == "auto"
+        if measured:
+            param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
+        check_hyperparameters(param_group, number)
+        self._check_parameters([number])
+        if measured:
+            param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
 
     @tierstore.not_compiled
     def remove_parameters(self, params: Iterable[torch.Tensor | str]) -> None:
@@ -582,18 +599,24 @@ class Muon(torch.optim.Optimizer):
         if isinstance(params, set):  # torch.optim refuses it.
             return
         group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if "param_names" in group or not all(isinstance(param, torch.Tensor) for param in params):
+            return
         number = len(self.param_groups)
-        are_named = any("param_names" in other for other in self.param_groups)
-        if names is None and are_named:
-            names = [f"{number}.{index}" for index in range(len(params))]
-        is_unnamed = all(isinstance(param, torch.Tensor) for param in params)
-        if names is not None and is_unnamed and (are_named or number == 0):
-            if len(names) != len(params):
-                raise ValueError(
-                    f"param group {number} has {len(params)} parameters and {len(names)} names: "
-                    "give each parameter a name"
-                )
-            group["params"] = list(zip(names, params, strict=True))
+        unnamed = [i for i, other in enumerate(self.param_groups) if "param_names" not in other]
+        if names is None:
+            if unnamed or number == 0:
+                return
+            position = self._attached.number_of_new(self.param_groups, number)
+            names = [f"{position}.{index}" for index in range(len(params))]
+        names = [names] if isinstance(names, str) else list(names)
+        if len(names) != len(params):
+            raise ValueError(
+                f"param group {number} has {len(params)} parameters and {len(names)} names: "
+                "give each parameter a name"
+            )
+        for earlier in unnamed:
+            self.param_groups[earlier]["param_names"] = [name for name, _ in self._named(earlier)]
+        group["param_names"] = names
 
     def _cycle_betas(self) -> None:
         """Make the momentum that a scheduler gave an AdamW group the first of its betas.
@@ -817,7 +840,7 @@ class Muon(torch.optim.Optimizer):
             try:
                 self.param_groups[:] = [group for group in edited if id(group) not in ids]
                 for group in by_hand:
-                    self.add_param_group(group)
+                    self._add_group(group)
             finally:
                 self.param_groups[:] = edited
         return numbers
@@ -879,7 +902,9 @@ class Muon(torch.optim.Optimizer):
         if attached is not None:
             return attached.name
         names = self.param_groups[number].get("param_names")
-        return names[index] if names else f"{number}.{index}"
+        if names:
+            return str(names[index])
+        return f"{self._attached.number_of_new(self.param_groups, number)}.{index}"
 
 
 def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,67 @@ def test_motifs_names_are_the_names_of_parameters(tmp_path: Path) -> None:
         )
         optimizer.state_dict()
         assert set(store.read_states()) == {"weight", "1.0"}
+
+
+def motif_groups(muon_first: bool) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter()], "names": ["weight"], "use_muon": True},
+        {"params": [parameter(shape=[4])], "use_muon": False},
+    ]
+    return groups if muon_first else groups[::-1]
+
+
+def stored_names(optimizer: muon.Muon) -> set[str]:
+    optimizer.state_dict()
+    return set(optimizer.store.read_states())
+
+
+@pytest.mark.parametrize("muon_first", [True, False])
+def test_motifs_names_are_taken_in_any_order_and_again(muon_first: bool) -> None:
+    """The dict with the names stays as it is."""
+    groups = motif_groups(muon_first)
+    expected = {"weight", "1.0" if muon_first else "0.0"}
+    assert stored_names(muon.Muon(groups)) == expected
+    named = groups[0 if muon_first else 1]
+    assert named.keys() == {"params", "names", "use_muon"}
+    assert stored_names(muon.Muon(groups)) == expected
+
+
+def test_motifs_names_are_taken_after_the_first_step() -> None:
+    """Parameters that had no names keep those of their positions."""
+    bias, group = motif_groups(False)
+    optimizer = muon.Muon([bias])
+    bias["params"][0].grad = torch.ones(4)
+    optimizer.step()
+    optimizer.add_param_group(group)
+    optimizer.add_param_group({"params": [parameter(shape=[4])], "use_muon": False})
+    assert stored_names(optimizer) == {"0.0", "weight", "2.0"}
+
+
+@pytest.mark.parametrize(
+    "keys", [{"momentun": 1}, {"lr": -1.0}, {"names": ["a", "b"]}, {"algorithm": "adamw"}]
+)
+@pytest.mark.parametrize("params", [list, iter])
+def test_a_refused_group_is_left_as_it_was(
+    keys: dict[str, Any], params: Callable[[list[Any]], Any]
+) -> None:
+    bias, group = motif_groups(False)
+    weights = group["params"]
+    group |= {"params": params(weights), **keys}
+    optimizer = muon.Muon([bias])
+    before = [dict(optimizer.param_groups[0]), {**group, "params": weights}]
+    with pytest.raises(ValueError):
+        optimizer.add_param_group(group)
+    assert [dict(optimizer.param_groups[0]), {**group, "params": list(group["params"])}] == before
+
+
+def test_the_parameters_of_a_refused_group_can_be_given_again() -> None:
+    """As in torch.optim: an iterator becomes a list in the dict."""
+    group = {"params": nn.Linear(4, 3, bias=False).named_parameters(), "lr": -1.0}
+    with pytest.raises(ValueError, match="lr must not be negative"):
+        muon.Muon([group])
+    optimizer = muon.Muon([{**group, "lr": 0.1}])
+    assert stored_names(optimizer) == {"weight"}
 
 
 def test_motifs_names_must_be_one_for_each_parameter() -> None:
