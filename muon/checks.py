@@ -75,9 +75,10 @@ _OTHER_NAMES = {
 
 _KNOWN_KEYS = _COMMON_KEYS.union(*_OWN_KEYS.values(), _UNSUPPORTED)
 
-# A key that resembles a known key at least this much is taken for a misspelling. "max_momentum" of
-# a scheduler resembles "momentum" by 0.8, and "momentun" by 0.875.
+# A key that resembles one of these keys at least this much is taken for a misspelling: "momentun"
+# resembles "momentum" by 0.875. "param_name" is a common key of its own.
 _RESEMBLANCE_MIN = 0.87
+_MISSPELLABLE_KEYS = _KNOWN_KEYS - {"params", "param_names"}
 
 # Dtypes of the momentum and of Newton-Schulz.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -162,11 +163,18 @@ def _check_keys(group: Mapping[str, Any], number: int) -> None:
 
 @functools.cache
 def _meant(key: object) -> str | None:
-    """Return the known key that an unknown key was probably meant for; None if there is none."""
+    """Return the known key that an unknown key was probably meant for; None if there is none.
+
+    A key of several words that has a known key among them ("no_weight_decay") is not misspelled.
+    """
     if not isinstance(key, str):
         return None
-    close = difflib.get_close_matches(key.lower(), _KNOWN_KEYS, n=1, cutoff=_RESEMBLANCE_MIN)
-    return _OTHER_NAMES.get(key, close[0] if close else None)
+    if key in _OTHER_NAMES:
+        return _OTHER_NAMES[key]
+    lower = key.lower()
+    close = difflib.get_close_matches(lower, _MISSPELLABLE_KEYS, n=1, cutoff=_RESEMBLANCE_MIN)
+    extended = lower not in close and any(f"_{known}_" in f"_{lower}_" for known in close)
+    return None if extended or not close else close[0]
 
 
 def _check_muon(group: Mapping[str, Any]) -> None:
