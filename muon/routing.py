@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from muon.routing_rules import Use, rules_by_place, uses_of
+from muon.routing_rules import Use, rules_by_place, uses_named, uses_of
 
 logger = logging.getLogger("muon")
 
@@ -61,7 +62,7 @@ def param_groups(
     adamw_lr: float = 1e-3,
     weight_decay: float = 0.1,
     adamw_weight_decay: float = 0.01,
-    adamw_names: Collection[str] = (),
+    adamw_names: str | Collection[str] = (),
     conv: str = "adamw",
     head: str | Collection[str] | None = None,
     is_muon: Callable[[str, nn.Parameter], bool | None] | None = None,
@@ -90,7 +91,10 @@ def param_groups(
     - ``matrix``: Muon for all others.
 
     Frozen parameters are left out. A tied parameter appears once; a rule holds for it if it holds
-    under any of its names.
+    under any of its names. Names and patterns may have the parts that wrappers of the model add
+    (``torch.compile``, DDP, checkpoint wrappers), or lack them.
+
+    Two-dimensional parameters of the rule ``table`` are logged, too, as those of ``kernel``.
 
     Args:
         model: the model, after ``requires_grad`` was set.
@@ -98,7 +102,7 @@ def param_groups(
         adamw_lr: learning rate of AdamW groups; the default is that of ``torch.optim.AdamW``.
         weight_decay: weight decay of Muon groups.
         adamw_weight_decay: weight decay of AdamW groups.
-        adamw_names: names of more parameters for AdamW.
+        adamw_names: names of more parameters for AdamW, or one name.
         conv: what to do with parameters of the rule ``kernel``, such as convolutions and stacks of
             experts. "adamw": route them to AdamW and log their number as a warning of the logger
             ``muon``. "refuse": raise.
@@ -108,9 +112,11 @@ def param_groups(
             numbered layers; the last layer of the model if it is named "fc", or is a Linear layer
             as wide as an embedding has entries; the result of ``get_output_embeddings()``.
         is_muon: gets name and parameter and returns True for Muon, which needs two dimensions,
-            False for AdamW, or None to leave the choice to the rules.
+            False for AdamW, or None to leave the choice to the rules. It is called with each name
+            of a tied parameter; False for one name is stronger than True for another.
         no_decay: parameters with weight decay 0, in groups of their own: a function of name and
-            parameter, or patterns of names such as "*.bias" (see ``fnmatch``).
+            parameter, which holds if it is true for any name of a tied parameter, or patterns of
+            names such as "*.bias" (see ``fnmatch``).
         betas: betas of AdamW groups; None: the default of the optimizer.
         eps: eps of AdamW groups; None: the default of the optimizer.
         momentum: momentum of Muon groups; None: the default of the optimizer.
@@ -128,9 +134,12 @@ def param_groups(
     if conv not in ("adamw", "refuse"):
         raise ValueError(f"conv must be 'adamw' or 'refuse', got {conv!r}")
     uses = uses_of(model)
-    unknown = sorted(set(adamw_names) - {use.name for use in uses})
-    if unknown:
-        raise ValueError(f"the model has no parameter {unknown[0]!r}, named in adamw_names")
+    for_adamw: set[nn.Parameter] = set()
+    for name in [adamw_names] if isinstance(adamw_names, str) else adamw_names:
+        found = uses_named(uses, name, operator.eq)
+        if not found:
+            raise ValueError(f"the model has no parameter {name!r}, named in adamw_names")
+        for_adamw.update(use.parameter for use in found)
     place_rules = rules_by_place(model, uses, head)
     is_no_decay = no_decay if callable(no_decay) else _pattern_choice(no_decay, uses)
 
@@ -155,11 +164,12 @@ def param_groups(
     rules = {}
     for parameter, named in uses_by_parameter.items():
         name = named[0].name
-        choice = None if is_muon is None else is_muon(name, parameter)
-        if any(use.name in adamw_names for use in named):
+        answers = [] if is_muon is None else [is_muon(use.name, parameter) for use in named]
+        choices = [answer for answer in answers if answer is not None]
+        if parameter in for_adamw:
             algorithm, rules[name] = "adamw", "adamw_names"
-        elif choice is not None:
-            algorithm, rules[name] = "muon" if choice else "adamw", "is_muon"
+        elif choices:
+            algorithm, rules[name] = "muon" if all(choices) else "adamw", "is_muon"
         else:
             holding = (rule for rule, holds in place_rules.items() if any(map(holds, named)))
             rules[name] = next(holding, "matrix")
@@ -169,8 +179,21 @@ def param_groups(
                 f"is_muon is True for parameter {name!r} of shape {tuple(parameter.shape)}: Muon "
                 "needs two-dimensional parameters"
             )
-        groups[algorithm, bool(is_no_decay(name, parameter))]["params"].append((name, parameter))
-    _report_kernels([named[0] for named in uses_by_parameter.values()], rules, conv)
+        without_decay = any(is_no_decay(use.name, parameter) for use in named)
+        groups[algorithm, without_decay]["params"].append((name, parameter))
+    firsts = [named[0] for named in uses_by_parameter.values()]
+    kernels = [use for use in firsts if rules[use.name] == "kernel"]
+    if kernels and conv == "refuse":
+        raise ValueError(
+            f"parameters with more than two dimensions: {len(kernels)}; {_first_of(kernels)}. Muon "
+            "needs two-dimensional parameters. Name them in adamw_names, or pass conv='adamw'"
+        )
+    _report("parameters with more than two dimensions", kernels, firsts)
+    _report(
+        "matrices whose own name is not that of a weight",
+        [use for use in firsts if rules[use.name] == "table" and use.parameter.ndim == 2],
+        firsts,
+    )
     return ParamGroups((group for group in groups.values() if group["params"]), rules=rules)
 
 
@@ -178,7 +201,7 @@ def _pattern_choice(patterns: str | Collection[str], uses: Collection[Use]) -> _
     """Return whether a pattern fits any name of a parameter."""
     fitting: set[nn.Parameter] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = {use.parameter for use in uses if fnmatchcase(use.name, pattern)}
+        found = {use.parameter for use in uses_named(uses, pattern, fnmatchcase)}
         if not found:
             raise ValueError(
                 f"no_decay has the pattern {pattern!r}, which fits no parameter of the model. A "
@@ -188,21 +211,20 @@ def _pattern_choice(patterns: str | Collection[str], uses: Collection[Use]) -> _
     return lambda _, parameter: parameter in fitting
 
 
-def _report_kernels(uses: Collection[Use], rules: Mapping[str, str], conv: str) -> None:
-    kernels = [use for use in uses if rules[use.name] == "kernel"]
-    if not kernels:
-        return
-    first, count = kernels[0], len(kernels)
-    described = f"the first is {first.name!r} of shape {tuple(first.parameter.shape)}"
-    if conv == "refuse":
-        raise ValueError(
-            f"parameters with more than two dimensions: {count}; {described}. Muon needs "
-            "two-dimensional parameters. Name them in adamw_names, or pass conv='adamw'"
+def _report(what: str, routed: Collection[Use], uses: Collection[Use]) -> None:
+    """Log parameters that are routed to AdamW and may be most of the model."""
+    if routed:
+        logger.warning(
+            "%s, routed to AdamW: %d, %.0f%% of elements; %s",
+            what,
+            len(routed),
+            100
+            * sum(use.parameter.numel() for use in routed)
+            / max(1, sum(use.parameter.numel() for use in uses)),
+            _first_of(routed),
         )
-    elements = sum(use.parameter.numel() for use in kernels)
-    logger.warning(
-        "parameters with more than two dimensions, routed to AdamW: %d, %.0f%% of elements; %s",
-        count,
-        100 * elements / max(1, sum(use.parameter.numel() for use in uses)),
-        described,
-    )
+
+
+def _first_of(uses: Collection[Use]) -> str:
+    first = next(iter(uses))
+    return f"the first is {first.name!r} of shape {tuple(first.parameter.shape)}"

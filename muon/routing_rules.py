@@ -28,6 +28,9 @@ _WEIGHT = re.compile(
     r"weight|proj|kernel|lora_|^w(_?(q|k|v|o|in|out|up|down|gate))?\d?$", re.IGNORECASE
 )
 
+# Parts that wrappers add to names: torch.compile, checkpoint_wrapper, FullyShardedDataParallel.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
 # "linear.parametrizations.weight.original0" is a part of "linear.weight".
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.(\w+)\.original\d*$")
 
@@ -39,13 +42,29 @@ class Use:
     name: str
     parameter: nn.Parameter
     layer: str
-    """Name of the module that the parameter belongs to."""
+    """Name of the module that the parameter belongs to, without the parts of wrappers."""
     module: nn.Module
     own: str
     """Name of the parameter in this module."""
 
 
 Rule = Callable[[Use], bool]
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without the parts that wrappers add.
+
+    DataParallel and DistributedDataParallel add "module" at the start.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
+
+
+def uses_named(uses: Collection[Use], name: str, fits: Callable[[str, str], bool]) -> list[Use]:
+    """Return the parameters whose names fit a name, or else do without the parts of wrappers."""
+    found = [use for use in uses if fits(use.name, name)]
+    plain = plain_name(name)
+    return found or [use for use in uses if fits(plain_name(use.name), plain)]
 
 
 def uses_of(model: nn.Module) -> list[Use]:
@@ -55,7 +74,13 @@ def uses_of(model: nn.Module) -> list[Use]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, own = _PARAMETRIZED.sub(r"\1\2", name).rpartition(".")
         uses.append(
-            Use(name=name, parameter=parameter, layer=layer, module=modules[layer], own=own)
+            Use(
+                name=name,
+                parameter=parameter,
+                layer=plain_name(layer),
+                module=modules[layer],
+                own=own,
+            )
         )
     return uses
 
@@ -93,15 +118,20 @@ def rules_by_place(
 
 
 def _named_head(uses: Collection[Use], head: str | Collection[str]) -> Rule:
-    names = [head] if isinstance(head, str) else head
-    for name in names:
-        if not any(_is_within(use.name, name) for use in uses):
+    named: set[str] = set()
+    for name in [head] if isinstance(head, str) else head:
+        found = uses_named(uses, name, _is_within)
+        if not found:
             raise ValueError(f"the model has no parameter or module {name!r}, named in head")
-    return lambda use: any(_is_within(use.name, name) for name in names)
+        named.update(use.name for use in found)
+    return lambda use: use.name in named
 
 
 def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    # A wrapper and the module in it have one plain name: the second, which is inside, counts.
+    modules = {
+        plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)
+    }
     layers = {
         name: module
         for name, module in modules.items()
@@ -129,7 +159,7 @@ def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
     for name in [*linears][-1:]:
         if linears[name].out_features in widths:
             heads.add(name)
-    get_output_embeddings = getattr(model, "get_output_embeddings", None)  # Hugging Face
+    get_output_embeddings = getattr(modules[""], "get_output_embeddings", None)  # Hugging Face
     output = get_output_embeddings() if callable(get_output_embeddings) else None
     heads.update(name for name, module in modules.items() if module is output)
     return lambda use: use.own == "weight" and use.layer in heads

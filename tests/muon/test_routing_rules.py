@@ -324,6 +324,27 @@ def test_kernels_that_the_user_names_are_not_reported(caplog: pytest.LogCaptureF
     assert caplog.records == []
 
 
+def test_matrices_with_names_of_tables_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Each layer of a library may call its matrix "matrix"; a positional table is not a matrix."""
+    model = modules(
+        position=holder(1, 6, WIDTH, name="position"),
+        first=holder(WIDTH, WIDTH, name="matrix"),
+        second=holder(WIDTH, WIDTH, name="matrix"),
+        last=linear(2 * WIDTH),
+    )
+    groups = muon.param_groups(model)
+    assert groups.rules["first.matrix"] == "table"
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("muon", logging.WARNING)
+    assert record.getMessage() == (
+        "matrices whose own name is not that of a weight, routed to AdamW: 2, 42% of elements; "
+        "the first is 'first.matrix' of shape (8, 8)"
+    )
+    caplog.clear()
+    muon.param_groups(model, is_muon=lambda name, _: True if name.endswith("matrix") else None)
+    assert caplog.records == []
+
+
 def test_kernels_may_be_refused() -> None:
     with pytest.raises(ValueError, match=r"'2\.weight' of shape \(4, 4, 3, 3\).*adamw_names"):
         muon.param_groups(convolutional(), conv="refuse")
@@ -415,3 +436,98 @@ def test_routing_hands_hyperparameters_to_their_groups() -> None:
     assert by_algorithm["adamw"]["eps"] == 1e-9
     assert by_algorithm["muon"]["momentum"] == 0.5
     assert by_algorithm["muon"]["eps"] == torch.optim.Muon([torch.zeros(1, 1)]).defaults["eps"]
+
+
+# ------------------------------------------------------------------------- wrapped models
+
+
+class LanguageModel(nn.Sequential):
+    """A model whose layers have numbers, with a head that only its method and number show."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(9, WIDTH), linear(), linear(WIDTH, 2 * WIDTH), linear(3))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self[2]
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    module = torch.compile(model)
+    assert isinstance(module, nn.Module)
+    return module
+
+
+class Parallel(nn.Module):
+    """A wrapper with the names of DistributedDataParallel, which needs a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "": lambda model: model,
+    "_orig_mod.": compiled,
+    "module.": Parallel,
+    "module._orig_mod.": lambda model: Parallel(compiled(model)),
+    "_orig_mod.module.": lambda model: compiled(Parallel(model)),
+}
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+@pytest.mark.parametrize("given", ["", "_orig_mod.", "module.", "_orig_mod.module."])
+def test_names_fit_with_and_without_those_of_wrappers(prefix: str, given: str) -> None:
+    model = WRAPPERS[prefix](LanguageModel())
+    groups = muon.param_groups(
+        model, head=f"{given}3", adamw_names=f"{given}1.weight", no_decay=f"{given}[12].weight"
+    )
+    assert groups.rules == {
+        f"{prefix}0.weight": "embedding",
+        f"{prefix}1.weight": "adamw_names",
+        f"{prefix}2.weight": "matrix",
+        f"{prefix}3.weight": "head",
+    }
+    decays = {name: group["weight_decay"] > 0 for group in groups for name, _ in group["params"]}
+    assert decays == {f"{prefix}{number}.weight": number in (0, 3) for number in range(4)}
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_wrappers_change_no_rule(prefix: str) -> None:
+    for make in (LanguageModel, Network, lambda: nn.Sequential(modules(head=linear(3)))):
+        expected = muon.param_groups(make()).rules
+        found = muon.param_groups(WRAPPERS[prefix](make())).rules
+        assert found == {f"{prefix}{name}": rule for name, rule in expected.items()}
+
+
+def test_a_name_that_is_there_as_given_means_that_parameter_alone() -> None:
+    model = modules(module=linear(), inner=modules(_orig_mod=linear()))
+    model.add_module("weight", linear())
+    groups = muon.param_groups(model, adamw_names=["module.weight"])
+    assert names_of(groups, "adamw") == {"module.weight"}
+
+
+# ------------------------------------------------------------------------- tied parameters
+
+
+def tied() -> nn.Module:
+    model = modules(first=linear(WIDTH), second=linear(WIDTH), third=linear())
+    model.second.weight = model.first.weight
+    return model
+
+
+@pytest.mark.parametrize("name", ["first.weight", "second.weight"])
+def test_functions_see_every_name_of_a_tied_parameter(name: str) -> None:
+    groups = muon.param_groups(tied(), no_decay=lambda given, _: given == name)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [given for given, _ in groups[1]["params"]] == ["first.weight"]
+    groups = muon.param_groups(tied(), is_muon=lambda given, _: given != name)
+    assert names_of(groups, "adamw") == {"first.weight"}
+    groups = muon.param_groups(tied(), is_muon=lambda given, _: True if given == name else None)
+    assert groups.rules["first.weight"] == "is_muon"
+
+
+def test_one_name_may_be_given_as_a_string() -> None:
+    groups = muon.param_groups(tied(), adamw_names="second.weight")
+    assert names_of(groups, "adamw") == {"first.weight"}
+    with pytest.raises(ValueError, match="no parameter 'second', named in adamw_names"):
+        muon.param_groups(tied(), adamw_names="second")
