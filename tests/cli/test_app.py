@@ -101,6 +101,8 @@ def test_wrong_arguments_are_2(arguments: list[str]) -> None:
         (["verify", "--json"], "Missing argument 'PATH'"),
         (["inspect", "--json"], "Missing argument 'PATH'"),
         (["checkpoint", "a", "--json"], "Missing argument 'OUT'"),
+        (["inspect", "", "--json"], "an argument is empty, name a path"),
+        (["checkpoint", "a", "", "--json"], "an argument is empty, name a path"),
         (["inspect", "a", "b", "--json"], "unexpected extra argument"),
         (["reticulate", "--json"], "No such command 'reticulate'"),
         (["--json", "verify", "a"], "No such option: --json"),

@@ -1,6 +1,7 @@
 """The command line: one module for each command, assembled into one typer app.
 
-A new command is a module with a function of the command's name, and a line below.
+To add a command, write a module with a function of the command's name, and register the function
+with ``app.command()``.
 """
 
 from __future__ import annotations

@@ -44,6 +44,12 @@ class Program(TyperGroup):
                 complain(str(error))
             sys.exit(WRONG_CALL)
 
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "" in args:  # As a path, it would mean the current directory.
+            raise typer.BadParameter("an argument is empty, name a path", ctx)
+        return super().parse_args(ctx, args)
+
 
 def _exit_code(run: Callable[[], Any], as_json: bool) -> Any:
     """Return the exit code of a call; report arguments that typer refuses."""
