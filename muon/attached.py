@@ -191,10 +191,14 @@ class AttachedGroups:
                 )
             names = group.get("param_names", ())
             name = names[position] if position < len(names) else f"{index}.{position}"
-            instead = f" It is there instead of {min(missing)!r}." if missing else ""
+            change = "is new"
+            if name in missing:
+                change = "is another tensor"
+            elif missing:
+                change = f"is new, instead of {min(missing)!r}"
             raise ValueError(
-                f"parameter {name!r} of param group {index} is new, and the pages of the group "
-                f"are laid out.{instead} Undo that; add parameters in a group of their own with "
+                f"parameter {name!r} of param group {index} {change}, and the pages of the group "
+                f"are laid out. Undo that; add parameters in a group of their own with "
                 "optimizer.add_param_group(), and take parameters out with "
                 "optimizer.remove_parameters(), on all ranks"
             )
@@ -209,10 +213,10 @@ class AttachedGroups:
         lacking = attached.hyperparameters.keys() - group.keys() - {"param_names"}
         if lacking:
             raise ValueError(f"param group {index} lacks {min(lacking)!r}: copy all of its keys")
-        if group["algorithm"] != self._algorithms[number]:
+        if group.get("algorithm") != self._algorithms[number]:
             raise ValueError(
                 f"param group {index} was attached with algorithm {self._algorithms[number]!r} and "
-                f"has {group['algorithm']!r} now: put it back, because the states differ"
+                f"has {group.get('algorithm')!r} now: put it back, because the states differ"
             )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -73,12 +74,20 @@ _OTHER_NAMES = {
     "adjust_lr": "adjust_lr_fn",
 }
 
+_REQUIRED_KEYS = {
+    algorithm: {"algorithm", "lr", "weight_decay", "eps", *keys}
+    for algorithm, keys in _OWN_KEYS.items()
+}
+
 _KNOWN_KEYS = _COMMON_KEYS.union(*_OWN_KEYS.values(), _UNSUPPORTED)
 
 # A key that resembles one of these keys at least this much is taken for a misspelling: "momentun"
 # resembles "momentum" by 0.875. "param_name" is a common key of its own.
 _RESEMBLANCE_MIN = 0.87
 _MISSPELLABLE_KEYS = _KNOWN_KEYS - {"params", "param_names"}
+
+# Real, which numbers of numpy are, last: its check takes longer.
+_NUMBERS = (float, int, Real)
 
 # Dtypes of the momentum and of Newton-Schulz.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -127,19 +136,30 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
     if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
         raise ValueError("a tensor lr must have one element")
     for name in ("lr", "weight_decay", "eps"):
-        _require(group, name, group[name] >= 0, "not be negative")
+        value = group[name]
+        _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number")
+        _require(group, name, value >= 0, "not be negative")
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
-        betas = group["betas"]
-        are_numbers = not any(isinstance(beta, torch.Tensor) for beta in betas)
-        holds = are_numbers and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        _require(group, "betas", holds, "be two numbers in [0, 1)")
+        holds = _are_numbers(group["betas"], 2) and all(0 <= beta < 1 for beta in group["betas"])
+        # A scheduler that cycles the betas keeps this key in the group.
+        advice = ". The max_momentum of a scheduler must be below 1, too"
+        expected = "be two numbers in [0, 1)"
+        _require(group, "betas", holds, expected, advice if "max_momentum" in group else "")
 
 
 def _check_keys(group: Mapping[str, Any], number: int) -> None:
-    """Refuse keys that would change the result elsewhere; None stands for an absent key."""
+    """Refuse absent keys, and keys that would change the result elsewhere.
+
+    For a key of other optimizers, None stands for an absent key.
+    """
     algorithm = algorithm_of(group, number)
+    if missing := _REQUIRED_KEYS[algorithm] - group.keys():
+        key = "algorithm" if "algorithm" in missing else min(missing)
+        raise ValueError(
+            f"param group {number} has no {key!r}: a key may be changed, but not removed"
+        )
     for key in group.keys() - _COMMON_KEYS - _OWN_KEYS[algorithm]:
         value = group[key]
         if key in _UNSUPPORTED:
@@ -180,10 +200,11 @@ def _meant(key: object) -> str | None:
 def _check_muon(group: Mapping[str, Any]) -> None:
     steps = group["ns_steps"]
     one_of_dtypes = f"be one of {', '.join(map(str, _DTYPES))}"
+    holds = _are_numbers([group["momentum"]], 1) and 0 <= group["momentum"] <= 1
     checks: dict[str, tuple[bool, str]] = {
-        "momentum": (0 <= group["momentum"] <= 1, "lie in [0, 1]"),
+        "momentum": (holds, "lie in [0, 1]"),
         "adjust_lr_fn": (group["adjust_lr_fn"] in ADJUST_LR_FNS, f"be one of {ADJUST_LR_FNS}"),
-        "ns_coefficients": (len(group["ns_coefficients"]) == 3, "be three numbers"),
+        "ns_coefficients": (_are_numbers(group["ns_coefficients"], 3), "be three numbers"),
         "ns_steps": (isinstance(steps, int) and 0 <= steps < 100, "be a whole number in [0, 100)"),
         "ns_dtype": (group["ns_dtype"] in _DTYPES, one_of_dtypes),
         "ns_batched": (isinstance(group["ns_batched"], bool), "be True or False"),
@@ -193,9 +214,19 @@ def _check_muon(group: Mapping[str, Any]) -> None:
         _require(group, name, holds, expected)
 
 
-def _require(group: Mapping[str, Any], name: str, holds: bool, expected: str) -> None:
+def _are_numbers(values: object, count: int) -> bool:
+    return (
+        isinstance(values, Sequence)
+        and len(values) == count
+        and all(isinstance(value, _NUMBERS) for value in values)
+    )
+
+
+def _require(
+    group: Mapping[str, Any], name: str, holds: bool, expected: str, advice: str = ""
+) -> None:
     if not holds:
-        raise ValueError(f"{name} must {expected}, got {group[name]!r}")
+        raise ValueError(f"{name} must {expected}, got {group[name]!r}{advice}")
 
 
 def check_has_scheduler(step: int, extra: Any) -> None:

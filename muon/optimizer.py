@@ -63,6 +63,9 @@ _SLOWNESS_MAX = 2.0
 # Multiplications of a step that take about 0.3 s on the slowest CPUs.
 _WORTH_A_WARNING = 10**8
 
+# Keys that choose the algorithm of a group.
+_CHOICE = ("algorithm", "use_muon")
+
 # None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
 _NOT_NONE = ("ns_dtype", "ns_batched")
 
@@ -170,7 +173,7 @@ class Muon(torch.optim.Optimizer):
         self._prefetches = prefetch_in_backward
         self._prefetched = False
         self._may_be_slow = True
-        self._restored_rates: list[float] = []  # The lr of each group, until the next step.
+        self._restored_rates: list[float] = []  # Of each attached group, until the next step.
         # The names in the groups so far, until all groups of the constructor are added: collecting
         # them anew for every group would take seconds with thousands of groups.
         self._new_names: set[str] | None = set()
@@ -235,6 +238,21 @@ class Muon(torch.optim.Optimizer):
     def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys, and check it."""
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
+        cycles_betas = "betas" in self.defaults and any(
+            "max_momentum" in group for group in self.param_groups
+        )
+        is_constructed = self._new_names is None  # There is no scheduler before.
+        if (
+            is_constructed
+            and algorithm == "muon"
+            and cycles_betas
+            and "max_momentum" in param_group
+        ):
+            raise ValueError(
+                f"param group {number} has the key max_momentum, and its scheduler cycles betas, "
+                "which Muon groups do not have: make OneCycleLR after the first Muon group is "
+                "added, or with cycle_momentum=False"
+            )
         if "use_muon" in param_group:
             self._take_names(param_group)
         given = set(param_group)
@@ -415,7 +433,8 @@ class Muon(torch.optim.Optimizer):
         finally:  # A scheduler may set hyperparameters of its own.
             for group, values in zip(self.param_groups, committed, strict=True):
                 group.update(values)
-        self._restored_rates = [float(group["lr"]) for group in committed] if step else []
+        attached = self._attached.hyperparameters
+        self._restored_rates = [float(group["lr"]) for group in attached] if step else []
         return step
 
     @tierstore.not_compiled
@@ -624,7 +643,8 @@ class Muon(torch.optim.Optimizer):
         A scheduler that cycles momentum gives it to all groups if there are Muon groups.
         """
         for group in self.param_groups:
-            if group.get("algorithm") == "adamw" and {"momentum", "max_momentum"} <= group.keys():
+            cycled = {"momentum", "max_momentum", "betas"} <= group.keys()
+            if cycled and group.get("algorithm") == "adamw":
                 group["betas"] = (group.pop("momentum"), *group["betas"][1:])
 
     @contextlib.contextmanager
@@ -699,10 +719,13 @@ class Muon(torch.optim.Optimizer):
         states: dict[str, dict[str, Any]] = {}
         unmatched = dict(state_dict["state"])
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            if saved.get("algorithm", group["algorithm"]) != group["algorithm"]:
+            keys = {key: saved[key] for key in _CHOICE if saved.get(key) is not None}
+            expected = group.get("algorithm")
+            algorithm = algorithm_of(keys, number) if keys else expected
+            if algorithm != expected:
                 raise ValueError(
-                    f"group {number} of the state dict is for {saved['algorithm']!r}, but this "
-                    f"optimizer's group is for {group['algorithm']!r}"
+                    f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
+                    f"group is for {expected!r}"
                 )
             loaded = {
                 key: value
@@ -743,8 +766,11 @@ class Muon(torch.optim.Optimizer):
     def _warn_of_other_rates(self) -> None:
         """Warn, once after a restore, if the lr of a group is not the restored lr."""
         restored, self._restored_rates = self._restored_rates, []
-        for number, (group, lr) in enumerate(zip(self.param_groups, restored, strict=False)):
-            if float(group["lr"]) != lr:
+        attached = self._attached.hyperparameters  # In the order of the store, whatever was edited.
+        rates = {id(group): lr for group, lr in zip(attached, restored, strict=False)}
+        for number, group in enumerate(self.param_groups):
+            lr = rates.get(id(group))
+            if lr is not None and float(group["lr"]) != lr:
                 warnings.warn(
                     f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
                     f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "

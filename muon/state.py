@@ -203,6 +203,18 @@ class ParameterState:
         """Return a state, or ``default`` for a name that the parameter does not have."""
         return self[state] if state in self._names else default
 
+    def setdefault(self, state: str, default: Any = None) -> torch.Tensor:
+        """Return a state: a parameter has all of its states."""
+        return self[state]
+
+    def pop(self, state: str, *default: Any) -> Any:
+        """Return the default for a name that the parameter does not have; see __delitem__()."""
+        if state in self._names:
+            del self[state]
+        if not default:
+            raise self._unknown(state)
+        return default[0]
+
     def update(self, values: Mapping[str, Any]) -> None:
         """Assign several states."""
         self._optimizer.state[self._tensor] = {**dict(self.items()), **dict(values)}
@@ -264,7 +276,7 @@ class ParameterState:
 
 
 def require_one_rank(optimizer: PagedOptimizer, state: str = "a state") -> None:
-    """Refuse what one rank alone cannot do.
+    """Check that there is one rank, because a state of several ranks needs calls on all of them.
 
     Args:
         optimizer: the optimizer.

@@ -113,3 +113,57 @@ def test_a_state_dict_has_the_cycled_betas() -> None:
     other.load_state_dict(optimizer.state_dict())
     step(other, 0)
     assert other.param_groups[1]["betas"] == (0.875, 0.999)
+
+
+def test_a_muon_group_with_the_keys_of_a_scheduler_that_cycles_betas_is_refused() -> None:
+    """OneCycleLR, made when there are AdamW groups alone, sets the betas of later groups, too."""
+    vector, matrix = parameter(1, [4]), parameter()
+    optimizer = muon.Muon([{"params": [vector], "algorithm": "adamw"}])
+    one_cycle(optimizer)
+    keys = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+    group = {key: optimizer.param_groups[0][key] for key in keys}
+    with pytest.raises(ValueError, match="make OneCycleLR after the first Muon group is added"):
+        optimizer.add_param_group({"params": [matrix], **group})
+    later = {"params": [parameter(2, [4])], "algorithm": "adamw", **group}
+    optimizer.add_param_group(later)
+    optimizer.add_param_group({"params": [matrix]})
+    scheduler = one_cycle(optimizer)
+    step(optimizer, 0)
+    scheduler.step()
+    step(optimizer, 1)
+    assert optimizer.param_groups[2]["momentum"] == optimizer.param_groups[0]["betas"][0] != 0.95
+    # The groups of this optimizer may begin another.
+    adamw, _, matrices = optimizer.param_groups
+    muon.Muon([adamw, matrices])
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, muon.Muon])
+def test_a_max_momentum_of_1_cannot_be_stepped_by_adamw(
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """torch.optim.AdamW divides by zero."""
+    weight = parameter()
+    key = {"algorithm": "adamw"} if make_optimizer is muon.Muon else {}
+    optimizer = make_optimizer([{"params": [weight], **key}])
+    lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, max_momentum=1.0)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises((ZeroDivisionError, ValueError)) as caught:
+        optimizer.step()
+    if make_optimizer is muon.Muon:
+        assert str(caught.value) == (
+            "betas must be two numbers in [0, 1), got (1.0, 0.999). The max_momentum of a "
+            "scheduler must be below 1, too"
+        )
+
+
+def test_a_max_momentum_of_1_is_that_of_torch_for_muon() -> None:
+    twins = Twins()
+    schedulers = [
+        lr_scheduler.CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, max_momentum=1.0)
+        for optimizer, _ in twins.both
+    ]
+    for _ in range(3):
+        twins.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.assert_identical()

@@ -25,6 +25,10 @@ def replace(groups: Groups, parameters: Parameters) -> None:
     groups[0]["params"][1] = parameters["new"]
 
 
+def replace_under_its_name(groups: Groups, parameters: Parameters) -> None:
+    groups[0]["params"][1] = nn.Parameter(parameters["second"].detach().clone())
+
+
 def append(groups: Groups, parameters: Parameters) -> None:
     groups[0]["params"].append(parameters["new"])
     groups[0]["param_names"].append("new")
@@ -132,6 +136,10 @@ def lack(groups: Groups, parameters: Parameters) -> None:
     groups[1] = {key: value for key, value in groups[1].items() if key != "lr"}
 
 
+def remove_algorithm(groups: Groups, parameters: Parameters) -> None:
+    del groups[1]["algorithm"]
+
+
 def change_algorithm(groups: Groups, parameters: Parameters) -> None:
     groups[1]["algorithm"] = "muon"
 
@@ -146,6 +154,7 @@ def clear(groups: Groups, parameters: Parameters) -> None:
 
 REFUSED = [
     (replace, "'second'.*add_param_group.*remove_parameters"),
+    (replace_under_its_name, "'second' of param group 0 is another tensor"),
     (append, "'new'.*add_param_group"),
     (remove, "'second' is missing.*remove_parameters"),
     (delete_last_group, "'third' is missing.*remove_parameters"),
@@ -155,6 +164,7 @@ REFUSED = [
     (split, "'second' is missing from param group 0"),
     (lack, "group 1 lacks 'lr'"),
     (change_algorithm, "'adamw'"),
+    (remove_algorithm, "group 1 was attached with algorithm 'adamw' and has None now"),
     (append_vector, "'vector' has shape"),
     (clear, "'first' is missing"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,77 @@ def test_an_edited_group_is_checked_before_the_next_step(edit: dict[str, Any]) -
     for key in edit:
         del twins.optimizer.param_groups[0][key]
     twins.step()
+
+
+BAD_VALUES = [
+    ("muon", "lr", "0.1"),
+    ("adamw", "lr", None),
+    ("muon", "weight_decay", "0"),
+    ("adamw", "eps", (1e-8,)),
+    ("muon", "momentum", "0.9"),
+    ("muon", "ns_coefficients", 3.0),
+    ("muon", "ns_coefficients", ("a", "b", "c")),
+    ("adamw", "betas", 0.9),
+    ("adamw", "betas", ("0.9", "0.95")),
+    ("adamw", "betas", "ab"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "key", "value"), BAD_VALUES)
+def test_a_value_of_another_type_is_refused_by_name(
+    algorithm: str, key: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=f"^{key} must .*, got {re.escape(repr(value))}"):
+        muon.Muon([{"params": [parameter()], "algorithm": algorithm, key: value}])
+
+
+COMMON_KEYS = ["algorithm", "lr", "weight_decay", "eps"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keys"),
+    [
+        ("adamw", [*COMMON_KEYS, "betas"]),
+        (
+            "muon",
+            [
+                *COMMON_KEYS,
+                *("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+                *("ns_dtype", "ns_batched", "momentum_dtype"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_removed_key_is_named_before_the_next_step(
+    algorithm: str, keys: list[str], steps: int
+) -> None:
+    twins = Twins(algorithm=algorithm)
+    for _ in range(steps):
+        twins.step()
+    (group,) = twins.optimizer.param_groups
+    for key in keys:
+        value = group.pop(key)
+        twins.set_gradients()
+        with pytest.raises(ValueError, match=f"param group 0 .*{key}"):
+            twins.optimizer.step()
+        group[key] = value
+    twins.step()
+    twins.assert_identical()
+
+
+def test_a_saved_use_muon_must_agree() -> None:
+    groups = [{"params": [parameter()], "use_muon": True}, {"params": [parameter(1)]}]
+    optimizer = muon.Muon(groups)
+    saved = optimizer.state_dict()
+    for group, use_muon in zip(saved["param_groups"], (True, True), strict=True):
+        del group["algorithm"]
+        group["use_muon"] = use_muon
+    optimizer.load_state_dict(saved)
+    saved["param_groups"][1] |= {"use_muon": False, "lr": 0.5}
+    with pytest.raises(ValueError, match="group 1 of the state dict is for 'adamw'"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[1]["lr"] == 1e-3
 
 
 def test_a_misspelled_key_of_a_state_dict_changes_nothing() -> None:

@@ -469,3 +469,30 @@ def test_a_copy_after_edits_has_the_state_of_each_parameter(how: str, named: boo
     for name, values in ours.items():
         expected = twins.stock.state[twins.theirs[name]]["exp_avg"]
         assert torch.equal(copied.state[values]["exp_avg"], expected), name
+
+
+# --------------------------------------------------------------- methods of a mapping
+
+
+@PLACES
+def test_the_states_of_a_parameter_have_the_methods_of_a_mapping(
+    place: str, tmp_path: Path
+) -> None:
+    """They have all methods of a dict that torch.optim code calls, and lose no single state."""
+    with open_store(place, tmp_path) as store:
+        twins = Twins(store=store)
+        twins.step()
+        states = twins.optimizer.state[twins.ours["first"]]
+        other = torch.zeros(SHAPE)
+        assert torch.equal(states.setdefault("momentum_buffer", other), states["momentum_buffer"])
+        assert states["momentum_buffer"].any()
+        with pytest.raises(KeyError, match="has no state 'mine'"):
+            states.setdefault("mine", other)
+        assert states.pop("mine", None) is None
+        with pytest.raises(KeyError, match="has no state 'mine'"):
+            states.pop("mine")
+        with pytest.raises(TypeError, match="cannot be removed alone"):
+            states.pop("momentum_buffer", None)
+        assert not isinstance(states, collections.abc.Mapping)  # Frameworks would rebuild it.
+        twins.step()
+        twins.assert_identical()

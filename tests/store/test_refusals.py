@@ -122,7 +122,7 @@ def test_default_out_of_range() -> None:
 def test_hyperparameter_of_another_type_leaves_the_optimizer_as_it_was() -> None:
     optimizer = muon.Muon([weight(3, 4)])
     before = stored(optimizer)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="lr must be a number, got 'fast'"):
         optimizer.add_param_group({"params": [weight(2, 3)], "lr": "fast"})
     assert_same(stored(optimizer), before)
 
