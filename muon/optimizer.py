@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -17,57 +16,19 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz
+from muon.advice import warn_of_other_rates, warn_of_slow_bfloat16
 from muon.attached import AttachedGroups
-from muon.checks import (
-    algorithm_of,
-    check_has_scheduler,
-    check_hyperparameters,
-    check_saved,
-    with_dtypes,
+from muon.checks import algorithm_of, check_has_scheduler, check_hyperparameters, with_dtypes
+from muon.param_groups import (
+    ADAMW_DEFAULTS,
+    cycle_betas,
+    drop_duplicates,
+    fixed,
+    name_empty_groups,
 )
 from muon.pipeline import Pipeline, compute_device
 from muon.state import PagedState
-
-_ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "maximize": False,
-    # torch.optim.AdamW expects these keys in a checkpoint. Values that would change the result
-    # are refused; "foreach" is ignored.
-    "amsgrad": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-
-# Keys that a state dict does not change in a group: the layout of pages depends on the first ones,
-# and the last ones chose the implementation of the optimizer that was saved.
-_FIXED = (
-    "params",
-    "param_names",
-    "algorithm",
-    "use_muon",
-    "momentum_dtype",
-    "foreach",
-    "fused",
-)
-
-# A CPU with instructions for bfloat16 takes about as long for it as for float32. Without, it takes
-# from 3 times as long to several hundred times.
-_SLOWNESS_MAX = 2.0
-
-# Multiplications of a step that take about 0.3 s on the slowest CPUs.
-_WORTH_A_WARNING = 10**8
-
-# Keys that choose the algorithm of a group.
-_CHOICE = ("algorithm", "use_muon")
-
-# None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
-_NOT_NONE = ("ns_dtype", "ns_batched")
+from muon.state_dicts import adopting_names, check_keys, match, pack
 
 # A copy of an optimizer gets its own; torch.optim copies no hooks either.
 _NOT_COPIED = ("store", "step", "_attached", "_pipeline", "_state")
@@ -228,7 +189,7 @@ class Muon(torch.optim.Optimizer):
         if param_group["algorithm"] == "muon":
             self.defaults.pop("betas", None)
         elif count == 0:
-            self.defaults["betas"] = _ADAMW_DEFAULTS["betas"]
+            self.defaults["betas"] = ADAMW_DEFAULTS["betas"]
         if self._prefetches:
             prefetch = _prefetcher(weakref.ref(self))
             for parameter in param_group["params"]:
@@ -257,14 +218,14 @@ class Muon(torch.optim.Optimizer):
             self._take_names(param_group)
         given = set(param_group)
         if algorithm == "adamw":
-            for name, value in _ADAMW_DEFAULTS.items():
+            for name, value in ADAMW_DEFAULTS.items():
                 param_group.setdefault(name, value)
-        _name_empty_groups([*self.param_groups, param_group])
+        name_empty_groups([*self.param_groups, param_group])
         super().add_param_group(param_group)
-        others = {"betas"} if algorithm == "muon" else self.defaults.keys() - _ADAMW_DEFAULTS
+        others = {"betas"} if algorithm == "muon" else self.defaults.keys() - ADAMW_DEFAULTS
         for name in others - given:
             param_group.pop(name, None)
-        _drop_duplicates(param_group)  # torch.optim has warned of them.
+        drop_duplicates(param_group)  # torch.optim has warned of them.
         measured = param_group.get("ns_dtype") == "auto"
         if measured:
             param_group["ns_dtype"] = torch.bfloat16  # Until the parameters are checked.
@@ -357,15 +318,14 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._cycle_betas()
+        cycle_betas(self.param_groups)
         with self.store.calling("step()", patient=True):
             is_attached = self._attach_groups()
             groups = self._attached.hyperparameters
             for number, group in enumerate(groups if is_attached else ()):
                 check_hyperparameters(group, number)
             if is_attached:
-                self._warn_of_other_rates()
-                self._warn_of_slow_bfloat16()
+                self._warn()
             window = self.store.window_max
             with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
                 self._pipeline.open(groups)
@@ -408,8 +368,8 @@ class Muon(torch.optim.Optimizer):
             RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
                 Nothing was changed.
         """
-        self._cycle_betas()
-        fixed = [_fixed(group) for group in self.param_groups]
+        cycle_betas(self.param_groups)
+        unchanged = [fixed(group) for group in self.param_groups]
 
         def check(step: int, extra: Any) -> None:
             if expected_step not in (None, step):
@@ -425,7 +385,7 @@ class Muon(torch.optim.Optimizer):
         self._begin_counts()
         committed = [
             {**with_dtypes(group), **values}
-            for group, values in zip(self.param_groups, fixed, strict=True)
+            for group, values in zip(self.param_groups, unchanged, strict=True)
         ]
         try:
             if scheduler is not None and step:
@@ -450,28 +410,12 @@ class Muon(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._cycle_betas()
+        cycle_betas(self.param_groups)
         with self.store.calling("state_dict()"):
             self._attach_groups()
             states, scalars = self.store.read_states(), self.store.scalars
-        packed_groups = []
-        packed_states: dict[Any, Any] = {}
-        index = 0
-        for number, group in enumerate(self.param_groups):
-            # Dtypes by name, because torch's state-dict helpers support plain values only.
-            packed = {
-                key: str(value) if isinstance(value, torch.dtype) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            names = [name for name, _ in self._named(number)]
-            if "param_names" in group:
-                packed["param_names"] = names
-            packed["params"] = list(range(index, index + len(names)))
-            packed_groups.append(packed)
-            for name in names:
-                packed_states[index] = {**_as_tensors(scalars.get(name, {})), **states[name]}
-                index += 1
+        names = [[name for name, _ in self._named(n)] for n in range(len(self.param_groups))]
+        packed_states, packed_groups = pack(self.param_groups, names, states, scalars)
         packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -497,9 +441,11 @@ class Muon(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._cycle_betas()
-        with self._adopting_names(state_dict):
-            groups, states, others = self._matched(state_dict)
+        cycle_betas(self.param_groups)
+        check_keys(state_dict)
+        unpaged = [] if self._attached.groups else self.param_groups
+        with adopting_names(unpaged, state_dict):
+            groups, states, others = match(state_dict, self.param_groups, self._paged_group)
         with self.store.calling("load_state_dict()"):
             self._attach_groups()
             scalars = {
@@ -637,39 +583,6 @@ class Muon(torch.optim.Optimizer):
             self.param_groups[earlier]["param_names"] = [name for name, _ in self._named(earlier)]
         group["param_names"] = names
 
-    def _cycle_betas(self) -> None:
-        """Make the momentum that a scheduler gave an AdamW group the first of its betas.
-
-        A scheduler that cycles momentum gives it to all groups if there are Muon groups.
-        """
-        for group in self.param_groups:
-            cycled = {"momentum", "max_momentum", "betas"} <= group.keys()
-            if cycled and group.get("algorithm") == "adamw":
-                group["betas"] = (group.pop("momentum"), *group["betas"][1:])
-
-    @contextlib.contextmanager
-    def _adopting_names(self, state_dict: Mapping[str, Any]) -> Iterator[None]:
-        """Give parameters without names those of a state dict, unless the context raises."""
-        saved_groups = state_dict.get("param_groups", ())
-        names = [group.get("param_names") or () for group in saved_groups]
-        lengths = [len(group["params"]) for group in self.param_groups]
-        has_names = any("param_names" in group for group in self.param_groups)
-        # Pages have the names that parameters had when they were laid out.
-        if self._attached.groups or has_names or lengths != list(map(len, names)):
-            yield
-            return
-        flat = [name for group_names in names for name in group_names]
-        if len(set(flat)) < len(flat):
-            raise ValueError("two parameters of the state dict have one name in param_names")
-        for group, group_names in zip(self.param_groups, names, strict=True):
-            group["param_names"] = list(group_names)
-        try:
-            yield
-        except BaseException:
-            for group in self.param_groups:
-                del group["param_names"]
-            raise
-
     def _check_parameters(self, numbers: Collection[int]) -> None:
         """Check that the parameters of groups can be stepped and paged, under unique names."""
         names = self._new_names
@@ -693,64 +606,6 @@ class Muon(torch.optim.Optimizer):
                     )
             self._paged_group(number)  # Raises for a parameter that cannot be paged.
 
-    def _matched(
-        self, state_dict: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[Any, Any]]:
-        """Check a state dict.
-
-        Returns:
-            Hyperparameters for each group, states by parameter name, and the entries that are not
-            of a parameter.
-        """
-        if not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError(
-                "the state dict of an optimizer has the keys 'state' and 'param_groups', got "
-                f"{list(state_dict)}"
-            )
-        saved_groups = state_dict["param_groups"]
-        lengths = [len(group["params"]) for group in self.param_groups]
-        saved_lengths = [len(group["params"]) for group in saved_groups]
-        if lengths != saved_lengths:
-            raise ValueError(
-                f"the state dict has groups of {saved_lengths} parameters, this optimizer has "
-                f"groups of {lengths}"
-            )
-        groups = []
-        states: dict[str, dict[str, Any]] = {}
-        unmatched = dict(state_dict["state"])
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            keys = {key: saved[key] for key in _CHOICE if saved.get(key) is not None}
-            expected = group.get("algorithm")
-            algorithm = algorithm_of(keys, number) if keys else expected
-            if algorithm != expected:
-                raise ValueError(
-                    f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
-                    f"group is for {expected!r}"
-                )
-            loaded = {
-                key: value
-                for key, value in saved.items()
-                if key not in _FIXED and (value is not None or key not in _NOT_NONE)
-            }
-            # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
-            groups.append(with_dtypes(deepcopy(loaded)))
-            check_hyperparameters({**group, **groups[-1]}, number)
-            paged = self._paged_group(number).parameters
-            for saved_id, parameter in zip(saved["params"], paged, strict=True):
-                # torch's helpers add empty dicts for missing entries of a flattened state dict.
-                saved_states: dict[str, Any] = unmatched.pop(saved_id, {})
-                states[parameter.name] = {
-                    key: value
-                    for key, value in saved_states.items()
-                    if not isinstance(value, dict) or value
-                }
-                has_step = group["algorithm"] == "adamw"
-                check_saved(states[parameter.name], parameter, has_step=has_step)
-        lost = [key for key in unmatched if isinstance(key, int)]
-        if lost:
-            raise ValueError(f"the state dict has states without a parameter: {lost[:3]}")
-        return groups, states, deepcopy(unmatched)
-
     def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:
         """Return the scalar states of a parameter, and the parameter as it is paged.
 
@@ -763,45 +618,16 @@ class Muon(torch.optim.Optimizer):
         name = self._name(number, index, tensor)
         return scalars, paged or self._paged_parameter(number, name, tensor)
 
-    def _warn_of_other_rates(self) -> None:
-        """Warn, once after a restore, if the lr of a group is not the restored lr."""
-        restored, self._restored_rates = self._restored_rates, []
-        attached = self._attached.hyperparameters  # In the order of the store, whatever was edited.
-        rates = {id(group): lr for group, lr in zip(attached, restored, strict=False)}
-        for number, group in enumerate(self.param_groups):
-            lr = rates.get(id(group))
-            if lr is not None and float(group["lr"]) != lr:
-                warnings.warn(
-                    f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
-                    f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
-                    "start: make the scheduler before and pass it, restore(scheduler=scheduler)",
-                    stacklevel=2,
-                )
-                return
-
-    def _warn_of_slow_bfloat16(self) -> None:
-        """Warn, once, if Newton-Schulz takes long because this CPU is slow in bfloat16."""
-        if not self._may_be_slow:
-            return
-        self._may_be_slow = False
-        ranks = self.store.ranks
-        multiplications = sum(
-            group["ns_steps"] * newton_schulz.cost((*parameter.shape,))
-            for group in self.param_groups
-            if group["algorithm"] == "muon" and group["ns_dtype"] == torch.bfloat16
-            for parameter in group["params"]
-            if compute_device(self.store, parameter).type == "cpu"
-        )
-        if multiplications < _WORTH_A_WARNING or (ranks is not None and ranks.rank > 0):
-            return
-        slowness = newton_schulz.bfloat16_slowness()
-        if slowness > _SLOWNESS_MAX:
-            warnings.warn(
-                f"this CPU multiplies matrices in bfloat16 {slowness:.0f} times slower than in "
-                'float32: pass ns_dtype="auto" or ns_dtype=torch.float32 for faster steps, whose '
-                "results then differ from those of torch.optim.Muon",
-                stacklevel=2,
-            )
+    def _warn(self) -> None:
+        """Warn at the first step, and at the first step after a restore."""
+        if self._restored_rates:
+            attached = self._attached.hyperparameters  # In the order of the store.
+            rates = zip(map(id, attached), self._restored_rates, strict=False)
+            self._restored_rates = []
+            warn_of_other_rates(self.param_groups, dict(rates))
+        if self._may_be_slow:
+            self._may_be_slow = False
+            warn_of_slow_bfloat16(self.store, self.param_groups)
 
     def _attach_groups(self) -> bool:
         """Attach the groups that the store does not have yet.
@@ -888,7 +714,7 @@ class Muon(torch.optim.Optimizer):
             parameters=[self._paged_parameter(number, *named) for named in self._named(number)],
             hyperparameters=group,
             check=lambda hyperparameters: check_hyperparameters(
-                {**with_dtypes(hyperparameters), **_fixed(group)}, number
+                {**with_dtypes(hyperparameters), **fixed(group)}, number
             ),
         )
 
@@ -931,41 +757,6 @@ class Muon(torch.optim.Optimizer):
         if names:
             return str(names[index])
         return f"{self._attached.number_of_new(self.param_groups, number)}.{index}"
-
-
-def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Return the scalars of a parameter as ``torch.optim`` has them."""
-    return {
-        name: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
-        for name, value in scalars.items()
-    }
-
-
-def _drop_duplicates(group: dict[str, Any]) -> None:
-    """Leave every parameter of a group there once, under its first name."""
-    positions = {tensor: index for index, tensor in reversed([*enumerate(group["params"])])}
-    if len(positions) < len(group["params"]):
-        kept = sorted(positions.values())
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [group[key][index] for index in kept]
-
-
-def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group that loading does not change."""
-    return {key: group[key] for key in _FIXED if key in group}
-
-
-def _name_empty_groups(groups: Sequence[dict[str, Any]]) -> None:
-    """Give groups without parameters names if other groups have names, as torch.optim expects."""
-    empty = [g for g in groups if isinstance(g["params"], list) and not g["params"]]
-    if empty and any("param_names" in group or _is_named(group["params"]) for group in groups):
-        for group in empty:
-            group.setdefault("param_names", [])
-
-
-def _is_named(params: object) -> bool:
-    return isinstance(params, list) and len(params) > 0 and isinstance(params[0], tuple)
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

@@ -1,0 +1,61 @@
+"""Warnings of a step that does what it was told, but probably not what was wanted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import tierstore
+from muon import newton_schulz
+from muon.pipeline import compute_device
+
+# A CPU with instructions for bfloat16 takes about as long for it as for float32. Without, it takes
+# from 3 times as long to several hundred times.
+_SLOWNESS_MAX = 2.0
+
+# Multiplications of a step that take about 0.3 s on the slowest CPUs.
+_WORTH_A_WARNING = 10**8
+
+
+def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Mapping[int, float]) -> None:
+    """Warn if the lr of a group is not the restored lr.
+
+    Args:
+        groups: the param groups.
+        restored: id() of a group -> the lr that was restored.
+    """
+    for number, group in enumerate(groups):
+        lr = restored.get(id(group))
+        if lr is not None and float(group["lr"]) != lr:
+            warnings.warn(
+                f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
+                f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
+                "start: make the scheduler before and pass it, restore(scheduler=scheduler)",
+                stacklevel=3,
+            )
+            return
+
+
+def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if Newton-Schulz takes long because this CPU is slow in bfloat16."""
+    ranks = store.ranks
+    multiplications = sum(
+        group["ns_steps"] * newton_schulz.cost((*parameter.shape,))
+        for group in groups
+        if group["algorithm"] == "muon" and group["ns_dtype"] == torch.bfloat16
+        for parameter in group["params"]
+        if compute_device(store, parameter).type == "cpu"
+    )
+    if multiplications < _WORTH_A_WARNING or (ranks is not None and ranks.rank > 0):
+        return
+    slowness = newton_schulz.bfloat16_slowness()
+    if slowness > _SLOWNESS_MAX:
+        warnings.warn(
+            f"this CPU multiplies matrices in bfloat16 {slowness:.0f} times slower than in "
+            'float32: pass ns_dtype="auto" or ns_dtype=torch.float32 for faster steps, whose '
+            "results then differ from those of torch.optim.Muon",
+            stacklevel=3,
+        )

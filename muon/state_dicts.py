@@ -1,0 +1,174 @@
+"""State dicts in the format of ``torch.optim``: made from pages, and checked before a load."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+import tierstore
+from muon.checks import algorithm_of, check_hyperparameters, check_saved, with_dtypes
+from muon.param_groups import CHOICE, FIXED
+
+# None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
+_NOT_NONE = ("ns_dtype", "ns_batched")
+
+_Group = dict[str, Any]
+
+
+def pack(
+    groups: Sequence[_Group],
+    names: Sequence[Sequence[str]],
+    states: Mapping[str, Mapping[str, torch.Tensor]],
+    scalars: Mapping[str, Mapping[str, float]],
+) -> tuple[dict[Any, Any], list[_Group]]:
+    """Return the states and the groups of a state dict.
+
+    Args:
+        groups: the param groups.
+        names: the names of the parameters of each group.
+        states: parameter name -> state name -> tensor.
+        scalars: parameter name -> scalar name -> value.
+    """
+    packed_groups = []
+    packed_states: dict[Any, Any] = {}
+    for group, group_names in zip(groups, names, strict=True):
+        # Dtypes by name, because torch's state-dict helpers support plain values only.
+        packed = {
+            key: str(value) if isinstance(value, torch.dtype) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        if "param_names" in group:
+            packed["param_names"] = list(group_names)
+        start = len(packed_states)
+        packed["params"] = list(range(start, start + len(group_names)))
+        packed_groups.append(packed)
+        for index, name in enumerate(group_names, start):
+            packed_states[index] = {**_as_tensors(scalars.get(name, {})), **states[name]}
+    return packed_states, packed_groups
+
+
+def match(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[_Group],
+    paged: Callable[[int], tierstore.PagedGroup],
+) -> tuple[list[_Group], dict[str, dict[str, Any]], dict[Any, Any]]:
+    """Check a state dict.
+
+    Args:
+        state_dict: the state dict.
+        groups: the param groups.
+        paged: returns the group of a number as it is paged, with its parameters in the order of
+            the param group.
+
+    Returns:
+        Hyperparameters for each group, states by parameter name, and the entries that are not
+        of a parameter.
+
+    Raises:
+        ValueError: the state dict is of other groups, or has other states.
+    """
+    saved_groups = state_dict["param_groups"]
+    lengths = [len(group["params"]) for group in groups]
+    saved_lengths = [len(group["params"]) for group in saved_groups]
+    if lengths != saved_lengths:
+        raise ValueError(
+            f"the state dict has groups of {saved_lengths} parameters, this optimizer has "
+            f"groups of {lengths}"
+        )
+    hyperparameters = []
+    states: dict[str, dict[str, Any]] = {}
+    unmatched = dict(state_dict["state"])
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        hyperparameters.append(_hyperparameters(group, saved, number))
+        for saved_id, parameter in zip(saved["params"], paged(number).parameters, strict=True):
+            # torch's helpers add empty dicts for missing entries of a flattened state dict.
+            saved_states: dict[str, Any] = unmatched.pop(saved_id, {})
+            states[parameter.name] = {
+                key: value
+                for key, value in saved_states.items()
+                if not isinstance(value, dict) or value
+            }
+            has_step = group["algorithm"] == "adamw"
+            check_saved(states[parameter.name], parameter, has_step=has_step)
+    lost = [key for key in unmatched if isinstance(key, int)]
+    if lost:
+        raise ValueError(f"the state dict has states without a parameter: {lost[:3]}")
+    return hyperparameters, states, deepcopy(unmatched)
+
+
+def check_keys(state_dict: Mapping[str, Any]) -> None:
+    """Check that a dict is the state dict of an optimizer.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "the state dict of an optimizer has the keys 'state' and 'param_groups', got "
+            f"{list(state_dict)}"
+        )
+
+
+@contextlib.contextmanager
+def adopting_names(groups: Sequence[_Group], state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Give parameters without names those of a state dict, unless the context raises.
+
+    Args:
+        groups: param groups that have no pages yet, because pages keep the names of parameters.
+        state_dict: the state dict.
+    """
+    names = [group.get("param_names") or () for group in state_dict["param_groups"]]
+    lengths = [len(group["params"]) for group in groups]
+    has_names = any("param_names" in group for group in groups)
+    if has_names or lengths != list(map(len, names)):
+        yield
+        return
+    flat = [name for group_names in names for name in group_names]
+    if len(set(flat)) < len(flat):
+        raise ValueError("two parameters of the state dict have one name in param_names")
+    for group, group_names in zip(groups, names, strict=True):
+        group["param_names"] = list(group_names)
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            del group["param_names"]
+        raise
+
+
+def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
+    """Return the hyperparameters that a saved group gives a group.
+
+    Raises:
+        ValueError: the saved group is for another algorithm, or has a bad value.
+    """
+    keys = {key: saved[key] for key in CHOICE if saved.get(key) is not None}
+    expected = group.get("algorithm")
+    algorithm = algorithm_of(keys, number) if keys else expected
+    if algorithm != expected:
+        raise ValueError(
+            f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
+            f"group is for {expected!r}"
+        )
+    loaded = {
+        key: value
+        for key, value in saved.items()
+        if key not in FIXED and (value is not None or key not in _NOT_NONE)
+    }
+    # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
+    hyperparameters = with_dtypes(deepcopy(loaded))
+    check_hyperparameters({**group, **hyperparameters}, number)
+    return hyperparameters
+
+
+def _as_tensors(scalars: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Return the scalars of a parameter as ``torch.optim`` has them."""
+    return {
+        name: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
+        for name, value in scalars.items()
+    }
