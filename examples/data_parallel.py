@@ -66,7 +66,8 @@ def train(
     torch.manual_seed(options.seed)  # All ranks start from the same parameters.
     model = GPT(options)
     shared_model = share(model)
-    optimizer = muon.Muon(muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR), store=store)
+    groups = muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR)
+    optimizer = muon.Muon(groups, store=store, ns_dtype=model.dtype)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )

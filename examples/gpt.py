@@ -15,7 +15,7 @@ from torch.nn import functional
 BYTE_VALUES = 256
 HEAD_DIM = 64
 MUON_LR = 0.02
-ADAMW_LR = 3e-4
+ADAMW_LR = 3e-3
 VALIDATION_WINDOWS = 256
 
 
@@ -94,11 +94,13 @@ class GPT(nn.Module):
         self.register_buffer("rotary", rotary_angles(options.context), persistent=False)
         # A property of the processor and not a measurement, so a resumed run decides alike.
         features = torch.cpu.get_capabilities()
-        self.bf16 = bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+        is_fast = features.get("avx512_bf16") or features.get("amx_bf16")
+        self.dtype = torch.bfloat16 if is_fast else torch.float32
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats per byte, fp32 (); arguments are (batch, context)."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
+        is_mixed = self.dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
             x = self.embedding(inputs)
             for block in self.blocks:
                 x = block(x, self.rotary)

@@ -27,7 +27,7 @@ def share(model: GPT) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         # float32 is faster on a processor without instructions for bfloat16.
-        param_dtype=torch.bfloat16 if model.bf16 else torch.float32,
+        param_dtype=model.dtype,
         reduce_dtype=torch.float32,
     )
     for block in model.blocks:

@@ -41,7 +41,8 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
     train_text, validation_text = standard_library_text()
     torch.manual_seed(options.seed)
     model = GPT(options)
-    optimizer = muon.Muon(muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR), store=store)
+    groups = muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR)
+    optimizer = muon.Muon(groups, store=store, ns_dtype=model.dtype)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
@@ -98,9 +99,9 @@ def main(
     directory: Annotated[Path, typer.Option(help="Where the pages live.")] = Path("runs/train-gpt"),
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last commit.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an old run.")] = False,
-    steps: Annotated[int, typer.Option(min=1)] = 400,
+    steps: Annotated[int, typer.Option(min=1)] = 200,
     layers: Annotated[int, typer.Option(min=1)] = 6,
-    width: Annotated[int, typer.Option(min=HEAD_DIM, help=f"A multiple of {HEAD_DIM}.")] = 384,
+    width: Annotated[int, typer.Option(min=HEAD_DIM, help=f"A multiple of {HEAD_DIM}.")] = 320,
     batch: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Bytes in a window.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of initial weights, order and dropout.")] = 0,
@@ -125,7 +126,7 @@ def main(
     )
     try:
         with tierstore.TierStore(
-            directory, host_memory="64MiB", page_bytes="16MiB", resume=resume, overwrite=overwrite
+            directory, host_memory="32MiB", page_bytes="8MiB", resume=resume, overwrite=overwrite
         ) as store:
             train(store, options, resume=resume)
     except (tierstore.RunDirectoryError, tierstore.BudgetError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -89,3 +90,18 @@ def test_starting_over_a_committed_run_is_refused(finished: tuple[Path, str]) ->
     again = run(directory, "--resume")
     assert f"resumed after step {STEPS}" in again.stdout
     assert digest(again.stdout) == digest(output)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)  # The machine may be busy; the time of the processor counts.
+def test_the_default_run_learns_in_less_than_five_minutes_of_two_cores(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(EXAMPLE), "--directory", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    final = re.search(r"^validation loss ([\d.]+) nats per byte", result.stdout, re.MULTILINE)
+    assert final is not None
+    assert float(final[1]) < 1.7
+    seconds = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 2 * 5 * 60
