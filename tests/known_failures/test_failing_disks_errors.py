@@ -18,13 +18,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
 
 import tierstore
 from tests.support.isolated_process import allow_more_memory, apart, failing_close, outcome_of
 from tests.support.originals import STEPS
 from tests.support.toy import RANK, Toy, make_run
-from tierstore.cli import app
 from tierstore.storage.select import open_storage
 from tierstore.units import Extent
 
@@ -181,65 +179,6 @@ def test_a_storage_releases_the_lock_though_a_page_file_cannot_be_closed(
 
 
 # -------------------------------------------------------------------------- untyped errors
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=OSError,
-    reason="an error of the disk while a store looks for striping.json is raised raw",
-)
-@pytest.mark.parametrize("begun", [True, False])
-def test_an_error_while_looking_for_a_striping_is_typed(begun: bool, tmp_path: Path) -> None:
-    if begun:
-        make_run(tmp_path)
-
-    def strike(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *arguments: Any, **options: Any) -> Any:
-            if os.fsdecode(path if isinstance(path, os.PathLike | str) else "").endswith(
-                "striping.json"
-            ):
-                raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
-            return real(path, *arguments, **options)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in ("stat", "lstat", "open"):
-            stack.enter_context(mock.patch(f"os.{name}", strike(getattr(os, name))))
-        stack.enter_context(contextlib.suppress(tierstore.TierstoreError))
-        Toy(tmp_path, resume=begun).store.close()
-
-
-def open_again(run: Path) -> None:
-    Toy(run, resume=True).store.close()
-
-
-def command(name: str) -> Callable[[Path], None]:
-    def call(run: Path) -> None:
-        out = [str(run.parent / "out")] if name == "checkpoint" else []
-        result = CliRunner().invoke(app, [name, str(run), *out])
-        if not isinstance(result.exception, SystemExit | None):
-            raise result.exception
-
-    return call
-
-
-@pytest.mark.xfail(
-    strict=True, raises=RecursionError, reason="deeply nested JSON in dirty is raised as it fails"
-)
-@pytest.mark.parametrize(
-    "use",
-    [open_again, command("verify"), command("checkpoint")],
-    ids=["store", "verify", "checkpoint"],
-)
-def test_deep_nesting_in_a_dirty_mark_is_a_damaged_mark(
-    use: Callable[[Path], None], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    make_run(run)
-    (run / RANK / "dirty").write_bytes(b'{"overwriting":' + b"[" * 100_000)
-    with contextlib.suppress(tierstore.TierstoreError):
-        use(run)
 
 
 def allow_no_thread() -> None:

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import tierstore
-from tests.support.isolated_process import allow_more_memory, apart
+from tests.support.isolated_process import apart
 from tests.support.originals import STEPS
 from tests.support.toy import RANK, Spec, Toy, make_run
-from tierstore.cli import app
 
 ENGINES = ["io_uring", "libaio", "aiofiles"]
 COMMIT = f"commit-{STEPS:010d}"
@@ -27,60 +25,6 @@ TIB = 2**40
 MANY: list[list[Spec]] = [
     [(f"p{number:03d}", (64, 16), torch.float32, {}, False) for number in range(160)]
 ]
-
-
-# ------------------------------------------------------ damaged files that cost everything
-
-
-def call(*arguments: str) -> tuple[int, str]:
-    """Call a command; its exit code, and all that it prints."""
-    result = CliRunner().invoke(app, list(arguments))
-    if not isinstance(result.exception, SystemExit | None):
-        raise result.exception
-    return result.exit_code, result.stdout + result.stderr
-
-
-def resume(run: Path) -> int:
-    """The step that a restart finds, in little more memory than there is."""
-    allow_more_memory(96 << 20)
-    toy = Toy(run, resume=True)
-    step = toy.store.restore()
-    toy.store.close()
-    return step
-
-
-def make_huge(path: Path) -> None:
-    """Give a file a length that no memory holds, and no data behind what it has."""
-    path.touch()
-    os.truncate(path, TIB)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a file of a run that has any size is read until there is no memory",
-)
-@pytest.mark.parametrize("name", ["run.json", "dirty", "striping.json", COMMIT])
-def test_a_huge_file_of_a_run_is_refused_unread(name: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make_run(run)
-    make_huge(run / RANK / name)
-    outcome = apart(resume, run)
-    assert outcome.typed or outcome.value == STEPS - 1, outcome
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="what reshard=True leaves is read until there is no memory",
-)
-def test_a_huge_mark_of_a_reshard_is_refused_unread(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make_run(run)
-    (run / "resharded").mkdir()
-    make_huge(run / "resharded/tierstore.json")
-    outcome = apart(resume, run)
-    assert outcome.typed or outcome.value == STEPS, outcome
 
 
 # ------------------------------------------------------------------- links and few files

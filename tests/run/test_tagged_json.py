@@ -312,13 +312,13 @@ def test_depth_has_a_limit_that_json_can_take() -> None:
         )
 
 
-def test_limit_counts_tensors_arrays_and_bytes() -> None:
-    value = {"small": [torch.zeros(2), b"1234"], "large": (np.zeros(3), "text does not count")}
-    tagged_json.encode(value, limit_bytes=36)
+def test_limit_counts_tensors_arrays_bytes_and_text() -> None:
+    value = {"small": [torch.zeros(2), b"1234"], "large": (np.zeros(3), "ä.")}
+    tagged_json.encode(value, limit_bytes=49)
     with pytest.raises(
-        ValueError, match=r"^state holds 36 B .* at most 35 B; the largest"
+        ValueError, match=r"^state holds 49 B .* at most 48 B; the largest"
     ) as error:
-        tagged_json.encode(value, name="state", limit_bytes=35)
+        tagged_json.encode(value, name="state", limit_bytes=48)
     assert "state['large'][0] with 24 B" in str(error.value)
 
 
@@ -338,7 +338,8 @@ REFUSED = [
     {"$pickle": "gASVAAAA"}, {"$": 1}, {"$tuple": [1], "a": 2}, {"$tuple": [1], "$dict": []},
     {"a": 1, "$b": 2}, {"$tuple": "ab"}, {"$tuple": {"a": 1}},
     {"$dict": {"a": 1}}, {"$dict": [[1]]}, {"$dict": [[1, 2, 3]]}, {"$dict": ["ab"]},
-    {"$dict": [[[], 1]]}, {"$counter": 1}, {"$int": 5}, {"$int": "g"}, {"$float": [1.0]},
+    {"$dict": [[[], 1]]}, {"$dict": [[1, 2], [1, 3]]}, {"$counter": [["a", 2], ["a", 3]]},
+    {"$counter": 1}, {"$int": 5}, {"$int": "g"}, {"$float": [1.0]},
     {"$float": "one"}, {"$float": {"inf": 1}},
     {"$bytes": "A"}, {"$bytes": "AP8Q\n"}, {"$bytes": "\u00e9"}, {"$bytes": [0]},
     {"$dtype": "float"}, {"$dtype": "load"}, {"$dtype": "torch.float32"}, {"$dtype": ["float32"]},

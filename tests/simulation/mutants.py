@@ -357,7 +357,7 @@ def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
             retention.remove(folder, child)
 
 
-_read_mark, _refuse_dirty = recovery.read_mark, recovery._refuse_dirty
+_read_mark, _refuse_dirty = committer.read_mark, recovery._refuse_dirty
 
 
 def _about_a_step(data: bytes, field: str) -> tuple[int, int] | None:
@@ -454,7 +454,7 @@ WRITTEN = [
     ),
     Mutant(
         name="the dirty mark is about a step, whichever of its commits",
-        patched=_patch(recovery, "read_mark", _about_a_step),
+        patched=_patch(committer, "read_mark", _about_a_step),
         settings=REPLACING,
     ),
     Mutant(

@@ -19,13 +19,9 @@ from typing import TypeVar
 
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
 from tierstore.layout.page_layout import BLOCK_BYTES
-from tierstore.storage.paths import OPEN_FLAGS
-from tierstore.units import format_bytes
+from tierstore.storage.paths import OPEN_FLAGS, whole_file_fault
 
 T = TypeVar("T")
-
-GET_BYTES_MAX = 2**30
-"""Most bytes read at once: a file may claim any size."""
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 # Without O_NONBLOCK the open of a named pipe would wait for a writer.
@@ -223,13 +219,15 @@ class Reader:
             os.close(fd)
 
     def get(self, name: str) -> bytes:
-        """Return the content of a file of at most GET_BYTES_MAX bytes; errors as in open()."""
+        """Return the content of a file of at most WHOLE_FILE_BYTES_MAX bytes; errors as in open().
+
+        Raises:
+            CorruptionError: the file has more bytes.
+        """
         with self.open(name) as file:
-            if file.nbytes > GET_BYTES_MAX:
-                raise CorruptionError(
-                    f"has {format_bytes(file.nbytes)}: no file of its kind has more than "
-                    f"{format_bytes(GET_BYTES_MAX)}"
-                )
+            fault = whole_file_fault(file.nbytes)
+            if fault is not None:
+                raise CorruptionError(fault)
             return file.read(0, file.nbytes)
 
     def parse(self, name: str, parse: Callable[[bytes, str], T]) -> T:

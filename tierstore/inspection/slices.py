@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from tierstore.errors import CorruptionError
 from tierstore.inspection.coverage import tiling_faults
 from tierstore.inspection.page_file import is_record
-from tierstore.inspection.reader import GET_BYTES_MAX, File, Reader
+from tierstore.inspection.reader import File, Reader
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,
@@ -29,6 +29,7 @@ from tierstore.layout.records import (
     RECORD_PREFIX_BYTES,
     record_length,
 )
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import format_bytes
 
 _READ_BYTES = 2**20
@@ -273,7 +274,7 @@ def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
     has_checksums = any(entry.CRC for entry in entries)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CorruptionError("is compressed, which torch.save never does")
-    if other_nbytes > GET_BYTES_MAX:  # torch.load reads every entry at once.
+    if other_nbytes > WHOLE_FILE_BYTES_MAX:  # torch.load reads every entry at once.
         raise CorruptionError(f"has {format_bytes(other_nbytes)} besides the data of tensors")
     for entry in entries:
         if not has_checksums or (_is_data(entry) and (not whole or entry.CRC == 0)):
@@ -293,7 +294,7 @@ class _BoundedReader(io.BufferedReader):
     """Refuses a read that is longer than any list of entries, whatever size the slice states."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is not None and size > GET_BYTES_MAX:
+        if size is not None and size > WHOLE_FILE_BYTES_MAX:
             raise CorruptionError("is not what torch.save wrote: its list of entries is too long")
         return super().read(size)
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch.profiler import record_function
 from typing_extensions import override
 
-from tierstore.errors import StoreFailedError
+from tierstore.errors import CorruptionError, StoreFailedError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.ranks.peers import Peers, together
@@ -36,7 +36,7 @@ from tierstore.run.file_names import (
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars, unpack_scalars
 from tierstore.run.page_files import create_all, create_files
-from tierstore.run.sealed import checksum_of
+from tierstore.run.sealed import checksum_of, parse_json
 from tierstore.storage.base import Storage, Transfer
 
 
@@ -56,8 +56,18 @@ def mark_dirty(storage: Storage, revision: Revision) -> None:
 def read_mark(data: bytes, field: str) -> Revision | None:
     """Return the commit that a mark names in its only field; None if the mark is damaged."""
     try:
-        return manifest_revision(json.loads(data)[field])
+        return manifest_revision(parse_json(data)[field])
     except (ValueError, LookupError, TypeError):
+        return None
+
+
+def find_mark(storage: Storage, name: str, field: str) -> Revision | None:
+    """Return the commit that the mark of this name has; None if the mark is absent or damaged."""
+    if name not in storage.list():
+        return None
+    try:
+        return read_mark(storage.get(name), field)
+    except CorruptionError:  # More bytes than are read at once.
         return None
 
 

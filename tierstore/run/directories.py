@@ -17,7 +17,7 @@ from tierstore.run.opening import lock
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.run.striping import Striping
 from tierstore.storage.base import Storage
-from tierstore.storage.paths import get_file
+from tierstore.storage.paths import get_file, has_file
 from tierstore.storage.select import open_storage
 from tierstore.units import SECTOR_BYTES
 
@@ -45,13 +45,14 @@ def open_directories(
 
     Raises:
         RunDirectoryError: a directory cannot be used, is missing, or is given twice.
+        StorageError: the disk does not tell whether a file is there.
         ValueError: there is no directory, or no such engine.
     """
     if not directories:
         raise ValueError("name one directory or more, got an empty list")
     paths = [rank_directory(directory, rank) for directory in directories]
     absent = [path for path in paths if not path.exists()]
-    striped = [path for path in paths if (path / STRIPING_NAME).exists()]
+    striped = [path for path in paths if has_file(path / STRIPING_NAME)]
     if absent and striped and not overwrite:
         raise RunDirectoryError(
             f"{absent[0]} is missing, and {striped[0]} is of a run that is striped over several "
@@ -92,9 +93,13 @@ def open_run_directory(directory: Path, rank: int) -> Storage:
 
 
 def striping_in(folder: Path) -> Striping | None:
-    """Return the striping of the run with this directory of a rank, or None."""
+    """Return the striping of the run with this directory of a rank, or None.
+
+    Raises:
+        StorageError, CorruptionError, RunDirectoryError: the file cannot be read.
+    """
     path = folder / STRIPING_NAME
-    return Striping.from_bytes(get_file(path), str(path)) if path.exists() else None
+    return Striping.from_bytes(get_file(path), str(path)) if has_file(path) else None
 
 
 @contextlib.contextmanager

@@ -127,6 +127,7 @@ class Manifest:
 def _check(manifest: Manifest) -> None:
     """Raise ValueError, TypeError or LookupError unless all fields have their types."""
     names = (manifest.run_id, manifest.attempt, manifest.layout, *manifest.dropped)
+    require(len(set(manifest.dropped)) == len(manifest.dropped))
     numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
     require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
     require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)

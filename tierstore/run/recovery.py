@@ -12,7 +12,7 @@ from functools import partial
 
 from tierstore.errors import CorruptionError, RunDirectoryError
 from tierstore.ranks.peers import Peers, agree, together
-from tierstore.run.committer import clear_dirty, read_mark
+from tierstore.run.committer import clear_dirty, find_mark
 from tierstore.run.file_names import (
     CLEAN_NAME,
     DIRTY_NAME,
@@ -63,7 +63,7 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
     act = partial(_require_rank, found[peers.rank], storage, peers.rank)
     identity = together(peers, "check the identity", act)
     _require_one_run(found, identity, storage)
-    marked = agree(peers, "read the mark", lambda: _closed_after(storage))
+    marked = agree(peers, "read the mark", lambda: find_mark(storage, CLEAN_NAME, "committed"))
     manifest = recover(storage, identity, peers)
     was_closed = manifest is not None and set(marked) == {manifest.revision}
     return identity, manifest, was_closed
@@ -213,10 +213,14 @@ class _RankCommits:
         location, identity = self._storage.location, self._identity
         for name in self._storage.list():
             if revision := manifest_revision(name):
-                data, where = self._storage.get(name), f"{location}/{name}"
+                where = f"{location}/{name}"
                 try:
                     self.whole[revision] = read_manifest(
-                        data, where, revision=revision, rank=identity.rank, identity=identity
+                        self._storage.get(name),
+                        where,
+                        revision=revision,
+                        rank=identity.rank,
+                        identity=identity,
                     )
                 except CorruptionError as error:
                     self._damaged[revision] = error
@@ -273,13 +277,6 @@ class _RankCommits:
                 storage.unlink(name)
 
 
-def _closed_after(storage: Storage) -> Revision | None:
-    """Return the commit that the mark of a clean end names; None without a mark."""
-    if CLEAN_NAME not in storage.list():
-        return None
-    return read_mark(storage.get(CLEAN_NAME), "committed")
-
-
 def _remove_clean_mark(storage: Storage) -> None:
     if CLEAN_NAME in storage.list():
         storage.unlink(CLEAN_NAME)
@@ -317,7 +314,7 @@ def read_manifest(
 def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     if DIRTY_NAME not in storage.list():
         return
-    overwritten = read_mark(storage.get(DIRTY_NAME), "overwriting")
+    overwritten = find_mark(storage, DIRTY_NAME, "overwriting")
     if newest and overwritten and overwritten < newest:
         return  # The mark is stale: the crash came just before clear_dirty().
     commit = f"step {overwritten[0]}" if overwritten else "a commit"

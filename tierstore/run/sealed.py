@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -62,9 +62,28 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
     if xxhash.xxh3_128_hexdigest(text) != match[3].decode():
         raise CorruptionError(f"{where} is damaged: its checksum does not match its content")
     with body_errors(where):
-        body: dict[str, Any] = json.loads(text)
+        body = parse_json(text)
         require(type(body) is dict)
-        return body
+        return cast(dict[str, Any], body)
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, is nested deeper than Python's JSON supports, or has an
+            object with a key twice.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deep") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    require(len(values) == len(pairs))
+    return values
 
 
 @contextmanager

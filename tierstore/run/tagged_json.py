@@ -25,7 +25,8 @@ DEPTH_MAX = 100
 a list that contains itself."""
 
 LIMIT_BYTES = 64 * 2**20
-"""Most bytes in tensors, arrays and bytes together: every commit writes them again."""
+"""Most bytes in tensors, arrays, bytes and text together: every commit writes them again, and a
+restart reads the manifest whole."""
 
 _ALLOWED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.dtype, "
@@ -48,7 +49,7 @@ def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -
             fields, and list, tuple, dict, OrderedDict, Counter of these. A key of a dict may
             be any of these that has a hash, except a tensor. Subclasses are refused.
         name: names ``value`` in errors.
-        limit_bytes: most bytes that tensors, arrays and bytes may hold together.
+        limit_bytes: most bytes that tensors, arrays, bytes and text may hold together.
 
     Raises:
         TypeError: a value of any other type; the message gives its path.
@@ -60,8 +61,8 @@ def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -
     if encoder.nbytes > limit_bytes:
         nbytes, path = encoder.largest
         raise ValueError(
-            f"{name} holds {format_bytes(encoder.nbytes)} in tensors and bytes, of which a commit "
-            f"carries at most {format_bytes(limit_bytes)}; the largest is {path} with "
+            f"{name} holds {format_bytes(encoder.nbytes)} in tensors, bytes and text, of which a "
+            f"commit carries at most {format_bytes(limit_bytes)}; the largest is {path} with "
             f"{format_bytes(nbytes)}: keep large values in other files"
         )
     return encoded
@@ -97,12 +98,12 @@ class _Encoder:
         ):
             return value
         if cls is str:
-            return _checked_text(value, path)
+            return self.text(value, path)
         if cls is list:
             return self.items(value, path, depth)
         if cls is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {
-                _checked_text(key, f"the key {key!r} of {path}"): self.encode(
+                self.text(key, f"the key {key!r} of {path}"): self.encode(
                     item, f"{path}[{key!r}]", depth + 1
                 )
                 for key, item in value.items()
@@ -154,30 +155,39 @@ class _Encoder:
 
     def scalar(self, scalar: np.generic, path: str, _depth: int) -> dict[str, Any]:
         if isinstance(scalar, np.str_):
-            _checked_text(str(scalar), path)
+            _checked_nbytes(str(scalar), path)
         nbytes = scalar.dtype.itemsize  # An empty np.str_ has 0, but tobytes() gives 4.
         return {
             "dtype": _numpy_dtype_text(scalar.dtype, path),
             "data": self.base64(path, nbytes, lambda: scalar.tobytes()[:nbytes]),
         }
 
+    def text(self, text: str, path: str) -> str:
+        """Count the bytes of a text after checking that it is valid Unicode."""
+        self._count(path, _checked_nbytes(text, path))
+        return text
+
     def base64(self, path: str, nbytes: int, data: Callable[[], bytes]) -> str:
         """Count the bytes, and encode them unless the limit has been passed already."""
-        self.nbytes += nbytes
-        self.largest = max(self.largest, (nbytes, path))
+        self._count(path, nbytes)
         return base64.b64encode(data()).decode() if self.nbytes <= self._limit_bytes else ""
+
+    def _count(self, path: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if nbytes > self.largest[0]:
+            self.largest = (nbytes, path)
 
 
 def _refusal(path: str, what: str) -> TypeError:
     return TypeError(f"{path} is {what}, which a commit cannot carry; allowed are {_ALLOWED}")
 
 
-def _checked_text(text: str, path: str) -> str:
+def _checked_nbytes(text: str, path: str) -> int:
+    """Return the number of bytes of a text, or raise ValueError if it is not valid Unicode."""
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"{path} is not valid Unicode: {error}") from None
-    return text
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
@@ -212,7 +222,7 @@ def _decode_pairs(payload: Any, depth: int) -> dict[Any, Any]:
     values = {}
     for pair in _list(payload):
         key, value = (_decode(item, depth + 1) for item in _list(pair))
-        require(not isinstance(key, torch.Tensor))
+        require(not isinstance(key, torch.Tensor), key not in values)
         values[key] = value
     return values
 

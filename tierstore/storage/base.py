@@ -54,11 +54,18 @@ class Folder(Protocol):
 
     @abstractmethod
     def put(self, child: str, name: str, data: bytes) -> None:
-        """Make a file with content ``data``. The data is durable; the name is after sync()."""
+        """Make a file with content ``data``. The data is durable; the name is after sync().
+
+        EFBIG if ``data`` has more than WHOLE_FILE_BYTES_MAX bytes.
+        """
 
     @abstractmethod
     def get(self, child: str, name: str) -> bytes:
-        """Return the whole content of a small file."""
+        """Return the whole content of a small file.
+
+        Raises:
+            CorruptionError: the file has more than WHOLE_FILE_BYTES_MAX bytes.
+        """
 
     @abstractmethod
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
@@ -175,12 +182,17 @@ class Storage(Protocol):
         """Make a small file with content ``data``. The data is durable; the name is not yet.
 
         An existing file of that name is truncated first: write under a temporary name
-        and rename() where the old content must survive a crash.
+        and rename() where the old content must survive a crash. EFBIG, and an unchanged file, if
+        ``data`` has more than WHOLE_FILE_BYTES_MAX bytes, which get() refuses.
         """
 
     @abstractmethod
     def get(self, name: str) -> bytes:
-        """Return the whole content of a small file."""
+        """Return the whole content of a small file.
+
+        Raises:
+            CorruptionError: the file has more than WHOLE_FILE_BYTES_MAX bytes.
+        """
 
     @abstractmethod
     def rename(self, name: str, new_name: str) -> None:

@@ -13,6 +13,9 @@ from tierstore.units import SECTOR_BYTES, Extent
 
 LOCK_NAME = "lock"
 
+WHOLE_FILE_BYTES_MAX = 2**30
+"""Most bytes of a file that is read or written whole: a damaged file may have any length."""
+
 
 def check_name(name: str) -> str:
     """Return ``name``.

@@ -20,9 +20,6 @@ from tierstore.storage.paths import (
     write_all,
 )
 
-# Most bytes that get() reads: another program may have left a sparse file of any size.
-_GET_BYTES_MAX = 2**30
-
 
 class LocalFolder(Folder):
     """A directory on a filesystem, made if absent.
@@ -62,7 +59,7 @@ class LocalFolder(Folder):
 
     @override
     def get(self, child: str, name: str) -> bytes:
-        return get_file(self._path(child, name), _GET_BYTES_MAX)
+        return get_file(self._path(child, name))
 
     @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:

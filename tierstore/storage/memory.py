@@ -15,6 +15,7 @@ from typing_extensions import override
 from tierstore.errors import StorageError
 from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.storage.checks import (
+    WHOLE_FILE_BYTES_MAX,
     check_name,
     check_nbytes,
     check_usable,
@@ -136,6 +137,8 @@ class MemoryStorage(Storage):
     @override
     def put(self, name: str, data: bytes) -> None:
         self._check_usable()
+        if len(data) > WHOLE_FILE_BYTES_MAX:
+            raise self._error("put", name, errno.EFBIG)
         with self.files.changed:
             # Truncates an existing file, as opening it would: its other names see that, too.
             self.files.contents.setdefault(check_name(name), bytearray())[:] = data
@@ -255,6 +258,8 @@ class MemoryFolder(Folder):
 
     @override
     def put(self, child: str, name: str, data: bytes) -> None:
+        if len(data) > WHOLE_FILE_BYTES_MAX:
+            raise self._error("put", child, name, error=errno.EFBIG)
         self._child("put", child)[check_name(name)] = bytearray(data)
 
     @override

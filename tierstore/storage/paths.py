@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
-from tierstore.errors import RunDirectoryError, StorageError
-from tierstore.units import Extent
+from tierstore.errors import CorruptionError, RunDirectoryError, StorageError
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
+from tierstore.units import Extent, format_bytes
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of every open() of a file: links are not followed, started programs do not inherit it."""
@@ -108,27 +109,54 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def put_file(path: Path, data: bytes) -> None:
-    """Make a file with content ``data``, or raise StorageError. Its name is not yet durable."""
+    """Make a file with content ``data``, or raise StorageError. Its name is not yet durable.
+
+    EFBIG if get_file() would refuse the file; an existing file is then left as it is.
+    """
+    if len(data) > WHOLE_FILE_BYTES_MAX:
+        raise storage_error("put", path, errno.EFBIG)
     with opened("put", path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         write_all(fd, data)
         os.fsync(fd)
 
 
-def get_file(path: Path, nbytes_max: int | None = None) -> bytes:
-    """Return the content of a file, or raise StorageError.
+def get_file(path: Path) -> bytes:
+    """Return the content of a file.
 
-    EINVAL if the name is not a regular file (a named pipe is not waited for); EFBIG if the
-    file has more than ``nbytes_max`` bytes.
+    Raises:
+        StorageError: EINVAL if the name is not a regular file (a named pipe is not waited for).
+        CorruptionError: the file has more than WHOLE_FILE_BYTES_MAX bytes.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     with opened("get", path, os.O_RDONLY | os.O_NONBLOCK) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a file")
-        if nbytes_max is not None and status.st_size > nbytes_max:
-            raise OSError(errno.EFBIG, "too large")
+        fault = whole_file_fault(status.st_size)
+        if fault is not None:
+            raise CorruptionError(f"{path} {fault}")
         with open(fd, "rb", closefd=False) as file:
-            return file.read()
+            return file.read(status.st_size)
+
+
+def whole_file_fault(nbytes: int) -> str | None:
+    """Return the fault of a file of this length that is read whole; None if it has no fault."""
+    if nbytes <= WHOLE_FILE_BYTES_MAX:
+        return None
+    return (
+        f"has {format_bytes(nbytes)}: no file of its kind has more than "
+        f"{format_bytes(WHOLE_FILE_BYTES_MAX)}"
+    )
+
+
+def has_file(path: Path) -> bool:
+    """Return whether a name is taken, or raise StorageError if the disk does not tell."""
+    with storage_errors("look for", path):
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
 
 
 def map_file(fd: int, nbytes: int, *, shared: bool) -> mmap.mmap:

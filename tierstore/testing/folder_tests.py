@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from tierstore.storage.base import Folder, Storage
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.testing.storage_sharing import folder_path
 from tierstore.testing.transfers import create_with, fails_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES
@@ -88,6 +89,12 @@ class FolderTests(ABC):
         parent.sync("child")
         assert parent.get("child", "file") == random_bytes(nbytes)
         assert self.raw_children(storage) == {"child": {"file": random_bytes(nbytes)}}
+
+    def test_put_refuses_what_get_would_refuse(self, parent: Folder) -> None:
+        parent.put("child", "file", b"kept")
+        with fails_with(errno.EFBIG):
+            parent.put("child", "file", bytes(WHOLE_FILE_BYTES_MAX + 1))
+        assert parent.get("child", "file") == b"kept"
 
     def test_make_refuses_a_name_that_is_taken(self, storage: Storage, parent: Folder) -> None:
         parent.put("child", "file", b"kept")

@@ -22,8 +22,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from typing_extensions import override
 
-from tierstore.errors import RunLockedError, StoreClosedError
+from tierstore.errors import CorruptionError, RunLockedError, StoreClosedError
 from tierstore.storage.base import Storage
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.testing.storage_machine import StorageMachine
 from tierstore.testing.storage_sharing import FileSharingTests, SharingTests, folder_path
 from tierstore.testing.storage_transfers import FileTransferTests, TransferTests
@@ -120,6 +121,12 @@ class StorageTests(TransferTests, SharingTests):
         assert self.raw_bytes(storage, "file") == random_bytes(nbytes)
         assert storage.get("file") == random_bytes(nbytes)
         assert storage.size("file") == nbytes
+
+    def test_put_refuses_what_get_would_refuse(self, storage: Storage) -> None:
+        storage.put("file", b"kept")
+        with fails_with(errno.EFBIG):
+            storage.put("file", bytes(WHOLE_FILE_BYTES_MAX + 1))
+        assert storage.get("file") == b"kept"
 
     def test_rename_replaces(self, storage: Storage) -> None:
         storage.put("old", b"old")
@@ -255,6 +262,13 @@ class FileStorageTests(FileTransferTests, FileSharingTests, StorageTests):
     @override
     def open_again(self, storage: Storage) -> Storage:
         return self.open_storage(Path(storage.location))
+
+    def test_get_refuses_a_file_of_any_length(self, storage: Storage) -> None:
+        storage.put("file", b"")
+        path = Path(storage.location) / "file"
+        os.truncate(path, WHOLE_FILE_BYTES_MAX + 1)
+        with pytest.raises(CorruptionError, match=f"{path} has 1.0 GiB: no file of its kind"):
+            storage.get("file")
 
     def test_files_are_closed_to_other_users(self, storage: Storage) -> None:
         umask = os.umask(0)  # The storage must not rely on the umask.
