@@ -393,6 +393,11 @@ WITHIN: dict[str, tuple[bytes, str]] = {
         + pickle.REDUCE,
         "a size",
     ),
+    "a size as a key": (
+        (pickle.EMPTY_DICT + SIZE + pickle.EMPTY_TUPLE + pickle.TUPLE1 + pickle.REDUCE)
+        + (pickle.NONE + pickle.SETITEM),
+        "a strange kind",
+    ),
     "a negative size": (
         SIZE + pickle.BININT + b"\xff\xff\xff\xff" + 2 * pickle.TUPLE1 + pickle.REDUCE,
         "a size",

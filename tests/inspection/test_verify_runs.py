@@ -226,6 +226,19 @@ def test_nothing_was_committed(tmp_path: Path) -> None:
     assert report.notes == ("nothing was committed yet, so there is nothing to check",)
 
 
+def test_a_run_without_its_commits(run: Path) -> None:
+    for path in (run / RANK).glob("commit-*"):
+        path.unlink()
+    (fault,) = check(run).faults
+    assert fault.place == RANK
+    assert "has a layout but no commit" in fault.what
+    with pytest.raises(tierstore.RunDirectoryError, match="its commits are missing"):
+        Toy(run, [*MODEL, [TWIN]], resume=True)
+    assert not check(run).good
+    Toy(run, [*MODEL, [TWIN]], overwrite=True).store.close()
+    assert check(run).good
+
+
 def test_without_checksums(tmp_path: Path) -> None:
     toy = Toy(tmp_path, [[FIRST, SECOND]], checksums=False)
     toy.step()

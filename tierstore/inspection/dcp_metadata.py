@@ -24,7 +24,7 @@ from torch.serialization import _get_layout
 from tierstore.errors import CorruptionError
 
 _DIMENSIONS_MAX = 64
-_HASHABLE = (str, int, float, bool, bytes, NoneType, Size)
+_HASHABLE = (str, int, float, bool, bytes, NoneType)
 
 # Class -> its fields and their exact types (a bool is not an int), as torch declares them, or
 # narrower. A field that may be None may also be absent.
@@ -105,7 +105,7 @@ def _check_keys(keys: list[Any]) -> None:
     for key in keys:
         parts = key if type(key) is tuple else (key,)
         if type(key) is dcp.MetadataIndex:
-            parts = tuple(vars(key).values())
+            parts = tuple(part for part in vars(key).values() if type(part) is not Size)
         _expect(all(type(part) in _HASHABLE for part in parts), "has a key of a strange kind")
 
 

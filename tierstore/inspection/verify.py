@@ -39,8 +39,10 @@ from tierstore.run.file_names import (
     DIRTY_NAME,
     MARKER_NAME,
     METADATA_NAME,
+    RESHARDED_NAME,
     Revision,
     folder_rank,
+    layout_digest_in,
     published_manifest,
     published_page,
 )
@@ -207,6 +209,23 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
         reader.notes.append("no commit is whole on all ranks")
     else:
         reader.notes.append("nothing was committed yet, so there is nothing to check")
+        _check_uncommitted(reader, ranks)
+
+
+def _check_uncommitted(reader: Reader, ranks: Sequence[Rank]) -> None:
+    """Record commits that were removed, unless a reshard keeps a checkpoint.
+
+    The first commit writes a layout file before its manifest; a run without commits has none.
+    """
+    if RESHARDED_NAME in reader.list():
+        return
+    for rank in ranks:
+        if any(layout_digest_in(name) for name in rank.names):
+            reader.fault(
+                rank.folder,
+                "has a layout but no commit: the commits were removed, or the run was stopped "
+                "during its first commit",
+            )
 
 
 def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:

@@ -9,7 +9,7 @@ import weakref
 from tierstore.errors import RunDirectoryError, RunLockedError
 from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run.committer import Committer, write_durably
-from tierstore.run.file_names import DIRTY_NAME, IDENTITY_NAME, manifest_revision
+from tierstore.run.file_names import CLEAN_NAME, DIRTY_NAME, IDENTITY_NAME, manifest_revision
 from tierstore.run.manifest import Manifest, RunIdentity
 from tierstore.run.recovery import erase, erase_commits, find_run
 from tierstore.storage.base import Storage
@@ -121,9 +121,9 @@ def open_run(
         lock(storage)
         names = storage.list()
         steps = [revision[0] for name in names if (revision := manifest_revision(name))]
-        holds_work = bool(steps) or DIRTY_NAME in names
+        holds_work = bool(steps) or DIRTY_NAME in names or CLEAN_NAME in names
         if holds_work and not resume and not overwrite:
-            state = f"committed at step {max(steps)}" if steps else "not committed"
+            state = f"committed at step {max(steps)}" if steps else "without a commit"
             raise RunDirectoryError(
                 f"{storage.location} holds a run {state}: pass resume=True to resume it, or "
                 "overwrite=True to delete it and start over"

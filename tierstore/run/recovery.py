@@ -208,7 +208,7 @@ class _RankCommits:
         """Return the whole commits, and whether the run had no earlier commit.
 
         Raises:
-            RunDirectoryError: no commit is whole.
+            RunDirectoryError: no commit is whole, or the commits are missing.
         """
         location, identity = self._storage.location, self._identity
         for name in self._storage.list():
@@ -228,6 +228,11 @@ class _RankCommits:
             raise RunDirectoryError(f"no commit in {location} is whole: {_START_OVER}")
         if not self.whole:
             _refuse_dirty(self._storage, None)
+            if CLEAN_NAME in self._storage.list():
+                raise RunDirectoryError(
+                    f"{location} was closed after a commit, but its commits are missing: restore "
+                    f"the directory from a copy, or {_START_OVER}"
+                )
             if identity.world_size == 1:
                 raise RunDirectoryError(
                     f"no step was committed in {location} yet: there is no step to restore or to "
