@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.commands import call, call_process
 from tests.support.originals import STEPS, TWIN, committed_pages, flip
+from tests.support.striped_runs import made
 from tests.support.toy import MODEL, RANK, Toy, resumed
 from tierstore.inspection import verify
 from tierstore.run.opening import LOCK_TIMEOUT_S
+
+NOBODY = 65534
 
 
 def test_a_run_is_published(run: Path, tmp_path: Path) -> None:
@@ -73,14 +78,106 @@ def test_checkpoints_that_cannot_be_published_are_2(run: Path, tmp_path: Path) -
 
 
 def test_a_run_directory_may_hold_other_files(run: Path, tmp_path: Path) -> None:
-    """For example a log, or its checkpoints."""
+    """For example a log, or checkpoints that the job published."""
     (run / "train.log").write_text("step 3\n")
     (run / "checkpoints").mkdir()
-    code, out, err = call("checkpoint", run, run / "checkpoints" / "3")
-    assert (code, err) == (0, "")
-    assert f"{run}/checkpoints/3: step 3" in out
     assert call("checkpoint", run, tmp_path / "out")[0] == 0
     assert verify.verify(tmp_path / "out").good
+
+
+@pytest.mark.parametrize("inside", ["inside", "checkpoints/3", f"{RANK}/3", "../link/3"])
+def test_a_checkpoint_within_the_run_is_refused(inside: str, run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints").mkdir()
+    (tmp_path / "link").symlink_to(run / "checkpoints")
+    code, out, err = call("checkpoint", run, run / inside)
+    assert (code, out, (run / inside).exists()) == (2, "", False)
+    assert f"{run / inside} lies in the run directory {run}: name a directory outside" in err
+
+
+def test_a_checkpoint_within_another_directory_of_the_run_is_refused(tmp_path: Path) -> None:
+    made([tmp_path / "one", tmp_path / "two"])
+    code, _, err = call("checkpoint", tmp_path / "one", tmp_path / "two/inside")
+    assert code == 2
+    assert f"lies in the run directory {tmp_path}/two" in err
+    assert call("checkpoint", "--verify", tmp_path / "one", tmp_path / "out")[0] == 0
+    assert verify.verify(tmp_path / "out").good
+
+
+def too_short(page: Path) -> str:
+    os.truncate(page, page.stat().st_size - 4096)
+    return f"has {page.stat().st_size} bytes, expected {page.stat().st_size + 4096}"
+
+
+def too_long(page: Path) -> str:
+    os.truncate(page, page.stat().st_size + 4096)
+    return f"has {page.stat().st_size} bytes, expected {page.stat().st_size - 4096}"
+
+
+def a_link(page: Path) -> str:
+    shutil.move(page, page.parent.parent / "elsewhere")
+    page.symlink_to(page.parent.parent / "elsewhere")
+    return "is a symbolic link"
+
+
+def a_pipe(page: Path) -> str:
+    page.unlink()
+    os.mkfifo(page)
+    return "is not a regular file"
+
+
+def missing(page: Path) -> str:
+    page.unlink()
+    return "is missing"
+
+
+def of_somebody_else(page: Path) -> str:
+    if os.geteuid():
+        pytest.skip("only root gives files away")
+    os.chown(page, NOBODY, NOBODY)
+    return f"belongs to user {NOBODY}, expected user 0"
+
+
+@pytest.mark.parametrize("change", [too_short, too_long, a_link, a_pipe, missing, of_somebody_else])
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_page_file_that_is_not_as_it_was_made_is_refused_by_its_name(
+    number: int, change: Callable[[Path], str], run: Path, tmp_path: Path
+) -> None:
+    page = run / committed_pages(run)[number]
+    expected = change(page)
+    code, out, err = call("checkpoint", run, tmp_path / "out")
+    assert (code, out, (tmp_path / "out").exists()) == (1, "", False)
+    assert f"{page} {expected}; nothing was published" in err
+
+
+def test_the_other_slot_of_a_page_is_not_looked_at(run: Path, tmp_path: Path) -> None:
+    for path in set((run / RANK).glob("page-*")) - {run / name for name in committed_pages(run)}:
+        path.unlink()
+    assert call("checkpoint", run, tmp_path / "out")[0] == 0
+
+
+def test_verify_reads_every_page_first(run: Path, tmp_path: Path) -> None:
+    pages = committed_pages(run)
+    code, out, err = call("checkpoint", "--verify", run, tmp_path / "good")
+    assert (code, err) == (0, "")
+    assert out.endswith("\nverified: every page was read before it was published\n")
+    _, out, _ = call("checkpoint", "--verify", run, tmp_path / "json", "--json")
+    assert json.loads(out)["verified"] is True
+    for page in pages:
+        flip(run / page, -1)
+    code, out, err = call("checkpoint", "--verify", run, tmp_path / "out")
+    assert (code, out, (tmp_path / "out").exists()) == (1, "", False)
+    assert f"{run / pages[0]}: the " in err
+    assert f"({len(pages) - 1} further faults); nothing was published" in err
+
+
+def test_verify_without_checksums_is_refused(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run", checksums=False)
+    toy.step()
+    toy.store.close()
+    code, _, err = call("checkpoint", "--verify", tmp_path / "run", tmp_path / "out")
+    assert (code, (tmp_path / "out").exists()) == (2, False)
+    assert "checksums=False, so its pages cannot be verified" in err
+    assert call("checkpoint", tmp_path / "run", tmp_path / "out")[0] == 0
 
 
 def test_only_a_run_is_published(run: Path, originals: Path, tmp_path: Path) -> None:

@@ -304,8 +304,10 @@ def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
     """It is the user's: nothing takes it for what reshard=True left, or removes it."""
     directory = copied(root, tmp_path)
     taken = directory / "run" / "resharded"
-    with pytest.raises(tierstore.CheckpointError, match='whose name is not "resharded"'):
+    with pytest.raises(tierstore.CheckpointError, match="lies in the run directory"):
         publish_run(directory / "run", taken)
+    with pytest.raises(tierstore.CheckpointError, match='whose name is not "resharded"'):
+        publish_run(directory / "run", tmp_path / "resharded")
     publish_run(directory / "run", tmp_path / "out")
     taken.mkdir()
     (taken / "notes").write_text("mine")

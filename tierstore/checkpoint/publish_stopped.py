@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tierstore.checkpoint.model_contents import paged_contents
@@ -12,42 +13,68 @@ from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
+from tierstore.inspection.page_file import check_page
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.run_reader import missing_ranks, read_ranks
+from tierstore.inspection.run_reader import Rank, missing_ranks, read_ranks
 from tierstore.inspection.verify import kind_of, refuse_in_use
 from tierstore.ranks.peers import Alone
-from tierstore.run.commit import load_commit
+from tierstore.run.commit import CommittedPage, load_commit
 from tierstore.run.directories import whole_run
+from tierstore.run.file_names import page_file
 from tierstore.run.recovery import find_whole_run
 from tierstore.storage.base import Storage
+from tierstore.storage.paths import storage_errors
 
 
 def publish_run(
-    run: Path, out: Path, *, on_progress: Callable[[int, int], None] = lambda copied, total: None
+    run: Path,
+    out: Path,
+    *,
+    verify: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Publication:
     """Publish the committed step of a run that no process uses; see publish().
 
     The checkpoint holds the paged parameters and states; a run does not have the rest of a model.
 
+    Args:
+        run: the directory of the run.
+        out: the directory of the checkpoint.
+        verify: whether to read every page first, and compare it with the checksums.
+        on_progress: called with the number of bytes that were read, and of all bytes to read;
+            afterwards with the bytes that were copied, as in publish().
+
     Raises:
         CheckpointError: ``run`` is not a run or lacks ranks, or this user may not read it; or
-            as in publish().
+            ``out`` lies in it; or ``verify`` and the run has no checksums; or as in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
-        StorageError, CorruptionError: as in publish().
+        StorageError, CorruptionError: as in publish_whole().
     """
     if kind_of(run) != "run":
         raise CheckpointError(f"{run} is a checkpoint already: name a run directory")
     reader = Reader(run)
     refuse_in_use(reader)  # At once: a lock is waited for.
-    missing = missing_ranks(read_ranks(reader))
+    ranks = read_ranks(reader)
+    _require_outside(run, ranks, out)
+    missing = missing_ranks(ranks)
     if missing is not None:
         raise CheckpointError(
             f"{run}: {missing.place} {missing.what}, or publish from the job, with "
             "store.checkpoint()"
         )
     with whole_run([run], find_others=True) as storages:
-        return publish_whole(list(storages.values()), out, on_progress=on_progress)
+        return publish_whole(list(storages.values()), out, verify=verify, on_progress=on_progress)
+
+
+def _require_outside(run: Path, ranks: Sequence[Rank], out: Path) -> None:
+    """Refuse a checkpoint in a directory of the run, with which it would be removed."""
+    striped = (path for rank in ranks if rank.striping for path in rank.striping.directories)
+    for directory in (run, *(Path(path).parent for path in striped)):
+        if directory.resolve() in (out.resolve(), *out.resolve().parents):
+            raise CheckpointError(
+                f"{out} lies in the run directory {directory}: name a directory outside of it"
+            )
 
 
 def publish_whole(
@@ -55,27 +82,37 @@ def publish_whole(
     out: Path,
     *,
     for_reshard: bool = False,
-    on_progress: Callable[[int, int], None] = lambda copied, total: None,
+    verify: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Publication:
     """Publish the committed step of a run, given the locked storages of all its ranks.
 
     Raises:
         RunDirectoryError: they are not of one run, or the run has no committed step.
-        CorruptionError: the commits of the ranks do not fit together.
-        CheckpointError, StorageError, CorruptionError: as in publish().
+        CorruptionError: the commits of the ranks do not fit together; or a page file is missing,
+            not a regular file, of another length or of another user; or ``verify`` and a page is
+            not what was committed. Nothing was published.
+        CheckpointError: ``verify`` and the run has no checksums; or as in publish().
+        StorageError, CorruptionError: as in publish().
     """
     found = find_whole_run(storages)
     commits = [load_commit(storage, manifest) for storage, manifest in found]
     for fault in coverage_faults(commits):
         raise CorruptionError(f"{storages[0].location} and beside it: {fault.place} {fault.what}")
+    page_files = [
+        # The next job allocates spares when it overwrites a page.
+        PageLinks(storage, commit, commit.pages())
+        for (storage, _), commit in zip(found, commits, strict=True)
+    ]
+    paths = {_path(files.storage, page): page for files in page_files for page in files.pages}
+    for path, page in paths.items():
+        _check_file(path, page.layout.nbytes)
+    if verify:
+        _read_pages(storages[0], paths, on_progress)
     names = [spec.name for group in commits[0].groups for spec in group]
     committed = Committed(
         peers=Alone(),
-        # The next job allocates spares when it overwrites a page.
-        page_files=[
-            PageLinks(storage, commit, commit.pages())
-            for (storage, _), commit in zip(found, commits, strict=True)
-        ],
+        page_files=page_files,
         contents=lambda: paged_contents(names),
         model_prefix="model.",
         for_reshard=for_reshard,
@@ -87,3 +124,48 @@ def publish_whole(
         publication.settle()  # After an interrupt, the copy still uses the storages.
         raise
     return publication
+
+
+def _path(storage: Storage, page: CommittedPage) -> Path:
+    name = page_file(page.number, page.entry.slot)
+    return Path(storage.home(name).location, name)
+
+
+def _check_file(path: Path, nbytes: int) -> None:
+    """Refuse a page file that is not as the run made it; its content is not read."""
+    with storage_errors("look for", path):
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            raise CorruptionError(f"{path} is missing; nothing was published") from None
+    fault = None
+    if not stat.S_ISREG(status.st_mode):
+        fault = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a regular file"
+    elif status.st_uid != os.geteuid():
+        fault = f"belongs to user {status.st_uid}, expected user {os.geteuid()}"
+    elif status.st_size != nbytes:
+        fault = f"has {status.st_size} bytes, expected {nbytes}"
+    if fault is not None:
+        raise CorruptionError(f"{path} {fault}; nothing was published")
+
+
+def _read_pages(
+    first: Storage,
+    pages: Mapping[Path, CommittedPage],
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Refuse pages that are not what was committed, after reading all of them."""
+    if not all(page.entry.checksums for page in pages.values()):
+        raise CheckpointError(
+            f"the run in {first.location} was trained with checksums=False, so its pages cannot be "
+            "verified: publish it without --verify"
+        )
+    reader = Reader(Path(first.location), on_progress)
+    reader.expect(sum(page.layout.nbytes for page in pages.values()))
+    for path, page in pages.items():
+        reader.allow(str(path.parent))
+        check_page(reader, str(path), page)
+    if reader.faults:
+        fault = reader.faults[0]
+        more = f" ({len(reader.faults) - 1} further faults)" if reader.faults[1:] else ""
+        raise CorruptionError(f"{fault.place}: {fault.what}{more}; nothing was published")

@@ -19,6 +19,9 @@ def checkpoint(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The checkpoint: an absent or empty directory.")
     ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every page first; publish nothing if damaged.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Publish the committed step of a stopped run as a checkpoint.
@@ -30,11 +33,12 @@ def checkpoint(
         from tierstore.checkpoint.publish_stopped import publish_run
 
         note_interrupted_reshard(run)
-        with progress("copied") as on_progress:
-            publication = publish_run(run, out, on_progress=on_progress)
+        with progress("read" if verify else "copied") as on_progress:
+            publication = publish_run(run, out, verify=verify, on_progress=on_progress)
         if as_json:
             fields = ("path", "step", "bytes_total", "bytes_copied", "bytes_linked")
-            write_json({name: getattr(publication, name) for name in fields})
+            found = {name: getattr(publication, name) for name in fields}
+            write_json({**found, "verified": verify})
             return
         nbytes = format_bytes(publication.bytes_total)
         how = "linked, they take no further space"
@@ -42,5 +46,9 @@ def checkpoint(
             linked = publication.bytes_linked
             how = f"copied, {format_bytes(linked)} linked" if linked else "copied"
         published = f"{out}: step {publication.step}, {nbytes} of pages {how}"
-        verify = f"not verified: tierstore verify {shlex.quote(str(out))} reads every byte"
-        write_lines([plain(published), plain(verify)])
+        verified = (
+            "verified: every page was read before it was published"
+            if verify
+            else f"not verified: tierstore verify {shlex.quote(str(out))} reads every byte"
+        )
+        write_lines([plain(published), plain(verified)])
