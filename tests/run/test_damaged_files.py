@@ -198,7 +198,18 @@ MANIFESTS: list[Callable[[dict[str, Any]], None]] = [
     lambda body: body.update(extra={"$dict": [["a", 1], ["a", 2]]}),
     lambda body: body.update(step=2**62),
 ]
+
+
+def enlarge(body: dict[str, Any]) -> None:
+    """Give a parameter one chunk that no record holds, in fewer bytes than any state has."""
+    group, shards = body["pages"][0]
+    position, _ = shards[0]
+    body["groups"][group][position]["shape"] = [2**40]
+    shards[0][1] = [[[0], [2**40]]]
+
+
 LAYOUTS: list[Callable[[dict[str, Any]], None]] = [
+    enlarge,
     lambda body: body["groups"][0][1].update(name=body["groups"][0][0]["name"]),
     lambda body: body["groups"].append(body["groups"][0]),
     lambda body: body["groups"][1].append(body["groups"][0][0]),

@@ -111,9 +111,13 @@ class RankLayout:
         """Return the layout of every page.
 
         Raises:
-            CorruptionError: the records have other places than when the layout was written.
+            CorruptionError: the records have other places than when the layout was written, or a
+                record is larger than any that is written.
         """
-        pages = list(map(lay_out, self.subgroups))
+        try:
+            pages = list(map(lay_out, self.subgroups))
+        except ValueError as error:
+            raise CorruptionError(f"a layout has a page that nobody writes: {error}") from error
         if layout_digest(pages) != self.offsets:
             raise CorruptionError("a layout has records in other places than it was written with")
         return pages
