@@ -20,6 +20,7 @@ from tierstore.errors import (
     StoreClosedError,
     StoreFailedError,
     SweepError,
+    ThreadError,
     TierstoreError,
 )
 from tierstore.units import parse_bytes
@@ -90,6 +91,7 @@ __all__ = [
     "StoreClosedError",
     "StoreFailedError",
     "SweepError",
+    "ThreadError",
     "TierStore",
     "TierstoreError",
     "not_compiled",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,16 @@ from functools import partial
 
 class TierstoreError(Exception):
     """Base class of all errors of tierstore."""
+
+
+def errno_text(error: int) -> str:
+    """Return the meaning of an errno, and for want of descriptors the limit to raise."""
+    text = f"{os.strerror(error)} (errno {error})"
+    if error == errno.EMFILE:
+        return f"{text}; raise the limit of open files with `ulimit -n`"
+    if error == errno.ENFILE:
+        return f"{text}; raise fs.file-max, or lower `ulimit -n` of other programs"
+    return text
 
 
 class StorageError(TierstoreError):
@@ -37,12 +48,26 @@ class StorageError(TierstoreError):
         self.offset = offset
         self.nbytes = nbytes
         place = path if offset is None else f"{path}, {nbytes} bytes at offset {offset}"
-        super().__init__(f"{what} failed: {place}: {os.strerror(errno)} (errno {errno})")
+        super().__init__(f"{what} failed: {place}: {errno_text(errno)}")
 
     def __reduce__(self) -> tuple[Callable[[], StorageError], tuple[()]]:
         # Exceptions are pickled as class and message; this class needs its own arguments.
         names = ("what", "path", "errno", "offset", "nbytes")
         return partial(type(self), **{name: getattr(self, name) for name in names}), ()
+
+
+class ThreadError(TierstoreError, RuntimeError):
+    """The system starts no further thread."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"no further thread can be started ({reason}): raise the limits of this process on "
+            "threads (`ulimit -u`) and memory (`ulimit -v`)"
+        )
+
+    def __reduce__(self) -> tuple[type[ThreadError], tuple[str]]:
+        return type(self), (self.reason,)
 
 
 class CorruptionError(TierstoreError):

@@ -493,3 +493,24 @@ def test_killed_during_the_copy(blocks: int, tmp_path: Path) -> None:
     assert_nothing_left(tmp_path / "run", tmp_path / "checkpoints", [*found, "3"])
     for name in found:
         assert verify(tmp_path / "checkpoints" / name).good
+
+
+def test_without_a_thread_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Elsewhere(tmp_path, open_gate=True)
+    start = threading.Thread.start
+
+    def refuse_to_publish(thread: threading.Thread) -> None:
+        if thread.name == "tierstore-publish":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_to_publish)
+        with pytest.raises(tierstore.ThreadError, match="ulimit -u"):
+            elsewhere.store.checkpoint(elsewhere.folder / "refused")
+    assert_nothing_left(elsewhere.run, elsewhere.folder)
+    elsewhere.store.checkpoint(elsewhere.folder / "published")
+    elsewhere.store.close()
+    assert_holds_toy(elsewhere.folder / "published", 2)

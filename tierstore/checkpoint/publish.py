@@ -39,6 +39,7 @@ from tierstore.run.file_names import (
 )
 from tierstore.run.sealed import seal
 from tierstore.storage.base import Folder
+from tierstore.threads import start_thread
 
 logger = logging.getLogger("tierstore")
 
@@ -264,9 +265,11 @@ class _Publishing:
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
         """Start a thread that copies and finishes, and return when it has begun."""
-        threading.Thread(
-            target=self._finish_alone, args=(on_copying,), name="tierstore-publish"
-        ).start()
+        start_thread(
+            threading.Thread(
+                target=self._finish_alone, args=(on_copying,), name="tierstore-publish"
+            )
+        )
         self._copying.wait()
 
     def _finish_alone(self, on_copying: Callable[[Publication], None]) -> None:

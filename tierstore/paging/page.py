@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -25,6 +25,7 @@ from tierstore.run.checksums import block_checksums
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
+from tierstore.threads import started_pool
 from tierstore.units import Extent
 
 _Started = tuple[PageEntry, Transfer]
@@ -159,8 +160,6 @@ class PageFiles:
         self._storage = storage
         self._checksums = checksums
         self._checksums_of = partial(block_checksums, run_id=run_id)
-        # Starts the writes that wait for a copy from the device. No thread before the first.
-        self._late = ThreadPoolExecutor(1, thread_name_prefix="tierstore-late")
         self._last_late: Future[_Started] | None = None
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
@@ -245,9 +244,15 @@ class PageFiles:
 
     def close(self) -> None:
         """End the threads."""
-        self._late.shutdown()
+        if "_late" in vars(self):
+            self._late.shutdown()
         self._reads.close()
         self._writes.close()
+
+    @cached_property
+    def _late(self) -> ThreadPoolExecutor:
+        """The thread that starts the writes that wait for a copy from the device."""
+        return started_pool(1, "tierstore-late")
 
     def _start_write(self, page: Page, step: int, slot: str) -> _Started:
         """Start a write once the copy from the device has ended; may run on the late thread."""

@@ -36,6 +36,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from tierstore.errors import PeerFailed
+from tierstore.threads import start_thread
 
 THREAD_NAME = "tierstore-failures"
 
@@ -243,7 +244,7 @@ class FailureDetector:
                 act()
 
         thread = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
-        thread.start()
+        start_thread(thread)
         self._threads.append(thread)
         return thread
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from tierstore.errors import PeerFailed, RollCallError, StoreClosedError
+from tierstore.errors import PeerFailed, RollCallError, StoreClosedError, ThreadError
 from tierstore.ranks.failure_detector import (
     ACCUSE_S,
     FOREVER,
@@ -38,6 +38,7 @@ from tierstore.ranks.failure_detector import (
 )
 from tierstore.ranks.peers import Alone, Peers, Ranks
 from tierstore.ranks.roll_call import RollCalls
+from tierstore.threads import start_thread
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ class ProcessGroupRanks(Ranks):
         # Calls into torch, which cannot be interrupted, are made one after another in a thread.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="tierstore-ranks", daemon=True)
-        self._worker.start()
+        start_thread(self._worker)
         try:
             self._open()
         except BaseException:
@@ -132,6 +133,8 @@ class ProcessGroupRanks(Ranks):
                 host=self._host,
                 waits=self._waits,
             )
+        except ThreadError:
+            raise
         except RuntimeError as error:
             raise PeerFailed(self._host, f"{KEY_VALUE_STORE} is gone: {error}") from error
         try:

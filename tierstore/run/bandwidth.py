@@ -9,12 +9,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.base import Storage, Transfer
+from tierstore.threads import started_pool
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
 _TRANSFERS_MAX = 8
@@ -36,7 +36,7 @@ def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[fl
     nbytes = min(align_up(page_bytes, SECTOR_BYTES), _TRANSFER_BYTES_MAX)
     data = mmap.mmap(-1, nbytes)
     data[:] = os.urandom(nbytes)  # Some disks write zeros faster.
-    with ThreadPoolExecutor(len(storages)) as executor:
+    with started_pool(len(storages), "tierstore-bandwidth") as executor:
         return list(executor.map(partial(_measured, data=memoryview(data)), storages))
 
 

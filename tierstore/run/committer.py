@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from torch.profiler import record_function
@@ -38,6 +38,7 @@ from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalar
 from tierstore.run.page_files import create_all, create_files
 from tierstore.run.sealed import checksum_of, parse_json
 from tierstore.storage.base import Storage, Transfer
+from tierstore.threads import started_pool
 
 
 def write_durably(storage: Storage, name: str, data: bytes) -> None:
@@ -175,7 +176,7 @@ class Committer(Progress):
         """The rank's files."""
         self._peers = peers
         self._commit_every = commit_every
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tierstore-commit")
+        self._executor = started_pool(1, "tierstore-commit")
         self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra of its commit.
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""

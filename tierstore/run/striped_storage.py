@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
@@ -24,6 +23,7 @@ from tierstore.run.committer import write_durably
 from tierstore.run.file_names import IDENTITY_NAME, STRIPING_NAME, manifest_revision, page_number
 from tierstore.run.striping import NamedDirectory, Striping, match, stripe, weights_of
 from tierstore.storage.base import Folder, Storage, Transfer
+from tierstore.threads import started_pool
 from tierstore.units import Extent
 
 _log = logging.getLogger("tierstore")
@@ -184,11 +184,15 @@ class StripedStorage(Storage):
         self._in_each(lambda part: part.close())
 
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Make calls in parallel; raise the error of the first failed call after all have ended."""
+        """Make calls in parallel; raise the error of the first failed call after all have ended.
+
+        Raises:
+            ThreadError: the system starts no further thread. No call was made.
+        """
         if len(calls) == 1:
             calls[0]()
         elif calls:
-            with ThreadPoolExecutor(len(calls)) as executor:
+            with started_pool(len(calls), "tierstore-disks") as executor:
                 made = [executor.submit(call) for call in calls]
             for call in made:
                 call.result()
