@@ -65,41 +65,6 @@ class TestEngine:
         with closing(AiofilesEngine()) as engine:
             yield engine
 
-    def test_sync_reports_the_first_descriptor_that_failed(
-        self, engine: AiofilesEngine, tmp_path: Path
-    ) -> None:
-        with (tmp_path / "file").open("wb") as file:
-            fds = [file.fileno()] * 20
-            good, bad, empty = AiofilesTicket(), AiofilesTicket(), AiofilesTicket()
-            engine.submit_sync(good, fds)
-            engine.submit_sync(bad, [*fds[:13], _NO_FD, *fds, _NO_FD])
-            engine.submit_sync(empty, [])
-            assert engine.wait(good) == (0, 0)
-            assert engine.wait(bad) == (errno.EBADF, 13)
-            assert engine.wait(empty) == (0, 0)
-
-    def test_transfers_fail_if_no_thread_starts(
-        self, engine: AiofilesEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        synced: list[int] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", synced.append)
-            patch.setattr(threading.Thread, "start", refuse)
-            ticket = AiofilesTicket()
-            engine.submit_sync(ticket, [_NO_FD])
-            assert engine.wait(ticket) == (errno.EAGAIN, 0)
-            patch.undo()
-            # A thread started later must not run the call that was refused.
-            patch.setattr(os, "fdatasync", synced.append)
-            ticket = AiofilesTicket()
-            engine.submit_sync(ticket, [_NO_FD - 1])
-            assert engine.wait(ticket) == (0, 0)
-            engine.close()
-        assert synced == [_NO_FD - 1]
-
     def test_ticket_that_was_never_submitted(self, engine: AiofilesEngine) -> None:
         with pytest.raises(ValueError, match="never submitted"):
             engine.wait(AiofilesTicket())

@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -36,7 +35,6 @@ except OSError as refused:
 
 from tierstore.storage.libaio import LibaioEngine, LibaioStorage, LibaioTicket
 from tierstore.storage.request import RETRIES_MAX
-from tierstore.storage.threaded_engine import sync_files
 
 Submit = Callable[[list[Any]], int]
 _NO_FD = 1 << 20
@@ -197,53 +195,6 @@ def test_error_of_a_dead_thread_ends_all_transfers(
 
 
 class TestEngine:
-    def test_sync_reports_the_descriptor_that_failed(self, tmp_path: Path) -> None:
-        engine = LibaioEngine(2, SECTOR_BYTES)
-        with (tmp_path / "file").open("wb") as file:
-            fds = [file.fileno()] * 20
-            good, bad, empty = LibaioTicket(), LibaioTicket(), LibaioTicket()
-            engine.submit_sync(good, fds)
-            engine.submit_sync(bad, [*fds[:13], _NO_FD, *fds])
-            engine.submit_sync(empty, [])
-            assert engine.wait(good) == (0, 0)
-            assert engine.wait(bad) == (errno.EBADF, 13)
-            assert engine.wait(empty) == (0, 0)
-        engine.close()
-
-    def test_sync_without_threads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        engine = LibaioEngine(2, SECTOR_BYTES)
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        ticket = LibaioTicket()
-        engine.submit_sync(ticket, [_NO_FD])
-        assert engine.wait(ticket) == (errno.EBADF, 0)
-        engine.close()
-
-    @pytest.mark.parametrize("threads", [0, 1, 3])
-    def test_a_file_is_synced_once_however_many_threads_start(
-        self, threads: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The kernel reports an error of writing back once: a second sync would succeed."""
-        start, started, synced = threading.Thread.start, [], Counter[int]()
-
-        def limited(thread: threading.Thread) -> None:
-            if len(started) == threads:
-                raise RuntimeError("can't start new thread")
-            started.append(thread)
-            start(thread)
-
-        def sync(fd: int) -> None:
-            synced[fd] += 1
-            if fd in (3, 5) and synced[fd] == 1:
-                raise OSError(errno.EIO, "lost")
-
-        monkeypatch.setattr(threading.Thread, "start", limited)
-        monkeypatch.setattr(os, "fdatasync", sync)
-        assert sync_files(range(9)) == (errno.EIO, 3)
-        assert synced == Counter(range(9))
-
     def test_ticket_that_was_never_submitted(self) -> None:
         engine = LibaioEngine(2, SECTOR_BYTES)
         with pytest.raises(ValueError, match="never submitted"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,3 +92,28 @@ def failing_close(part_of_path: str) -> Iterator[list[str]]:
 
     with mock.patch("os.close", close):
         yield struck
+
+
+def in_threads(calls: dict[str, Callable[[], Any]], within_s: float = 4.0) -> dict[str, str]:
+    """Name -> the class of the error that the call raised, or what it did instead."""
+    came = dict.fromkeys(calls, "never ended")
+
+    def do(name: str) -> None:
+        came[name] = outcome_of(calls[name]).error.partition(":")[0] or "raised nothing"
+
+    threads = [threading.Thread(target=do, args=(name,), daemon=True) for name in calls]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(came)
+
+
+def assert_free(directory: Path) -> None:
+    """Check that whoever locks a storage of this directory now gets the lock at once."""
+    fd = os.open(directory / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)

@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 
-from tierstore.errors import RunDirectoryError, RunLockedError
+from tierstore.errors import RunDirectoryError, RunLockedError, StorageError
 from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run.committer import Committer, write_durably
 from tierstore.run.file_names import CLEAN_NAME, DIRTY_NAME, IDENTITY_NAME, manifest_revision
@@ -29,7 +29,11 @@ def abandon_in_children(storage: Storage) -> None:
 
 def close_storage(storage: Storage) -> None:
     """Close a storage, after which another store of this process may open its directory."""
-    storage.close()
+    try:
+        storage.close()
+    except StorageError:  # The lock was released nevertheless.
+        _storages_in_use.discard(storage)
+        raise
     _storages_in_use.discard(storage)
 
 

@@ -1,7 +1,7 @@
 """Buffered I/O through aiofiles: slower, but works on any filesystem and any machine.
 
-One thread runs an asyncio loop. Each transfer is a task on it, and aiofiles runs the blocking
-calls in a pool of threads.
+One thread runs an asyncio loop. Each transfer is a task on it, and aiofiles makes the blocking
+calls in the engine's pool of threads.
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ import errno
 import os
 import selectors
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import aiofiles
 from typing_extensions import override
 
-from tierstore.storage.engine import THREAD_NAME
 from tierstore.storage.engine_storage import EngineStorage
-from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket, sync_files
-
-_THREADS = 8
+from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
 
 
 class AiofilesTicket(ThreadedTicket):
     """One read, write or sync."""
 
-    work: Callable[[], Awaitable[tuple[int, int]]]
-    """The transfer or sync; gives the outcome that Engine.wait returns."""
+    move: Callable[[], Awaitable[tuple[int, int]]]
+    """The transfer; gives the outcome that Engine.wait returns."""
     task: asyncio.Task[None]  # The loop itself keeps only a weak reference.
 
 
@@ -41,12 +37,7 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
         # Created here, so that a forked child can close its copy of the descriptor.
         self._selector = selectors.DefaultSelector()
         self._loop = asyncio.SelectorEventLoop(self._selector)
-        self._start_pool()
         super().__init__()
-
-    def _start_pool(self) -> None:
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=THREAD_NAME)
-        self._loop.set_default_executor(self._executor)
 
     @override
     def submit(
@@ -59,18 +50,8 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
         offset: int,
     ) -> None:
         memory = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-        ticket.offset, ticket.work = offset, partial(_move, is_write, fd, memory, offset)
+        ticket.offset, ticket.move = offset, partial(_move, is_write, fd, memory, offset)
         self._enqueue(ticket)
-
-    @override
-    def submit_sync(self, ticket: AiofilesTicket, fds: list[int]) -> None:
-        ticket.work = partial(self._loop.run_in_executor, None, sync_files, fds)
-        self._enqueue(ticket)
-
-    @override
-    def close(self) -> None:
-        super().close()
-        self._executor.shutdown()
 
     @override
     def abandon(self) -> None:
@@ -80,6 +61,7 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
 
     @override
     def _run(self) -> None:
+        self._loop.set_default_executor(self._pool)
         self._loop.run_forever()
 
     @override
@@ -92,7 +74,7 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
 
     def _look(self) -> None:
         """Start new work, or end the thread after the last ticket."""
-        for ticket in self._new_tickets():
+        for ticket in self._new_transfers():
             ticket.task = self._loop.create_task(self._serve(ticket))
         if self._may_stop():
             self._loop.stop()
@@ -100,13 +82,9 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
     async def _serve(self, ticket: AiofilesTicket) -> None:
         ticket.outcome = (errno.EIO, ticket.offset)  # Stays after an error that asyncio logs.
         try:
-            ticket.outcome = await ticket.work()
-        except RuntimeError:
-            # No thread can be started, or the interpreter is ending. The pool may have queued
-            # the call, which must not run later, when its memory and descriptor are gone.
-            self._executor.shutdown(cancel_futures=True)
-            self._start_pool()
-            ticket.outcome = (errno.EAGAIN, ticket.offset)
+            ticket.outcome = await ticket.move()
+        except RuntimeError:  # The interpreter is ending, and the pool takes no further call.
+            ticket.outcome = (errno.ECANCELED, ticket.offset)
         finally:
             self._end(ticket)
             self._look()
@@ -120,13 +98,14 @@ class AiofilesStorage(EngineStorage[AiofilesTicket]):
 
     Raises:
         RunDirectoryError: the directory cannot be made.
+        ThreadError: the system starts no further thread.
     """
 
     engine = "aiofiles"
     direct = False
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, AiofilesEngine(), AiofilesTicket)
+        super().__init__(directory, AiofilesEngine, AiofilesTicket)
 
 
 async def _move(is_write: bool, fd: int, memory: memoryview, offset: int) -> tuple[int, int]:

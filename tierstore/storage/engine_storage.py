@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
@@ -10,9 +11,9 @@ import threading
 import time
 from abc import ABC
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Generic
 
@@ -43,6 +44,7 @@ from tierstore.storage.paths import (
     storage_error,
     storage_errors,
     sync_path,
+    write_back,
 )
 from tierstore.units import Extent
 
@@ -50,68 +52,154 @@ from tierstore.units import Extent
 # engine has far fewer requests in flight, so the limit costs no speed.
 _OPEN_FILES_MAX = 64
 
-# Most descriptors of one flush, well below the usual limit of 1024 per process.
-_FLUSH_FILES_MAX = 256
+# Most descriptors of one flush.
+_FLUSH_FILES_MAX = 32
 
 _LOCK_POLL_S = 0.1
+
+_Descriptors = list[int]  # In the storage the name list is a method.
+
+
+class Operation(Generic[TicketT]):
+    """One read, write, flush or registration, and what the kernel uses until its end.
+
+    Args:
+        what: the operation, for errors.
+        paths: a file for each descriptor.
+        ticket: the operation in the engine.
+        extent: range of a read or write.
+        memory: kept alive until the end.
+
+    Attributes:
+        failure: the operation that failed first, its file and errno; None without an error.
+    """
+
+    __slots__ = ("_extent", "_memory", "_mutex", "_paths", "_what", "failure", "fds", "ticket")
+
+    def __init__(
+        self,
+        what: str,
+        paths: Sequence[Path],
+        ticket: TicketT,
+        extent: Extent | None = None,
+        memory: object = None,
+    ) -> None:
+        self.ticket = ticket
+        self.fds: _Descriptors = []
+        self.failure: tuple[str, Path, int] | None = None
+        self._what, self._paths, self._extent, self._memory = what, paths, extent, memory
+        self._mutex = threading.Lock()
+
+    def check(self) -> None:
+        """Raise StorageError if the operation failed."""
+        if self.failure is not None:
+            raise storage_error(*self.failure, self._extent)
+
+    def open(self, flags: int) -> None:
+        """Open all files.
+
+        Raises:
+            StorageError: a file cannot be opened. No file is open.
+        """
+        try:
+            # An interrupt loses no descriptor, because C code adds it to the list.
+            self.fds.extend(map(os.open, self._paths, repeat(flags)))
+        except OSError as error:
+            path = self._paths[len(self.fds)]
+            self.close()
+            raise storage_error(self._what, path, error.errno or errno.EIO, self._extent) from error
+
+    def finish(self, error: int, position: int) -> None:
+        """Take the outcome of the engine, and release what the kernel has used.
+
+        Called again after an interrupt, and by several threads.
+        """
+        with self._mutex:
+            if error:
+                place = f" (stopped at byte {position})" if self._extent else ""
+                path = self._paths[0 if self._extent else position]
+                self._fail(f"{self._what}{place}", path, error)
+            elif self._what == "write" and self.fds:
+                self._write_back(self.fds[0])
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptors and drop the memory."""
+        self._memory = None
+        while self.fds:
+            try:
+                # An interrupt loses no descriptor, because C code removes it from the list.
+                next(map(os.close, map(self.fds.pop, [-1])))
+            except OSError as error:
+                path = self._paths[len(self.fds)]
+                self._fail(f"close after {self._what}", path, error.errno or errno.EIO)
+
+    def _write_back(self, fd: int) -> None:
+        """Write what the page cache holds of a write, if the filesystem has put it there.
+
+        An error of a later write-back might not be reported to the descriptor of a flush.
+        """
+        assert self._extent is not None
+        try:
+            write_back(fd, self._extent)
+        except OSError as error:
+            self._fail("write-back", self._paths[0], error.errno or errno.EIO)
+
+    def _fail(self, what: str, path: Path, error: int) -> None:
+        self.failure = self.failure or (what, path, error)
 
 
 @dataclass(eq=False)
 class _EngineTransfer(Transfer, Generic[TicketT]):
-    """One read or write in flight."""
+    """One read or write."""
 
     storage: EngineStorage[TicketT]
-    what: str
-    path: Path
-    extent: Extent
-    ticket: TicketT
+    operation: Operation[TicketT]
 
     @override
     def wait(self) -> None:
-        error, stopped_at = self.storage.wait_for(self.ticket)
-        if error:
-            what = f"{self.what} (stopped at byte {stopped_at})"
-            raise storage_error(what, self.path, error, self.extent)
+        self.storage.wait_for(self.operation)
+        self.operation.check()
 
     @override
     def done(self) -> bool:
-        return self.ticket.ended
+        return self.operation.ticket.ended
 
 
 class EngineStorage(Storage, ABC, Generic[TicketT]):
     """Files of one directory, moved by one engine. A subclass sets ``engine`` and ``direct``.
 
-    A transfer needs its descriptor and its buffer until the kernel no longer uses them, even
-    if the caller drops the transfer. The storage keeps both under the engine's ticket.
+    A transfer needs its descriptors and its memory until the kernel no longer uses them, even
+    if the caller drops the transfer. The storage keeps all operations that have not ended.
 
     Args:
         directory: made with mode 0700 where absent.
-        engine: used by this storage alone, and closed with it.
+        new_engine: makes the engine, which is closed with the storage.
         new_ticket: makes a ticket of this engine.
 
     Raises:
         RunDirectoryError: the directory cannot be made.
+        OSError, ThreadError: as new_engine().
     """
 
     direct: bool
     """True if files are opened for direct I/O (O_DIRECT)."""
 
-    _released = True  # Until __init__ has made everything that close() releases.
+    _engine: Engine[TicketT]
+    _released = True  # Until there is something that close() releases.
 
     def __init__(
-        self, directory: Path, engine: Engine[TicketT], new_ticket: Callable[[], TicketT]
+        self,
+        directory: Path,
+        new_engine: Callable[[], Engine[TicketT]],
+        new_ticket: Callable[[], TicketT],
     ) -> None:
         self._directory = directory.absolute()
-        try:
-            make_directory(self._directory)
-        except BaseException:
-            engine.close()
-            raise
-        self._engine = engine
+        make_directory(self._directory)
         self._new_ticket = new_ticket
-        # Ticket -> descriptors and memory that it needs until it has ended. Only single dict
-        # operations are used, so that a forked child finds a consistent dict.
-        self._in_use: dict[TicketT, tuple[Sequence[int], object]] = {}
+        # The operations that have not ended, oldest first. Only single dict operations are used, so
+        # that a forked child finds a consistent dict.
+        self._in_use: dict[Operation[TicketT], None] = {}
         # Makes "registered, then submitted" one act for drain(). A forked child never takes it.
         self._submit_mutex = threading.Lock()
         self._close_mutex = threading.Lock()
@@ -119,7 +207,8 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         self._lock_fd: int | None = None
         self._owner_pid = os.getpid()
         self._closed = False  # If set, operations are refused.
-        self._released = False
+        # On one line: what is interrupted later can be closed, and __del__() does it.
+        self._engine, self._released = new_engine(), False
 
     def __del__(self) -> None:
         """Close a storage that was dropped unclosed, whose engine has Python threads."""
@@ -148,12 +237,11 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, FILE_MODE)
             try:
                 self._wait_for_lock(fd, timeout_s)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, lock_text().encode(), 0)
+                _write_holder(fd, lock_text())
+                self._lock_fd = fd
             except BaseException:
                 os.close(fd)
                 raise
-            self._lock_fd = fd
 
     @override
     def register(self, memory: memoryview) -> None:
@@ -252,36 +340,43 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
 
     @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        return self._start("read", name, extent, buffer)
+        return self._move("read", name, extent, buffer)
 
     @override
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        return self._start("write", name, extent, buffer)
+        return self._move("write", name, extent, buffer)
 
     @override
     def drain(self) -> None:
         self._check_owner()
         with self._submit_mutex:
-            tickets = list(self._in_use)
-        for ticket in tickets:
-            self._wait_until_ended(ticket)
+            operations = list(self._in_use)
+        for operation in operations:
+            self.wait_for(operation)
 
-    def wait_for(self, ticket: TicketT) -> tuple[int, int]:
-        """Block until a transfer or sync of this storage has ended; see Engine.wait.
+    def wait_for(self, operation: Operation[TicketT]) -> None:
+        """Block until an operation of this storage has ended and has released what it used.
 
         Raises:
             StoreClosedError: in a forked child.
         """
         self._check_owner()
-        outcome = self._engine.wait(ticket)
-        self._release(ticket)
-        return outcome
+        try:
+            outcome = self._engine.wait(operation.ticket)
+        except ValueError:  # An interrupt came between registering and submitting.
+            outcome = errno.ECANCELED, 0
+        operation.finish(*outcome)
+        self._in_use.pop(operation, None)
 
     @override
     def flush(self, names: Sequence[str]) -> None:
         paths = [self._path(name) for name in names]
         for start in range(0, len(paths), _FLUSH_FILES_MAX):
-            self._sync_files(paths[start : start + _FLUSH_FILES_MAX])
+            batch = paths[start : start + _FLUSH_FILES_MAX]
+            operation = Operation("flush", batch, self._new_ticket())
+            self.start(operation, os.O_RDONLY, self._engine.submit_sync)
+            self.wait_for(operation)
+            operation.check()
 
     @override
     def abandon(self) -> None:
@@ -301,6 +396,10 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
 
         An interrupt leaves the directory locked, because transfers may still run: call close()
         again to wait for them.
+
+        Raises:
+            StorageError: the name of this process cannot be removed from the lock file.
+                Everything was released.
         """
         if self._released:
             return
@@ -311,85 +410,81 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         with self._close_mutex:
             if not self._released:
                 self._engine.close()
+                self.drain()
                 self._release_all()
                 self._release_lock()
                 self._released = True
 
-    def _start(self, what: str, name: str, extent: Extent, buffer: memoryview) -> Transfer:
+    def _move(self, what: str, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         path = self._path(name)
         is_write = what == "write"
         memory = checked_bytes(buffer, extent, written_to=not is_write)
         self._make_room()
-        flags = (os.O_WRONLY if is_write else os.O_RDONLY) | OPEN_FLAGS
-        with storage_errors(what, path, extent):
-            fd = os.open(path, flags | os.O_DIRECT if self.direct else flags)
+        operation = Operation(what, [path], self._new_ticket(), extent, memory)
         address, nbytes, offset = memory.ctypes.data, extent.nbytes, extent.offset
-        ticket = self._new_ticket()
-        submit = partial(self._engine.submit, ticket, is_write, fd, address, nbytes, offset)
-        self._submit(ticket, [fd], memory, submit)
-        return _EngineTransfer(self, what, path, extent, ticket)
+        flags = os.O_WRONLY if is_write else os.O_RDONLY
+        self.start(
+            operation,
+            flags | os.O_DIRECT if self.direct else flags,
+            lambda ticket, fds: self._engine.submit(
+                ticket, is_write, fds[0], address, nbytes, offset
+            ),
+        )
+        return _EngineTransfer(self, operation)
 
     def _make_room(self) -> None:
-        """Release ended transfers; while too many have not ended, wait for the oldest."""
-        for ticket in list(self._in_use):
-            if ticket.ended:
-                self._release(ticket)
+        """Release ended operations; while too many have not ended, wait for the oldest."""
+        for operation in list(self._in_use):
+            if operation.ticket.ended:
+                self.wait_for(operation)
         while len(self._in_use) >= _OPEN_FILES_MAX:
             with self._submit_mutex:
                 oldest = next(iter(self._in_use), None)
             if oldest is not None:
-                self._wait_until_ended(oldest)
+                self.wait_for(oldest)
 
-    def _wait_until_ended(self, ticket: TicketT) -> None:
-        # An interrupt between registering and submitting leaves a ticket that never starts.
-        with suppress(ValueError):
-            self._engine.wait(ticket)
-        self._release(ticket)
-
-    def _submit(
-        self, ticket: TicketT, fds: Sequence[int], memory: object, submit: Callable[[], None]
+    def start(
+        self,
+        operation: Operation[TicketT],
+        flags: int | None,
+        submit: Callable[[TicketT, _Descriptors], None],
     ) -> None:
-        with self._submit_mutex:
-            # Registered before submitted: an interrupt in between must not free the buffer.
-            self._in_use[ticket] = fds, memory
-            try:
-                submit()
-            except RuntimeError as error:
-                self._release(ticket)
-                raise StoreClosedError(f"{self.location}: {error}") from error
-
-    def _release(self, ticket: TicketT) -> None:
-        fds, _ = self._in_use.pop(ticket, ((), None))
-        _close_all(fds)
-
-    def _sync_files(self, paths: Sequence[Path]) -> None:
-        fds: list[int] = []
+        """Open the files of an operation, if there are flags to open them with, and submit it."""
         try:
-            for path in paths:
-                with storage_errors("flush", path):
-                    fds.append(os.open(path, os.O_RDONLY | OPEN_FLAGS))
+            if flags is not None:
+                operation.open(flags | OPEN_FLAGS)
+            with self._submit_mutex:
+                # Registered before submitted: an interrupt in between must not free the memory.
+                self._in_use[operation] = None
+                submit(operation.ticket, operation.fds)
+        except RuntimeError as error:  # The ticket has ended.
+            self.wait_for(operation)
+            raise StoreClosedError(f"{self.location}: {error}") from error
         except BaseException:
-            _close_all(fds)
+            if operation not in self._in_use:
+                operation.close()
             raise
-        ticket = self._new_ticket()
-        self._submit(ticket, fds, None, partial(self._engine.submit_sync, ticket, fds))
-        error, index = self.wait_for(ticket)
-        if error:
-            raise storage_error("flush", paths[index], error)
 
     def _release_all(self) -> None:
-        for ticket in list(self._in_use):
-            self._release(ticket)
+        for operation in list(self._in_use):
+            operation.close()
+        self._in_use.clear()
 
     def _release_lock(self) -> None:
         with self._lock_mutex:
-            if self._lock_fd is None:
+            fd = self._lock_fd
+            if fd is None:
                 return
-            os.ftruncate(self._lock_fd, 0)
-            # A forked child may still have a copy of the descriptor: unlock for all copies.
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
-            os.close(self._lock_fd)
-            self._lock_fd = None
+            with (
+                storage_errors("unlock", self._directory / LOCK_NAME),
+                # Calls all, the last one first, whatever fails.
+                ExitStack() as stack,
+            ):
+                stack.callback(setattr, self, "_lock_fd", None)
+                stack.callback(os.close, fd)
+                # A forked child may still have a copy of the descriptor: unlock for all copies.
+                stack.callback(fcntl.flock, fd, fcntl.LOCK_UN)
+                _write_holder(fd, "")
 
     def _wait_for_lock(self, fd: int, timeout_s: float) -> None:
         """Poll for the lock on ``fd``: flock has no timeout."""
@@ -401,8 +496,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             except BlockingIOError:
                 time_left_s = deadline - time.monotonic()
                 if time_left_s <= 0:
-                    holder = os.pread(fd, 1024, 0).decode(errors="replace")
-                    raise locked_error(self.location, holder, timeout_s) from None
+                    raise locked_error(self.location, _holder(fd), timeout_s) from None
             time.sleep(min(_LOCK_POLL_S, time_left_s))
 
     def _check_owner(self) -> None:
@@ -417,6 +511,14 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         return self._directory / check_name(name)
 
 
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+def _write_holder(fd: int, text: str) -> None:
+    """Write who holds the lock, unless the lock file has a second name, which may be another's."""
+    if os.fstat(fd).st_nlink == 1:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
+
+
+def _holder(fd: int) -> str:
+    """Return what the lock file says, or an empty text if it has a second name."""
+    text = os.pread(fd, 1024, 0) if os.fstat(fd).st_nlink == 1 else b""
+    return text.decode(errors="replace")

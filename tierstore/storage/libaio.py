@@ -10,20 +10,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from libaio import AIOBLOCK_MODE_READ, AIOBLOCK_MODE_WRITE, AIOBlock, AIOContext
 from typing_extensions import override
 
-from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES, THREAD_NAME
+from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.request import RETRIES_MAX, Request, Verdict
-from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket, sync_files
+from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
 
 _REFUSED_PAUSE_S = 0.01
 
@@ -48,8 +48,6 @@ class LibaioTicket(ThreadedTicket):
         super().__init__()
         self.parts: list[_Part] = []  # Of a transfer, until the engine's thread takes them.
         self.parts_left = 0
-        self.fds: list[int] | None = None  # Of a sync.
-        self.syncing: threading.Thread | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +80,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
     Raises:
         OSError: the kernel refused the context (EAGAIN if all of fs.aio-max-nr is in
             use, ENOSYS, EPERM, ...).
+        ThreadError: the system starts no further thread.
     """
 
     def __init__(self, queue_depth: int, request_bytes: int) -> None:
@@ -93,7 +92,6 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
         self._ready: deque[_Part] = deque()  # Requests to be submitted.
         self._in_flight: dict[AIOBlock, _Part] = {}
         self._refusals = 0
-        self._synced: deque[LibaioTicket] = deque()
         super().__init__()
 
     @override
@@ -108,11 +106,6 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
             for start in range(offset, end, step)
         ]
         ticket.parts_left = len(ticket.parts)
-        self._enqueue(ticket)
-
-    @override
-    def submit_sync(self, ticket: LibaioTicket, fds: list[int]) -> None:
-        ticket.fds = fds
         self._enqueue(ticket)
 
     @override
@@ -132,9 +125,7 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
     def _run(self) -> None:
         try:
             while True:
-                for ticket in self._new_tickets():
-                    if ticket.fds is not None:
-                        self._start_sync(ticket, ticket.fds)
+                for ticket in self._new_transfers():
                     self._ready += ticket.parts
                     ticket.parts = []  # A part refers to its ticket.
                 while len(self._in_flight) < self._queue_depth and self._ready and self._submit():
@@ -178,11 +169,6 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
     def _reap(self) -> None:
         for block, result, _ in self._context.getEvents(min_nr=0, timeout=0):
             self._complete(self._in_flight.pop(block), result)
-        while self._synced:
-            ticket = self._synced.popleft()
-            if ticket.syncing is not None:
-                ticket.syncing.join()  # The thread has synced all files and ends at once.
-            self._end(ticket)
 
     def _complete(self, part: _Part, result: int) -> None:
         verdict = part.request.complete(result)
@@ -190,21 +176,6 @@ class LibaioEngine(ThreadedEngine[LibaioTicket]):
             self._ready.appendleft(part)
         else:
             self._end_part(part.ticket, part.request.error, part.request.offset)
-
-    def _start_sync(self, ticket: LibaioTicket, fds: list[int]) -> None:
-        """Sync in a new thread: most filesystems do not support an asynchronous fdatasync."""
-
-        def sync() -> None:
-            ticket.outcome = sync_files(fds)
-            self._synced.append(ticket)
-            self._wake()
-
-        syncing = threading.Thread(target=sync, name=THREAD_NAME, daemon=True)
-        try:
-            syncing.start()
-            ticket.syncing = syncing
-        except RuntimeError:  # No more threads can be started.
-            sync()
 
     def _end_part(self, ticket: LibaioTicket, error: int, where: int) -> None:
         ticket.parts_left -= 1
@@ -225,6 +196,7 @@ class LibaioStorage(EngineStorage[LibaioTicket]):
 
     Raises:
         OSError: the kernel refuses the context (EAGAIN, ENOSYS, EPERM, ...).
+        ThreadError: the system starts no further thread.
         RunDirectoryError: the directory cannot be made.
     """
 
@@ -232,4 +204,5 @@ class LibaioStorage(EngineStorage[LibaioTicket]):
     direct = True
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, LibaioEngine(QUEUE_DEPTH, REQUEST_BYTES), LibaioTicket)
+        new_engine = partial(LibaioEngine, QUEUE_DEPTH, REQUEST_BYTES)
+        super().__init__(directory, new_engine, LibaioTicket)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
-from tierstore.errors import CorruptionError, RunDirectoryError, StorageError
+from tierstore.errors import CorruptionError, RunDirectoryError, StorageError, errno_text
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import Extent, format_bytes
 
@@ -25,7 +25,10 @@ OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _MAP_FIXED = 0x10
+_WRITE_AND_WAIT = 7
+"""All flags of sync_file_range(): wait before, write, wait after."""
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -68,7 +71,7 @@ def make_directory(directory: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         raise RunDirectoryError(
-            f"{directory} cannot be used as a directory: {error.strerror} (errno {error.errno}); "
+            f"{directory} cannot be used as a directory: {errno_text(error.errno or errno.EIO)}; "
             "make it writable for this user, or name another one"
         ) from error
 
@@ -96,6 +99,15 @@ def sync_path(directory: Path) -> None:
     """Make the names in a directory durable."""
     with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
+
+
+def write_back(fd: int, extent: Extent) -> None:
+    """Block until the page cache holds no dirty bytes of an extent, or raise OSError.
+
+    An error of an earlier write-back is raised, too, if this descriptor was open at that time.
+    """
+    if _libc.sync_file_range(fd, extent.offset, extent.nbytes, _WRITE_AND_WAIT):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.errors import RunDirectoryError, StorageError, errno_text
 from tierstore.storage.base import Storage
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.paths import storage_errors
@@ -66,6 +66,7 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
     Raises:
         RunDirectoryError: the directory is not writable, or the given engine does not work
             there; the message gives the reason.
+        ThreadError: the engine needs threads, and the system starts none.
         ValueError: unknown engine.
     """
     if engine not in ("auto", *_ENGINES):
@@ -123,7 +124,7 @@ def _open(directory: Path, name: str) -> EngineStorage[Any]:
     try:
         storage: EngineStorage[Any] = open_engine(directory)
     except OSError as error:
-        reason = f"the kernel refuses {name}: {os.strerror(error.errno or 0)} (errno {error.errno})"
+        reason = f"the kernel refuses {name}: {errno_text(error.errno or 0)}"
         if name == "libaio" and error.errno == errno.EAGAIN:
             reason += (
                 "; other programs use all requests that /proc/sys/fs/aio-max-nr allows: raise it"
@@ -172,4 +173,5 @@ def _probing(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_SH)
         yield
     finally:
-        os.close(fd)
+        with storage_errors("close", directory):
+            os.close(fd)

@@ -1,22 +1,23 @@
-"""Base of the engines whose work one Python thread does."""
+"""Base of the engines whose work Python threads do."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from typing_extensions import override
 
+from tierstore.errors import ThreadError
 from tierstore.storage.engine import THREAD_NAME, Engine
+from tierstore.threads import start_thread, started_pool
 
 # Several files are synced at a time, so that their data reaches the device together.
-_SYNC_THREADS = 8
+_POOL_THREADS = 8
 
 
 class ThreadedTicket:
@@ -24,6 +25,7 @@ class ThreadedTicket:
 
     def __init__(self) -> None:
         self.offset = 0  # First byte of a transfer.
+        self.fds: list[int] | None = None  # Of a sync.
         self.started = False  # Set by the engine's thread.
         self.outcome = (0, 0)
         self.end = threading.Event()
@@ -38,12 +40,12 @@ ThreadedTicketT = TypeVar("ThreadedTicketT", bound=ThreadedTicket)
 
 
 class ThreadedEngine(Engine[ThreadedTicketT], ABC):
-    """A thread and the tickets that it works on.
+    """A thread, the tickets that it works on, and a pool of threads for calls that block.
 
-    A subclass sets its fields before it calls this constructor, which starts the thread.
+    A subclass sets its fields before it calls this constructor, which starts the threads.
 
     Raises:
-        RuntimeError: the system does not start another thread.
+        ThreadError: the system starts no further thread.
     """
 
     def __init__(self) -> None:
@@ -55,9 +57,20 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         self._thread_ended = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name=THREAD_NAME, daemon=True)
         try:
-            self._thread.start()
+            self._pool = started_pool(_POOL_THREADS, THREAD_NAME)
         except BaseException:
             self._release_wake_up()
+            raise
+        try:
+            start_thread(self._thread)
+        except ThreadError:
+            self._pool.shutdown()
+            self._release_wake_up()
+            raise
+        except BaseException:  # An interrupt. The thread may run already, and releases everything.
+            self._stopping = True
+            self._wake()
+            self._pool.shutdown(wait=False)
             raise
 
     @override
@@ -69,6 +82,11 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
             self._wake()  # An interrupt may have prevented the wake-up in submit().
         ticket.end.wait()
         return ticket.outcome
+
+    @override
+    def submit_sync(self, ticket: ThreadedTicketT, fds: list[int]) -> None:
+        ticket.fds = fds
+        self._enqueue(ticket)
 
     @override
     def close(self) -> None:
@@ -85,7 +103,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
 
     @abstractmethod
     def _send_wake_up(self) -> None:
-        """Make the engine's thread call _new_tickets() and _may_stop(). Called with the mutex."""
+        """Make the engine's thread call _new_transfers() and _may_stop(). Called with the mutex."""
 
     @abstractmethod
     def _release_wake_up(self) -> None:
@@ -105,12 +123,38 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
             if self._can_wake:
                 self._send_wake_up()
 
-    def _new_tickets(self) -> list[ThreadedTicketT]:
-        """Return the tickets submitted since the last call, and mark them as started."""
+    def _new_transfers(self) -> list[ThreadedTicketT]:
+        """Start the syncs that were submitted since the last call, and return the transfers."""
         new = [ticket for ticket in list(self._unfinished) if not ticket.started]
         for ticket in new:
             ticket.started = True
-        return new
+            if ticket.fds is not None:
+                self._start_sync(ticket, ticket.fds)
+        return [ticket for ticket in new if ticket.fds is None]
+
+    def _start_sync(self, ticket: ThreadedTicketT, fds: list[int]) -> None:
+        """Sync every file once, since the kernel reports a failed write-back to one sync alone."""
+        waiting, errors = deque(enumerate(fds)), [errno.EIO] * len(fds)  # Until a sync has ended.
+        turns = list(range(min(_POOL_THREADS, len(fds)) or 1))
+
+        def sync() -> None:
+            try:
+                while waiting:
+                    with suppress(IndexError):  # Another thread took the last one.
+                        index, fd = waiting.popleft()
+                        errors[index] = _fdatasync(fd)
+            finally:
+                if turns.pop() == 0:  # The others have ended.
+                    failed = ((error, index) for index, error in enumerate(errors) if error)
+                    ticket.outcome = next(failed, (0, 0))
+                    self._end(ticket)
+                    self._wake()
+
+        for _ in range(len(turns)):
+            try:
+                self._pool.submit(sync)
+            except RuntimeError:  # The interpreter is ending.
+                sync()
 
     def _end(self, ticket: ThreadedTicketT) -> None:
         ticket.end.set()
@@ -124,6 +168,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         try:
             self._run()
         finally:
+            self._pool.shutdown(cancel_futures=True)
             with self._mutex:
                 self._stopping, self._can_wake = True, False
                 self._release_wake_up()
@@ -132,33 +177,6 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
                 ticket.outcome = (errno.EIO, ticket.offset)
                 self._end(ticket)
             self._thread_ended.set()
-
-
-def sync_files(fds: Sequence[int]) -> tuple[int, int]:
-    """Sync all files, in several threads; return (errno or 0, index of the first that failed).
-
-    Every file is synced once: the kernel reports an error of writing back to the first sync alone.
-    """
-    waiting, errors = deque(enumerate(fds)), [errno.EIO] * len(fds)  # Until a sync has ended.
-
-    def sync() -> None:
-        while waiting:
-            with contextlib.suppress(IndexError):  # Another thread took the last one.
-                index, fd = waiting.popleft()
-                errors[index] = _fdatasync(fd)
-
-    threads = []
-    for _ in range(min(_SYNC_THREADS, len(fds)) - 1):
-        thread = threading.Thread(target=sync, name=THREAD_NAME, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # No more threads can be started, or the interpreter is ending.
-            break
-        threads.append(thread)
-    sync()
-    for thread in threads:
-        thread.join()
-    return next(((error, index) for index, error in enumerate(errors) if error), (0, 0))
 
 
 def _fdatasync(fd: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import resource
 import threading
 from functools import partial
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
+from tierstore.errors import errno_text
 from tierstore.storage._native import Ticket, UringEngine
 from tierstore.storage.engine import QUEUE_DEPTH, REQUEST_BYTES
-from tierstore.storage.engine_storage import EngineStorage
+from tierstore.storage.engine_storage import EngineStorage, Operation
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class UringStorage(EngineStorage[Ticket]):
 
     engine = "io_uring"
     direct = True
+    _engine: UringEngine
 
     def __init__(self, directory: Path) -> None:
-        self._ring = UringEngine(QUEUE_DEPTH, REQUEST_BYTES)
         # Memory that the kernel may have registered: more than one only after an interrupt.
         self._registered: list[npt.NDArray[np.uint8]] = []
         self._register_mutex = threading.Lock()
         self._refusal_logged = False
-        super().__init__(directory, self._ring, Ticket)
+        super().__init__(directory, partial(UringEngine, QUEUE_DEPTH, REQUEST_BYTES), Ticket)
 
     def __del__(self) -> None:
         # Transfers of a storage that was dropped unclosed end before their buffers are freed.
@@ -59,19 +59,23 @@ class UringStorage(EngineStorage[Ticket]):
         array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
         with self._register_mutex:
             self._registered.append(array)
-            ticket = Ticket()
-            register = partial(self._ring.submit_register, ticket, array.ctypes.data, array.nbytes)
-            self._submit(ticket, [], array, register)
-            error, _ = self.wait_for(ticket)
-            self._registered = [] if error else [array]
-        if error and not self._refusal_logged:
+            operation = Operation("register", [self._directory], Ticket(), memory=array)
+            address, nbytes = array.ctypes.data, array.nbytes
+            self.start(
+                operation,
+                None,
+                lambda ticket, _: self._engine.submit_register(ticket, address, nbytes),
+            )
+            self.wait_for(operation)
+            self._registered = [] if operation.failure else [array]
+        if operation.failure and not self._refusal_logged:
             self._refusal_logged = True
             _log.warning(
                 "%s: memory of %s is not registered with io_uring, so transfers take more "
                 "processor time: %s",
                 self.location,
                 format_bytes(array.nbytes),
-                _reason(error),
+                _reason(operation.failure[-1]),
             )
 
     @override
@@ -81,7 +85,7 @@ class UringStorage(EngineStorage[Ticket]):
 
 
 def _reason(error: int) -> str:
-    what = f"{os.strerror(error)} (errno {error})"
+    what = errno_text(error)
     if error not in (errno.ENOMEM, errno.EPERM):
         return what
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
