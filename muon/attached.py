@@ -86,7 +86,7 @@ class AttachedGroups:
         """
         if not self.groups:
             return index
-        return len(self.groups) + sum(not self._has(group) for group in param_groups[:index])
+        return len(self.groups) + sum(not self.has(group) for group in param_groups[:index])
 
     def follow(self, param_groups: Sequence[_Group]) -> list[int]:
         """Take over the edits of ``param_groups``, if all of them can be followed.
@@ -111,7 +111,8 @@ class AttachedGroups:
             self._note(param_groups, numbers)
         return new
 
-    def _has(self, group: _Group) -> bool:
+    def has(self, group: _Group) -> bool:
+        """Return whether a param group is attached."""
         if group["params"]:
             return id(group["params"][0]) in self._members
         return any(group is known for known in self.hyperparameters)
@@ -210,7 +211,9 @@ class AttachedGroups:
                 f"param group {index}, of {names[:3]}, or a parameter of it, is in param_groups "
                 "twice: take the second out"
             )
-        lacking = attached.hyperparameters.keys() - group.keys() - {"param_names"}
+        # A scheduler may have given the dict before the momentum that is the first of the betas.
+        own = {"param_names", "momentum"} if "betas" in group else {"param_names"}
+        lacking = attached.hyperparameters.keys() - group.keys() - own
         if lacking:
             raise ValueError(f"param group {index} lacks {min(lacking)!r}: copy all of its keys")
         if group.get("algorithm") != self._algorithms[number]:

@@ -167,9 +167,23 @@ class Muon(torch.optim.Optimizer):
             raise TypeError(f"a param group must be a dict, got {param_group!r}")
         if isinstance(param_group["params"], Iterator):  # Which can be read once.
             param_group["params"] = list(param_group["params"])
+        if self._new_names is None and self._is_cycled_without_muon(param_group):
+            raise ValueError(
+                "the Muon group has the key max_momentum, and its scheduler cycles betas, which "
+                "Muon groups do not have: make OneCycleLR after the first Muon group is added, or "
+                "with cycle_momentum=False"
+            )
         # As in torch.optim, the dict is the group and gets the keys that it lacks. But no key is
         # taken out of the dict, as "names" would be.
         self._add_group(dict(param_group) if "names" in param_group else param_group)
+
+    def _is_cycled_without_muon(self, group: Mapping[str, Any]) -> bool:
+        """True if a scheduler that was made for AdamW groups alone cycles a new Muon group."""
+        cycles_betas = "betas" in self.defaults and any(
+            "max_momentum" in other for other in self.param_groups
+        )
+        is_muon = algorithm_of(group, len(self.param_groups)) == "muon"
+        return cycles_betas and is_muon and "max_momentum" in group
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         """Add a group in its own dict; an error leaves the dict and the other groups unchanged."""
@@ -199,21 +213,6 @@ class Muon(torch.optim.Optimizer):
     def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys, and check it."""
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
-        cycles_betas = "betas" in self.defaults and any(
-            "max_momentum" in group for group in self.param_groups
-        )
-        is_constructed = self._new_names is None  # There is no scheduler before.
-        if (
-            is_constructed
-            and algorithm == "muon"
-            and cycles_betas
-            and "max_momentum" in param_group
-        ):
-            raise ValueError(
-                f"param group {number} has the key max_momentum, and its scheduler cycles betas, "
-                "which Muon groups do not have: make OneCycleLR after the first Muon group is "
-                "added, or with cycle_momentum=False"
-            )
         if "use_muon" in param_group:
             self._take_names(param_group)
         given = set(param_group)
@@ -257,7 +256,7 @@ class Muon(torch.optim.Optimizer):
                 f"params must be an iterable of parameters or names, got a {type(params).__name__}"
             )
         self._follow_edits()
-        named = dict(self._all_named())
+        named = dict(itertools.chain.from_iterable(self._all_named()))
         names = {id(parameter): name for name, parameter in named.items()}
         removed = set[str]()
         for param in params:
@@ -393,8 +392,9 @@ class Muon(torch.optim.Optimizer):
         finally:  # A scheduler may set hyperparameters of its own.
             for group, values in zip(self.param_groups, committed, strict=True):
                 group.update(values)
-        attached = self._attached.hyperparameters
-        self._restored_rates = [float(group["lr"]) for group in attached] if step else []
+        # Groups that were attached after the commit come last.
+        restored = self._attached.hyperparameters[: self.store.groups_written]
+        self._restored_rates = [float(group["lr"]) for group in restored] if step else []
         return step
 
     @tierstore.not_compiled
@@ -414,7 +414,7 @@ class Muon(torch.optim.Optimizer):
         with self.store.calling("state_dict()"):
             self._attach_groups()
             states, scalars = self.store.read_states(), self.store.scalars
-        names = [[name for name, _ in self._named(n)] for n in range(len(self.param_groups))]
+        names = [[name for name, _ in named] for named in self._all_named()]
         packed_states, packed_groups = pack(self.param_groups, names, states, scalars)
         packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
@@ -498,7 +498,8 @@ class Muon(torch.optim.Optimizer):
         }
         states = self.store.read_states() if self._attached.groups else {}
         # By position: a copy names parameters anew, and edits may have changed their positions.
-        copied = [(states.get(name), self.store.scalars.get(name)) for name, _ in self._all_named()]
+        names = [name for named in self._all_named() for name, _ in named]
+        copied = [(states.get(name), self.store.scalars.get(name)) for name in names]
         return {**kept, "_copied": (deepcopy(copied), self.state.others)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -511,7 +512,7 @@ class Muon(torch.optim.Optimizer):
         self.state.others = others
         if any(states for states, _ in copied):
             self._attach_groups()
-            names = [name for name, _ in self._all_named()]
+            names = [name for named in self._all_named() for name, _ in named]
             found = dict(zip(names, copied, strict=True))
             self.store.write_states(
                 {name: states for name, (states, _) in found.items() if states},
@@ -587,8 +588,8 @@ class Muon(torch.optim.Optimizer):
         """Check that the parameters of groups can be stepped and paged, under unique names."""
         names = self._new_names
         if names is None:
-            others = (number for number in range(len(self.param_groups)) if number not in numbers)
-            names = {name for number in others for name, _ in self._named(number)}
+            named = enumerate(self._all_named())
+            names = {name for n, others in named if n not in numbers for name, _ in others}
         tensors = set[torch.Tensor]()
         for number in numbers:
             for name, parameter in self._named(number):
@@ -615,8 +616,10 @@ class Muon(torch.optim.Optimizer):
         number, index = self._state.position(tensor)
         scalars = () if self.param_groups[number]["algorithm"] == "muon" else ("step",)
         paged = self._attached.find(tensor)
-        name = self._name(number, index, tensor)
-        return scalars, paged or self._paged_parameter(number, name, tensor)
+        if paged is None:
+            name = self._name(number, index, tensor)
+            paged = self._paged_parameter(number, name, tensor)
+        return scalars, paged
 
     def _warn(self) -> None:
         """Warn at the first step, and at the first step after a restore."""
@@ -738,25 +741,41 @@ class Muon(torch.optim.Optimizer):
             cost=newton_schulz.cost((*parameter.shape,)) if is_muon else None,
         )
 
-    def _all_named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and tensor of each parameter, in the order of ``param_groups``."""
-        for number in range(len(self.param_groups)):
-            yield from self._named(number)
+    def _all_named(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the names and tensors of the parameters of each group."""
+        attached = len(self._attached.groups)
+        position = attached
+        for number, group in enumerate(self.param_groups):
+            yield list(self._named(number, position if attached else number))
+            position += not self._attached.has(group)
 
-    def _named(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(
+        self, number: int, position: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and tensor of each parameter of a group, in the order of the group."""
         for index, parameter in enumerate(self.param_groups[number]["params"]):
-            yield self._name(number, index, parameter), parameter
+            yield self._name(number, index, parameter, position), parameter
 
-    def _name(self, number: int, index: int, parameter: torch.Tensor) -> str:
-        """Return the name of the parameter at an index of a group."""
+    def _name(
+        self, number: int, index: int, parameter: torch.Tensor, position: int | None = None
+    ) -> str:
+        """Return the name of the parameter at an index of a group.
+
+        Args:
+            number: number of the group.
+            index: position in the group.
+            parameter: the parameter.
+            position: number that the group has, or will have, in the store; None: look for it.
+        """
         attached = self._attached.find(parameter)
         if attached is not None:
             return attached.name
         names = self.param_groups[number].get("param_names")
         if names:
             return str(names[index])
-        return f"{self._attached.number_of_new(self.param_groups, number)}.{index}"
+        if position is None:
+            position = self._attached.number_of_new(self.param_groups, number)
+        return f"{position}.{index}"
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

@@ -289,8 +289,8 @@ class TierStore:
         self._usability.require_restored()
         if self._table.follow is not None and not self._calls.is_named:
             raise ValueError(
-                "an optimizer uses this store and would keep the parameters: call its method, "
-                "optimizer.remove_parameters()"
+                "an optimizer uses this store and would keep the parameters: call the method of "
+                "the optimizer, which is optimizer.remove_parameters() for muon"
             )
         removed = frozenset(names)
         with self._calls.together("remove()"):
@@ -430,6 +430,11 @@ class TierStore:
     def group_count(self) -> int:
         """Number of param groups attached. They belong to one optimizer."""
         return len(self._table.groups)
+
+    @property
+    def groups_written(self) -> int:
+        """Number of param groups that have pages: at first 0, after restore() those restored."""
+        return self._committer.groups_written
 
     @property
     def step(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,35 @@ def test_a_muon_group_with_the_keys_of_a_scheduler_that_cycles_betas_is_refused(
     # The groups of this optimizer may begin another.
     adamw, _, matrices = optimizer.param_groups
     muon.Muon([adamw, matrices])
+
+
+def with_scheduler() -> tuple[muon.Muon, lr_scheduler.LRScheduler]:
+    """Return an optimizer whose AdamW group comes first, after a step of a scheduler."""
+    groups = [{"params": [parameter(1, [4])], "algorithm": "adamw"}, {"params": [parameter()]}]
+    optimizer = muon.Muon(groups)
+    scheduler = one_cycle(optimizer)
+    step(optimizer, 0)
+    scheduler.step()
+    return optimizer, scheduler
+
+
+def test_an_optimizer_with_a_scheduler_is_copied() -> None:
+    optimizer, _ = with_scheduler()
+    for other in (deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        step(optimizer, 1)
+        step(other, 1)
+        assert torch.equal(
+            other.param_groups[1]["params"][0], optimizer.param_groups[1]["params"][0]
+        )
+        optimizer, _ = with_scheduler()
+
+
+def test_the_dicts_of_cycled_groups_may_be_replaced() -> None:
+    optimizer, scheduler = with_scheduler()
+    for index in range(1, 4):
+        optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
+        step(optimizer, index)
+        scheduler.step()
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, muon.Muon])

@@ -130,6 +130,15 @@ def test_a_refused_group_is_left_as_it_was(
     assert [dict(optimizer.param_groups[0]), {**group, "params": list(group["params"])}] == before
 
 
+def test_the_dict_of_a_refused_group_is_left_as_it_was() -> None:
+    optimizer = muon.Muon([parameter()])
+    group = {"params": [parameter(1)], "algorithm": "adamw", "eps": -1.0}
+    given = dict(group)
+    with pytest.raises(ValueError, match="eps must not be negative"):
+        optimizer.add_param_group(group)
+    assert group == given
+
+
 def test_the_parameters_of_a_refused_group_can_be_given_again() -> None:
     """As in torch.optim: an iterator becomes a list in the dict."""
     group = {"params": nn.Linear(4, 3, bias=False).named_parameters(), "lr": -1.0}

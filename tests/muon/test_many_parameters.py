@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,24 @@ def test_loops_over_the_state_take_linear_time(is_attached: bool) -> None:
     assert many < 8 * few
     few, many = seconds(optimizers[0].reset_state, optimizers[1].reset_state)
     assert many < 8 * few
+
+
+def test_groups_are_added_after_a_step_in_quadratic_time() -> None:
+    """With four times the groups it takes 16 times as long; 50 times was measured."""
+    weights = [[parameter(shape=[1]) for _ in range(count)] for count in (60, 240)]
+    optimizers = []
+    for some in weights:
+        optimizers.append(muon.Muon([{"params": some[:1], "algorithm": "adamw"}]))
+        some[0].grad = torch.ones_like(some[0])
+        optimizers[-1].step()
+
+    def add(optimizer: muon.Muon, added: Sequence[torch.Tensor]) -> None:
+        del optimizer.param_groups[1:]
+        for weight in added:
+            optimizer.add_param_group({"params": [weight], "algorithm": "adamw"})
+
+    few, many = seconds(*map(partial, [add, add], optimizers, [some[1:] for some in weights]))
+    assert many < 32 * few
 
 
 def test_the_state_follows_edits_of_the_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -124,3 +125,17 @@ def test_a_resumed_run_has_the_groups_of_its_commit(tmp_path: Path) -> None:
         twins = Twins([["first", "second"], ["new"]], rates=[0.5, 0.5], store=store)
         with pytest.raises(tierstore.RunMismatchError, match="no further group"):
             twins.optimizer.restore()
+
+
+def test_the_lr_of_a_group_that_no_commit_has_may_change_after_a_restore(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path) as store:
+        twins = Twins([["first"]], rates=[0.5], store=store, algorithm="adamw")
+        twins.step()
+        store.synchronize()
+        twins.add("new")
+        twins.optimizer.add_param_group({"params": [("new", twins.ours["new"])], "lr": 0.25})
+        assert twins.optimizer.restore() == 1
+        twins.optimizer.param_groups[1]["lr"] = 0.125
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            twins.optimizer.step()
