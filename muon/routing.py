@@ -92,7 +92,8 @@ def param_groups(
 
     Frozen parameters are left out. A tied parameter appears once; a rule holds for it if it holds
     under any of its names. Names and patterns may have the parts that wrappers of the model add
-    (``torch.compile``, DDP, checkpoint wrappers), or lack them.
+    (``torch.compile``, DDP, checkpoint wrappers), or lack them; one without these parts fits
+    wrapped layers and others.
 
     Two-dimensional parameters of the rule ``table`` are logged, too, as those of ``kernel``.
 

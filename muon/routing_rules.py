@@ -56,15 +56,24 @@ def plain_name(name: str) -> str:
 
     DataParallel and DistributedDataParallel add "module" at the start.
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = _inner_name(name).split(".")
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 
 def uses_named(uses: Collection[Use], name: str, fits: Callable[[str, str], bool]) -> list[Use]:
-    """Return the parameters whose names fit a name, or else do without the parts of wrappers."""
-    found = [use for use in uses if fits(use.name, name)]
+    """Return the parameters whose names fit a name, with or without the parts of wrappers.
+
+    If none fits, the parts of wrappers in ``name`` and "module" at the start do not count, either.
+    """
+    # Some layers may be wrapped, and others not: one name that fits as it is ends no search.
+    found = [use for use in uses if fits(use.name, name) or fits(_inner_name(use.name), name)]
     plain = plain_name(name)
     return found or [use for use in uses if fits(plain_name(use.name), plain)]
+
+
+def _inner_name(name: str) -> str:
+    """Return a name without the parts that wrappers of any module in the model add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def uses_of(model: nn.Module) -> list[Use]:
@@ -129,9 +138,8 @@ def _named_head(uses: Collection[Use], head: str | Collection[str]) -> Rule:
 
 def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
     # A wrapper and the module in it have one plain name: the second, which is inside, counts.
-    modules = {
-        plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)
-    }
+    named_modules = [*model.named_modules(remove_duplicate=False)]
+    modules = {plain_name(name): module for name, module in named_modules}
     layers = {
         name: module
         for name, module in modules.items()
@@ -161,7 +169,7 @@ def _found_head(model: nn.Module, uses: Collection[Use]) -> Rule:
             heads.add(name)
     get_output_embeddings = getattr(modules[""], "get_output_embeddings", None)  # Hugging Face
     output = get_output_embeddings() if callable(get_output_embeddings) else None
-    heads.update(name for name, module in modules.items() if module is output)
+    heads.update(plain_name(name) for name, module in named_modules if module is output)
     return lambda use: use.own == "weight" and use.layer in heads
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, weight_norm
 
 import muon
@@ -504,6 +505,51 @@ def test_a_name_that_is_there_as_given_means_that_parameter_alone() -> None:
     model.add_module("weight", linear())
     groups = muon.param_groups(model, adamw_names=["module.weight"])
     assert names_of(groups, "adamw") == {"module.weight"}
+
+
+@pytest.mark.parametrize("wrapped", [(), (0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("pattern", ["layers.[0-9].bias", "module.layers.[0-9].bias", "*.bias"])
+@pytest.mark.parametrize("wrap", [lambda model: model, Parallel])
+def test_names_fit_layers_of_which_some_are_wrapped(
+    wrapped: tuple[int, ...], pattern: str, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Selective activation checkpointing wraps some of the layers."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    for index in wrapped:
+        layers[index] = checkpoint_wrapper(layers[index])
+    model = wrap(modules(layers=nn.ModuleList(layers)))
+    (group,) = [g for g in muon.param_groups(model, no_decay=pattern) if g["weight_decay"] == 0]
+    biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert [name for name, _ in group["params"]] == biases
+    assert len(biases) == 4
+
+
+def test_a_head_fits_layers_of_which_some_are_wrapped() -> None:
+    block = nn.Sequential(checkpoint_wrapper(linear()), linear(WIDTH, 2 * WIDTH))
+    model = modules(first=linear(), block=block)
+    groups = muon.param_groups(model, head="block")
+    assert names_of(groups, "muon") == {"first.weight"}
+
+
+class WrappedOutput(nn.Module):
+    """A model whose output layer has an unusual name and is wrapped."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.readout = wrap(linear())
+        self.hidden = linear()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.readout
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, checkpoint_wrapper, compiled])
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_a_wrapped_output_layer_is_the_head(
+    wrap: Callable[[nn.Module], nn.Module], prefix: str
+) -> None:
+    rules = muon.param_groups(WRAPPERS[prefix](WrappedOutput(wrap))).rules
+    assert list(rules.values()) == ["head", "matrix"]
 
 
 # ------------------------------------------------------------------------- tied parameters
