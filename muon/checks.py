@@ -81,10 +81,12 @@ _REQUIRED_KEYS = {
 
 _KNOWN_KEYS = _COMMON_KEYS.union(*_OWN_KEYS.values(), _UNSUPPORTED)
 
-# A key that resembles one of these keys at least this much is taken for a misspelling: "momentun"
-# resembles "momentum" by 0.875. "param_name" is a common key of its own.
+# A key that resembles a known key at least this much is taken for a misspelling: "momentun"
+# resembles "momentum" by 0.875.
 _RESEMBLANCE_MIN = 0.87
-_MISSPELLABLE_KEYS = _KNOWN_KEYS - {"params", "param_names"}
+
+# Common keys that resemble known keys.
+_NOT_MISSPELLED = ("param_name", "hparams")
 
 # Real, which numbers of numpy are, last: its check takes longer.
 _NUMBERS = (float, int, Real)
@@ -102,22 +104,27 @@ def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def algorithm_of(group: Mapping[str, Any], number: int) -> str:
+def algorithm_of(group: Mapping[str, Any], number: int, *, is_saved: bool = False) -> str:
     """Return the algorithm of a group: its key ``algorithm``, or the key ``use_muon``.
+
+    Args:
+        group: the param group.
+        number: its number, for the messages.
+        is_saved: whether it is a group of a state dict.
 
     Raises:
         ValueError: there is no such algorithm, or the keys contradict each other.
     """
+    where = f"group {number} of the state dict" if is_saved else f"param group {number}"
     use_muon = group.get("use_muon")
     if use_muon not in (None, True, False):
-        raise ValueError(f"use_muon of param group {number} must be True or False: {use_muon!r}")
+        raise ValueError(f"use_muon of {where} must be True or False: {use_muon!r}")
     algorithm: str = group.get("algorithm", "adamw" if use_muon is False else "muon")
     if algorithm not in ("muon", "adamw"):
-        raise ValueError(f"algorithm must be 'muon' or 'adamw', got {algorithm!r}")
+        raise ValueError(f"algorithm must be 'muon' or 'adamw', got {algorithm!r} in {where}")
     if use_muon is not None and use_muon != (algorithm == "muon"):
         raise ValueError(
-            f"param group {number} has algorithm={algorithm!r} and use_muon={use_muon!r}: leave "
-            "one of them out"
+            f"{where} has algorithm={algorithm!r} and use_muon={use_muon!r}: leave one of them out"
         )
     return algorithm
 
@@ -169,7 +176,7 @@ def _check_keys(group: Mapping[str, Any], number: int) -> None:
                     f"{key} is not supported, got {value!r} in param group {number}: {advice}"
                 )
         elif key in _KNOWN_KEYS:
-            # Schedulers set the momentum of all groups; see Muon._cycle_betas().
+            # Schedulers set the momentum of all groups; see muon.param_groups.cycle_betas().
             if value is not None and not (key == "momentum" and "max_momentum" in group):
                 raise ValueError(
                     f"{key} is not a key of algorithm={algorithm!r}, which param group {number} "
@@ -187,12 +194,12 @@ def _meant(key: object) -> str | None:
 
     A key of several words that has a known key among them ("no_weight_decay") is not misspelled.
     """
-    if not isinstance(key, str):
+    if not isinstance(key, str) or key in _NOT_MISSPELLED:
         return None
     if key in _OTHER_NAMES:
         return _OTHER_NAMES[key]
-    lower = key.lower()
-    close = difflib.get_close_matches(lower, _MISSPELLABLE_KEYS, n=1, cutoff=_RESEMBLANCE_MIN)
+    lower = key.lower().rstrip("_")
+    close = difflib.get_close_matches(lower, _KNOWN_KEYS, n=1, cutoff=_RESEMBLANCE_MIN)
     extended = lower not in close and any(f"_{known}_" in f"_{lower}_" for known in close)
     return None if extended or not close else close[0]
 

@@ -149,7 +149,7 @@ def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
     """
     keys = {key: saved[key] for key in CHOICE if saved.get(key) is not None}
     expected = group.get("algorithm")
-    algorithm = algorithm_of(keys, number) if keys else expected
+    algorithm = algorithm_of(keys, number, is_saved=True) if keys else expected
     if algorithm != expected:
         raise ValueError(
             f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "

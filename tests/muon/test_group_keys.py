@@ -186,6 +186,13 @@ def test_the_algorithm_must_be_clear(keys: dict[str, Any], message: str) -> None
         ("muon", "ns_step", 3),
         ("muon", "Weight-Decay", 0.0),
         ("adamw", "weight_deca", 0.0),
+        ("muon", "momentum_", 0.9),
+        ("adamw", "lr_", 0.1),
+        ("adamw", "foreach_", True),
+        ("muon", "param", []),
+        ("adamw", "paramss", []),
+        ("muon", "params_", []),
+        ("muon", "params_names", []),
         ("adamw", "beta", (0.9, 0.95)),
         ("adamw", "learning_rate", 0.1),
         ("adamw", "wd", 0.1),
@@ -297,6 +304,30 @@ def test_a_saved_use_muon_must_agree() -> None:
     assert optimizer.param_groups[1]["lr"] == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"use_muon": False},
+            "group 0 of the state dict has algorithm='muon' and use_muon=False: leave one of them "
+            "out",
+        ),
+        (
+            {"algorithm": "x"},
+            "algorithm must be 'muon' or 'adamw', got 'x' in group 0 of the state dict",
+        ),
+        ({"use_muon": 2}, "use_muon of group 0 of the state dict must be True or False: 2"),
+    ],
+)
+def test_a_bad_algorithm_of_a_state_dict_is_named(keys: dict[str, Any], message: str) -> None:
+    optimizer = muon.Muon([parameter()])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(keys, lr=0.5)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
 def test_a_misspelled_key_of_a_state_dict_changes_nothing() -> None:
     optimizer = muon.Muon([parameter()])
     saved = optimizer.state_dict()
@@ -323,6 +354,7 @@ KEPT = {
     "is_weight_decay": True,
     "weight_decay_1": 0.5,
     "param_name": "decoder.weight",
+    "hparams": {"depth": 2},
     "swa_lr": 0.1,
     "step": 3,
 }
