@@ -91,6 +91,10 @@ _NOT_MISSPELLED = ("param_name", "hparams")
 # Real, which numbers of numpy are, last: its check takes longer.
 _NUMBERS = (float, int, Real)
 
+# Arrays and tensors are refused: some fail in the middle of a step, and torch.load() refuses a
+# state dict with arrays.
+_TUPLE_ADVICE = ": pass a tuple of Python numbers"
+
 # Dtypes of the momentum and of Newton-Schulz.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -140,19 +144,21 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         ValueError: names the first hyperparameter that cannot be used.
     """
     _check_keys(group, number)
-    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
-        raise ValueError("a tensor lr must have one element")
     for name in ("lr", "weight_decay", "eps"):
         value = group[name]
-        _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number")
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ValueError(f"a tensor {name} must have one element")
+        advice = ": pass a Python number, or a tensor of one element"
+        _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
         _require(group, name, value >= 0, "not be negative")
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
-        holds = _are_numbers(group["betas"], 2) and all(0 <= beta < 1 for beta in group["betas"])
+        expected = "be two numbers in [0, 1)"
+        _require(group, "betas", _are_numbers(group["betas"], 2), expected, _TUPLE_ADVICE)
+        holds = all(0 <= beta < 1 for beta in group["betas"])
         # A scheduler that cycles the betas keeps this key in the group.
         advice = ". The max_momentum of a scheduler must be below 1, too"
-        expected = "be two numbers in [0, 1)"
         _require(group, "betas", holds, expected, advice if "max_momentum" in group else "")
 
 
@@ -207,11 +213,14 @@ def _meant(key: object) -> str | None:
 def _check_muon(group: Mapping[str, Any]) -> None:
     steps = group["ns_steps"]
     one_of_dtypes = f"be one of {', '.join(map(str, _DTYPES))}"
-    holds = _are_numbers([group["momentum"]], 1) and 0 <= group["momentum"] <= 1
+    momentum = group["momentum"]
+    is_number = isinstance(momentum, _NUMBERS)
+    _require(group, "momentum", is_number, "be a number", ": pass a Python number")
+    are_numbers = _are_numbers(group["ns_coefficients"], 3)
+    _require(group, "ns_coefficients", are_numbers, "be three numbers", _TUPLE_ADVICE)
     checks: dict[str, tuple[bool, str]] = {
-        "momentum": (holds, "lie in [0, 1]"),
+        "momentum": (0 <= momentum <= 1, "lie in [0, 1]"),
         "adjust_lr_fn": (group["adjust_lr_fn"] in ADJUST_LR_FNS, f"be one of {ADJUST_LR_FNS}"),
-        "ns_coefficients": (_are_numbers(group["ns_coefficients"], 3), "be three numbers"),
         "ns_steps": (isinstance(steps, int) and 0 <= steps < 100, "be a whole number in [0, 100)"),
         "ns_dtype": (group["ns_dtype"] in _DTYPES, one_of_dtypes),
         "ns_batched": (isinstance(group["ns_batched"], bool), "be True or False"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,7 +163,28 @@ ONLY_OURS: list[tuple[str, dict[str, Any], str]] = [
     (
         "adamw",
         {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
-        "betas must be two numbers in",
+        r"betas must be two numbers in \[0, 1\), got \(tensor\(0.9000\), tensor\(0.9900\)\): pass "
+        "a tuple of Python numbers",
+    ),
+    (
+        "adamw",
+        {"betas": np.array([0.9, 0.99])},
+        r"betas must be two numbers in \[0, 1\), got array\(.*\): pass a tuple of Python numbers",
+    ),
+    (
+        "both",
+        {"lr": np.array(0.1)},
+        r"lr must be a number, got array\(0.1\): pass a Python number, or a tensor of one element",
+    ),
+    (
+        "muon",
+        {"momentum": torch.tensor(0.9)},
+        r"momentum must be a number, got tensor\(0.9000\): pass a Python number",
+    ),
+    (
+        "muon",
+        {"ns_coefficients": np.array([3.4, -4.7, 2.0])},
+        r"ns_coefficients must be three numbers, got array\(.*\): pass a tuple of Python numbers",
     ),
 ]
 

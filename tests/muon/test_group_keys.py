@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -244,6 +245,9 @@ BAD_VALUES = [
     ("adamw", "betas", 0.9),
     ("adamw", "betas", ("0.9", "0.95")),
     ("adamw", "betas", "ab"),
+    ("adamw", "eps", np.array(1e-8)),
+    ("muon", "momentum", np.array(0.9)),
+    ("muon", "ns_coefficients", torch.tensor([3.4, -4.7, 2.0])),
 ]
 
 
@@ -253,6 +257,14 @@ def test_a_value_of_another_type_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{key} must .*, got {re.escape(repr(value))}"):
         muon.Muon([{"params": [parameter()], "algorithm": algorithm, key: value}])
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "eps"])
+def test_a_tensor_of_several_elements_is_refused_by_name(algorithm: str, key: str) -> None:
+    group = {"params": [parameter()], "algorithm": algorithm, key: torch.tensor([0.1, 0.2])}
+    with pytest.raises(ValueError, match=f"^a tensor {key} must have one element$"):
+        muon.Muon([group])
 
 
 COMMON_KEYS = ["algorithm", "lr", "weight_decay", "eps"]
