@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
+# The usual classes of plain tensors, quickly told from a DTensor in a step of many parameters.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # The usual case, and quickly seen.
+    if type(tensor) in _PLAIN:
         return False
     # A process that has a DTensor has imported its module; other processes skip the import.
     module = sys.modules.get("torch.distributed.tensor")
@@ -29,6 +33,8 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of this rank: a plain tensor over the same memory."""
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
     if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -60,6 +66,8 @@ def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same mesh and placements."""
+    if type(tensor) in _PLAIN and type(other) in _PLAIN:
+        return True
     return _placement(tensor) == _placement(other)
 
 

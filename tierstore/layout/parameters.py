@@ -174,19 +174,20 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
         ValueError: they do not; the message names the parameter.
     """
     tensor = parameter.tensor
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+    grad = tensor.grad
+    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ValueError(
             f"parameter {spec.name!r} was {spec.dtype} {list(spec.shape)} and is now "
             f"{tensor.dtype} {list(tensor.shape)}: convert the model before the first step"
         )
-    if tensor.grad is None:
+    if grad is None:
         return
-    if not same_placement(tensor.grad, tensor):
+    if not same_placement(grad, tensor):
         raise ValueError(
-            f"the gradient of {spec.name!r} is {describe_placement(tensor.grad)}, the parameter "
+            f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
             f"is {describe_placement(tensor)}: redistribute the gradient"
         )
-    if tensor.grad.layout != torch.strided:
+    if grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
             "(for an embedding, sparse=False)"
