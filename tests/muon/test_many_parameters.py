@@ -20,7 +20,7 @@ from tests.support.twins import parameter
 def seconds(*functions: Callable[[], Any]) -> list[float]:
     """Return the shortest of some times that each takes, one after the other."""
     found = []
-    for _ in range(4):
+    for _ in range(10):
         for function in functions:
             started = time.thread_time()
             function()

@@ -453,7 +453,7 @@ def test_a_removal_from_the_store_alone_is_refused(place: str, tmp_path: Path) -
     with open_store(place, tmp_path) as store:
         twins = Twins(store=store)
         twins.step()
-        with pytest.raises(ValueError, match=r"call its method, optimizer\.remove_parameters\(\)"):
+        with pytest.raises(ValueError, match=r"which is optimizer\.remove_parameters\(\) for muon"):
             store.remove(["second"])
         twins.step()
         twins.assert_identical()
