@@ -328,14 +328,15 @@ class Muon(torch.optim.Optimizer):
             window = self.store.window_max
             with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
                 self._pipeline.open(groups)
+                scalars = self.store.scalars
                 steps = {
-                    name: scalars["step"] + 1.0
-                    for name, scalars in self.store.scalars.items()
+                    name: values["step"] + 1.0
+                    for name, values in scalars.items()
                     if name in pages.present
                 }
                 self._pipeline.step_pages(pages, groups, steps, window)
                 for name, step in steps.items():
-                    self.store.scalars[name]["step"] = step
+                    scalars[name]["step"] = step
         self._prefetched = False
         return loss
 

@@ -110,6 +110,10 @@ class CheckpointError(TierstoreError, ValueError):
     """A checkpoint cannot be published or read; the message says what to do."""
 
 
+class NotCarriedError(CheckpointError):
+    """A strict conversion would leave out a part of the source; the message names it."""
+
+
 class RollCallError(TierstoreError):
     """A call that not all ranks make, so no rank begins it; the next call works as usual."""
 

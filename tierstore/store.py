@@ -17,6 +17,7 @@ from torch import distributed as dist
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.reshard import look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.restore import Restore
+from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
 from tierstore.layout.parameters import PagedGroup
@@ -70,7 +71,8 @@ class TierStore:
             None keeps one slot of each page instead of two, and commits on synchronize() and
             close() only; a crash in between loses the run.
         engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
-        checksums: whether pages are checked when they are read.
+        checksums: whether pages are checked when they are read, and published checkpoints are read
+            back.
         resume: resume the run in the directory, with restore(). A directory without a commit
             begins a new run.
         overwrite: delete the run in the directory and begin a new one.
@@ -145,6 +147,7 @@ class TierStore:
         self._calls = Calls(ranks)
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
+        self._verifier = Verifier(active=checksums)
         self._changes = Changes()
         self._steps_begun = 0  # Since the store was opened, the same on all ranks.
         self._warned_of_no_gradient = False
@@ -183,6 +186,7 @@ class TierStore:
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.callback(self._committer.close)
+            opened.callback(self._verifier.close)
             self._usability = Usability(
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
             )
@@ -342,6 +346,7 @@ class TierStore:
                 GPU the next sweep warns.
         """
         self._usability.require_restored()
+        self._raise_damage()
         if not 1 <= window <= self.window_max:
             raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
         if nonfinite not in ("raise", "skip", "allow"):
@@ -592,6 +597,7 @@ class TierStore:
             StorageError: an earlier commit or write failed.
         """
         self._usability.require_restored()
+        self._raise_damage()
         self._states.given.require_unchanged()
         committer = self._require_committer("commit()")
         self._ending.has_extra = True
@@ -611,6 +617,7 @@ class TierStore:
             ValueError: a tensor of show_states() was changed in place. Nothing was committed.
         """
         self._usability.require_restored()
+        self._raise_damage()
         self._states.given.require_unchanged()
         self._synchronize()
 
@@ -638,15 +645,18 @@ class TierStore:
         Synchronizes first. On the filesystem of the run, page files are linked, no tensor is read
         or written, and the checkpoint is complete on return. On another filesystem, pages are
         copied in the background; close() and the next checkpoint() wait for the copy and raise
-        its error. An interrupt leaves nothing of the checkpoint, or all of it, or a copy that
-        continues. All ranks call it together.
+        its error. The checkpoint is then read in the background; the next step(), commit(),
+        checkpoint() or close() raises what was found, and the store fails. An interrupt leaves
+        nothing of the checkpoint, or all of it, or a copy that continues. All ranks call it
+        together.
 
         Args:
             path: the directory; must be absent or empty.
             model: adds the tensors that are not paged: buffers, frozen parameters, and the
                 further names of tied parameters. None: paged state only.
             keep_last: number of checkpoints of this run to keep next to ``path``; the oldest are
-                removed afterwards. None keeps all.
+                removed afterwards. One more is kept if none of them is known to be whole. None
+                keeps all.
             model_prefix: prefix of the names of the model's parameters; torchtitan uses "".
 
         Raises:
@@ -655,7 +665,7 @@ class TierStore:
             StorageError: a file operation failed, on a full disk for example. Nothing is left of
                 the checkpoint.
             CorruptionError: a copied page is not what was committed. Nothing is left of the
-                checkpoint.
+                checkpoint. Or the checkpoint before is damaged, and the store has failed.
         """
         from tierstore.checkpoint.model_contents import contents_of
         from tierstore.checkpoint.page_links import PageLinks
@@ -665,6 +675,9 @@ class TierStore:
         committer = self._require_committer("checkpoint()")
         with self._calls.together("checkpoint()"):
             self._finish_publication()
+            with self._usability.failing(interrupts=False):
+                together(self._ranks, "verify the last checkpoint", self._verifier.wait)
+            together(self._ranks, "start to verify checkpoints", self._verifier.start)
             self.synchronize()
             manifest, table = committer.committed, self._table
             page_files = []
@@ -678,19 +691,24 @@ class TierStore:
                 page_files=page_files,
                 contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
                 model_prefix=model_prefix,
+                verified=self._verifier.active,
             )
 
             def keep(publication: Publication) -> None:
                 self._publication = publication
 
             try:
-                return publish(committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep)
+                publication = publish(
+                    committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep
+                )
             except BaseException as error:
                 if self._ranks.world_size > 1 and not isinstance(error, Exception):
                     self._usability.fail(error)  # Other ranks are in the middle of publishing.
                 with contextlib.suppress(StorageError):  # The first error is the one to mend.
                     committer.drop_spares()
                 raise
+            self._verifier.begin(page_files[0], publication)
+            return publication
 
     @not_compiled
     @torch.no_grad()
@@ -781,8 +799,8 @@ class TierStore:
     def close(self) -> None:
         """Synchronize, then release files, lock and buffers. May be called again.
 
-        A failed store is released without a commit. An error of synchronize() is raised after
-        everything was released.
+        Waits until the last checkpoint was read. A failed store is released without a commit. An
+        error of synchronize(), or of the last checkpoint, is raised after everything was released.
         """
         self._close(synchronize=True)
 
@@ -796,12 +814,14 @@ class TierStore:
         with contextlib.ExitStack() as released, contextlib.ExitStack() as stack:
             stack.callback(setattr, usability, "closed", True)
             stack.callback(self._opened.close)
+            if synchronize:
+                stack.callback(self._finish_verification)
             # After an error in the program, the log alone says what became of the copy.
             stack.callback(self._finish_publication if synchronize else self._settle_publication)
             if synchronize and usability.has_directory and not usability.failure:
                 committer = self._require_committer("close()")
                 if usability.awaits_restore:  # Nothing was written since the run was opened.
-                    committer.marks_clean_end = committer.was_closed
+                    committer.marks_clean_end = committer.is_clean
                 else:
                     if not self._states.given.was_refused:
                         # Called last, so that the last step is committed nevertheless.
@@ -846,6 +866,17 @@ class TierStore:
         if not isinstance(self._committer, Committer):
             raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
         return self._committer
+
+    def _raise_damage(self) -> None:
+        """Raise what verification has found in the last checkpoint, if it has ended."""
+        with self._usability.failing(interrupts=False):
+            self._verifier.check()
+
+    def _finish_verification(self) -> None:
+        """Wait until the last checkpoint was verified, unless the store has failed."""
+        if self._usability.failure is None:
+            with self._usability.failing(interrupts=False):
+                self._verifier.wait()
 
     def _finish_publication(self) -> None:
         publication, self._publication = self._publication, None

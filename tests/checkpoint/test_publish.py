@@ -28,7 +28,7 @@ from tests.support.published import (
     run_pages,
 )
 from tests.support.stock_reader import make_model
-from tests.support.toy import RANK, Toy, resumed, train_and_die, unchanged
+from tests.support.toy import RANK, Toy, resumed, train_and_die, unchanged, verified
 from tierstore.storage.memory import MemoryStorage
 
 MIB = 2**20
@@ -89,10 +89,12 @@ def test_training_continues_and_the_checkpoint_is_unchanged(
     reference = Reference("everything")
     ours.train(1, 2, 3)
     ours.store.checkpoint(tmp_path / "checkpoints/3", model=ours.model)
+    verified(ours.store)
     found = digests(tmp_path / "checkpoints/3")
     ours.store.checkpoint(tmp_path / "checkpoints/again", model=ours.model)
     ours.train(*range(4, 14))
     ours.store.checkpoint(tmp_path / "checkpoints/13", model=ours.model)
+    verified(ours.store)
     later = digests(tmp_path / "checkpoints/13")
     ours.train(*range(14, 24))
     ours.store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -23,7 +24,7 @@ from tests.support.published import (
     pages_of,
     run_pages,
 )
-from tests.support.toy import RANK, Toy, resumed
+from tests.support.toy import RANK, Toy, resumed, verified
 from tierstore.inspection.verify import verify
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
@@ -107,6 +108,7 @@ def test_a_copy_equals_a_checkpoint_of_links(tmp_path: Path) -> None:
     here.store.checkpoint(here.folder / "copied").wait()
     here.storage.disarm()
     here.store.checkpoint(here.folder / "linked")
+    verified(here.store)
     copied, linked = digests(here.folder / "copied"), digests(here.folder / "linked")
     assert copied.pop("tierstore.json") != linked.pop("tierstore.json")
     assert copied == linked
@@ -514,3 +516,64 @@ def test_without_a_thread_nothing_is_published(
     elsewhere.store.checkpoint(elsewhere.folder / "published")
     elsewhere.store.close()
     assert_holds_toy(elsewhere.folder / "published", 2)
+
+
+def test_a_folder_that_is_moved_during_the_copy_gets_the_checkpoint(tmp_path: Path) -> None:
+    here = Elsewhere(tmp_path)
+    publication = here.store.checkpoint(here.folder / "2")
+    here.until_it_waits()
+    moved = here.folder.rename(tmp_path / "moved")
+    (here.folder / "2").mkdir(parents=True)
+    (here.folder / "2/kept").write_bytes(b"of another program")
+    here.let(1000)
+    publication.wait()
+    here.store.close()
+    assert_holds_toy(moved / "2", 2)
+    assert_nothing_left(here.run, moved, ["2"])
+    assert [path.name for path in here.folder.rglob("*")] == ["2", "kept"]
+
+
+@pytest.mark.parametrize("fault", ["", "folder_make", "folder_append", "folder_flush", "read"])
+def test_the_descriptor_of_the_folder_is_closed_at_the_end(fault: str, tmp_path: Path) -> None:
+    here = Elsewhere(tmp_path, open_gate=True)
+
+    def open_in_folder() -> list[str]:
+        paths = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        found = [os.readlink(path) for path in paths if os.path.lexists(path)]
+        return [path for path in found if path.startswith(str(here.folder))]
+
+    if fault:
+        here.storage.arm(Fault("error", fault, call=2 if fault == "folder_flush" else 1))
+        with pytest.raises(tierstore.StorageError):
+            here.store.checkpoint(here.folder / "2").wait()
+        assert_nothing_left(here.run, here.folder, [])
+    else:
+        here.store.checkpoint(here.folder / "2").wait()
+    verified(here.store)
+    assert open_in_folder() == []
+    with contextlib.suppress(tierstore.StorageError):  # A failed copy is raised again.
+        here.store.close()
+
+
+def test_a_refused_checkpoint_leaves_no_descriptor(tmp_path: Path) -> None:
+    here = Elsewhere(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    errors = []  # Their tracebacks keep what is half made.
+    for name in (here.run, here.folder / "rank-", tmp_path / "run" / RANK / "lock" / "below"):
+        with pytest.raises(tierstore.CheckpointError) as caught:
+            here.store.checkpoint(name)
+        errors.append(caught)
+        assert len(os.listdir("/proc/self/fd")) <= before
+    here.store.close()
+
+
+def test_an_error_of_closing_the_folder_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is published."""
+    here = Elsewhere(tmp_path, open_gate=True)
+    here.storage.arm(Fault("error", "folder_close", call=1))
+    here.store.checkpoint(here.folder / "2").wait()
+    assert_holds_toy(here.folder / "2", 2)
+    assert "folder_close failed" in caplog.text
+    here.store.close()

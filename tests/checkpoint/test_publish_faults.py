@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 import tierstore
 from tests.support import killed_processes
 from tests.support.published import assert_holds_toy, assert_nothing_left, names_in
-from tests.support.toy import RANK, Toy, resumed, unchanged
+from tests.support.toy import RANK, Toy, resumed, unchanged, verified
+from tierstore.inspection.verify import verify
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
 
@@ -21,7 +23,7 @@ Operation = tuple[str, int]
 
 
 class Watched:
-    """A toy run after two steps, published once, on a storage with injected faults."""
+    """A toy run after three steps, two of them published, on a storage with injected faults."""
 
     def __init__(
         self, directory: Path, watch: Callable[[str, str], None] = lambda operation, name: None
@@ -31,15 +33,19 @@ class Watched:
         self.storage = FaultyStorage(
             open_storage(self.run / RANK),
             on_operation=lambda operation, name, when: (
-                when == "before" and self.watch(operation, name)
+                when == "before"
+                and threading.current_thread() is threading.main_thread()
+                and self.watch(operation, name)
             ),
         )
         self.watch: Callable[[str, str], object] = watch
         self.toy = Toy(self.storage)
-        self.toy.step()
-        self.toy.store.checkpoint(self.folder / "1")
+        for step in (1, 2):
+            self.toy.step()
+            self.toy.store.checkpoint(self.folder / str(step))
         self.toy.step()
         self.toy.store.synchronize()
+        verified(self.toy.store)  # So that only the calls of a test use the storage.
 
     def operations(self, call: Callable[[], object]) -> list[Operation]:
         """Return what a call does to the storage: each operation, and the how manieth it is."""
@@ -52,10 +58,10 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: pytest.TempPathFactory) -> list[Operation]:
-    """The operations of the second checkpoint of a run, which removes the first."""
+    """The operations of the third checkpoint of a run, which removes the first."""
     watched = Watched(tmp_path_factory.mktemp("operations"))
     found = watched.operations(
-        lambda: watched.toy.store.checkpoint(watched.folder / "2", keep_last=1)
+        lambda: watched.toy.store.checkpoint(watched.folder / "3", keep_last=1)
     )
     watched.toy.store.close()
     return found
@@ -81,32 +87,42 @@ def test_the_recorded_operations_are_complete(operations: list[Operation]) -> No
     ],
 )
 def test_any_operation_may_fail(number: int, operations: list[Operation], tmp_path: Path) -> None:
-    """After the checkpoint is published, only the removal of the one before can fail."""
+    """After the checkpoint is published, only the removal of the one before can fail.
+
+    A mark that cannot be read does not count, and is no error. A checkpoint whose folder cannot
+    be opened for the verification is not marked as whole.
+    """
     published = operations.index(("folder_rename", 1)) + 1
     assert operations[published] == ("folder_sync_children", 1)
+    listed = operations.index(("folder_children", 2))
+    named = max(i for i, (name, _) in enumerate(operations) if name == "folder_put")
+    assert {name for name, _ in operations[listed + 1 : named]} == {"folder_files", "folder_get"}
+    assert operations[-1] == ("folder", 2)  # Of the verification.
     for index, (operation, call) in enumerate(operations):
+        fails = index <= published and not listed < index < named
         watched = Watched(tmp_path / str(index))
         store = watched.toy.store
         watched.storage.arm(Fault("error", operation, call=call, errno=number))
-        if index <= published:
+        if fails:
             with pytest.raises(tierstore.StorageError) as caught:
-                store.checkpoint(watched.folder / "2", keep_last=1)
+                store.checkpoint(watched.folder / "3", keep_last=1)
             assert caught.value.errno == number
-            assert_nothing_left(watched.run, watched.folder, ["1"])
+            assert_nothing_left(watched.run, watched.folder, ["1", "2"])
             assert_holds_toy(watched.folder / "1", 1)
         else:
-            store.checkpoint(watched.folder / "2", keep_last=1)
-            assert_holds_toy(watched.folder / "2", 2)
+            store.checkpoint(watched.folder / "3", keep_last=1)
+            assert_holds_toy(watched.folder / "3", 3)
         watched.storage.disarm()
         # As if nothing had been.
         watched.toy.step()
-        store.checkpoint(watched.folder / "3", keep_last=1)
+        store.checkpoint(watched.folder / "4", keep_last=1)
         watched.toy.step()
-        watched.toy.assert_at(4)
+        watched.toy.assert_at(5)
         store.close()
-        assert_holds_toy(watched.folder / "3", 3)
-        assert_nothing_left(watched.run, watched.folder, ["3"])
-        resumed(watched.run, 4).store.close()
+        assert_holds_toy(watched.folder / "4", 4)
+        before = "2" if fails or index == len(operations) - 1 else "3"
+        assert_nothing_left(watched.run, watched.folder, [before, "4"])
+        resumed(watched.run, 5).store.close()
 
 
 @pytest.mark.parametrize("operation", ["folder_unlink", "folder_remove"])
@@ -117,15 +133,15 @@ def test_leftovers_of_a_failed_removal_are_removed_later(operation: str, tmp_pat
     watched.storage.arm(Fault("error", "folder_sync", call=1, errno=errno.ENOSPC))
     watched.storage.arm(Fault("error", operation, probability=1.0, errno=errno.EIO))
     with pytest.raises(tierstore.StorageError, match="folder_sync") as caught:
-        store.checkpoint(watched.folder / "2")
+        store.checkpoint(watched.folder / "3")
     assert caught.value.errno == errno.ENOSPC
     watched.storage.disarm()
-    left = [name for name in names_in(watched.folder) if name != "1"]
+    left = [name for name in names_in(watched.folder) if name not in ("1", "2")]
     assert len(left) == 1
-    assert left[0].startswith(".2.tmp-")
+    assert left[0].startswith(".3.tmp-")
     store.checkpoint(watched.folder / "again")
-    assert_holds_toy(watched.folder / "again", 2)
-    assert names_in(watched.folder) == ["1", "again"]
+    assert_holds_toy(watched.folder / "again", 3)
+    assert names_in(watched.folder) == ["1", "2", "again"]
     store.close()
 
 
@@ -134,11 +150,11 @@ def test_other_refusals_of_the_filesystem(number: int, tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.storage.arm(Fault("error", "folder_make", call=1, errno=number))
     with pytest.raises(tierstore.StorageError) as caught:
-        watched.toy.store.checkpoint(watched.folder / "2")
+        watched.toy.store.checkpoint(watched.folder / "3")
     assert caught.value.errno == number
-    assert_nothing_left(watched.run, watched.folder, ["1"])
+    assert_nothing_left(watched.run, watched.folder, ["1", "2"])
     watched.toy.step()
-    watched.toy.assert_at(3)
+    watched.toy.assert_at(4)
     watched.toy.store.close()
 
 
@@ -163,9 +179,9 @@ def test_any_exception_of_a_removal_is_logged(
 ) -> None:
     watched = Watched(tmp_path)
     raise_before(watched, operations.index(("folder_remove", 1)) + 1, error)
-    watched.toy.store.checkpoint(watched.folder / "2", keep_last=1)
-    assert f"older checkpoints beside 2 stay: {error!r}" in caplog.text
-    assert_holds_toy(watched.folder / "2", 2)
+    watched.toy.store.checkpoint(watched.folder / "3", keep_last=1)
+    assert f"older checkpoints beside 3 stay: {error!r}" in caplog.text
+    assert_holds_toy(watched.folder / "3", 3)
     watched.toy.store.close()
 
 
@@ -177,16 +193,16 @@ def test_an_interrupt_at_any_operation(operations: list[Operation], tmp_path: Pa
         store = watched.toy.store
         raise_before(watched, index + 1, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            store.checkpoint(watched.folder / "2", keep_last=1)
+            store.checkpoint(watched.folder / "3", keep_last=1)
         found = [name for name in names_in(watched.folder) if not name.startswith(".")]
-        assert found in ([["1"]] if index <= published else [["1", "2"], ["2"]])
+        assert found in ([["1", "2"]] if index <= published else [["1", "2", "3"], ["2", "3"]])
         for name in found:
             assert_holds_toy(watched.folder / name, int(name))
         watched.toy.step()
-        store.checkpoint(watched.folder / "3", keep_last=1)
-        watched.toy.assert_at(3)
+        store.checkpoint(watched.folder / "4", keep_last=1)
+        watched.toy.assert_at(4)
         store.close()
-        assert_nothing_left(watched.run, watched.folder, ["3"])
+        assert_nothing_left(watched.run, watched.folder, ["2", "4"])
 
 
 @pytest.mark.parametrize("operation", ["flush", "put", "rename", "sync_directory"])
@@ -195,16 +211,16 @@ def test_a_commit_that_fails_is_not_published(operation: str, tmp_path: Path) ->
     watched.toy.step()
     watched.storage.arm(Fault("error", operation, call=1))
     with pytest.raises(tierstore.StorageError):
-        watched.toy.store.checkpoint(watched.folder / "3")
+        watched.toy.store.checkpoint(watched.folder / "4")
     watched.storage.disarm()
-    assert names_in(watched.folder) == ["1"]
-    assert watched.toy.store.restore() == 2
-    watched.toy.assert_at(2)
+    assert names_in(watched.folder) == ["1", "2"]
+    assert watched.toy.store.restore() == 3
+    watched.toy.assert_at(3)
     watched.toy.step()
-    watched.toy.store.checkpoint(watched.folder / "3")
+    watched.toy.store.checkpoint(watched.folder / "4")
     watched.toy.store.close()
-    assert_holds_toy(watched.folder / "3", 3)
-    assert_nothing_left(watched.run, watched.folder, ["1", "3"])
+    assert_holds_toy(watched.folder / "4", 4)
+    assert_nothing_left(watched.run, watched.folder, ["1", "2", "4"])
 
 
 def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
@@ -214,9 +230,9 @@ def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
     done: list[str] = []
     watched.watch = lambda operation, name: done.append(operation)
     with pytest.raises(tierstore.StorageError):
-        watched.toy.store.checkpoint(watched.folder / "2")
+        watched.toy.store.checkpoint(watched.folder / "3")
     assert "folder_link" not in done
-    assert not list((watched.run / RANK).glob("page-*.b.next"))
+    assert not list((watched.run / RANK).glob("page-*.a.next"))
     watched.toy.store.close()
 
 
@@ -232,9 +248,9 @@ def test_an_interrupt_leaves_no_allocated_space(tmp_path: Path) -> None:
 
     watched.watch = interrupt
     with pytest.raises(KeyboardInterrupt):
-        watched.toy.store.checkpoint(watched.folder / "2")
+        watched.toy.store.checkpoint(watched.folder / "3")
     assert len(created) == 2
-    assert not list((watched.run / RANK).glob("page-*.b.next"))
+    assert not list((watched.run / RANK).glob("page-*.a.next"))
     watched.toy.store.close()
 
 
@@ -270,27 +286,31 @@ def crash_cuts(count: int) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("cut", crash_cuts(48))
+@pytest.mark.parametrize("cut", crash_cuts(60))
 def test_killed_at_any_operation(cut: int, tmp_path: Path) -> None:
-    """One or both checkpoints are whole, and the next one removes the leftovers."""
+    """All checkpoints are whole, and the next one removes the leftovers."""
+    folder = tmp_path / "checkpoints"
     toy = Toy(tmp_path / "run")
-    toy.step()
-    toy.store.checkpoint(tmp_path / "checkpoints/1")
+    for step in (1, 2):
+        toy.step()
+        toy.store.checkpoint(folder / str(step))
     toy.store.close()
-    child = killed_processes._processes.Process(target=publish_and_die, args=(tmp_path, 2, cut))
+    child = killed_processes._processes.Process(target=publish_and_die, args=(tmp_path, 3, cut))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    found = [name for name in names_in(tmp_path / "checkpoints") if not name.startswith(".")]
-    assert found in (["1"], ["1", "2"], ["2"])
+    found = [name for name in names_in(folder) if not name.startswith(".")]
+    assert found in (["1", "2"], ["1", "2", "3"], ["2", "3"])
     for name in found:
-        assert_holds_toy(tmp_path / "checkpoints" / name, int(name))
-    toy = resumed(tmp_path / "run", 2)
+        assert_holds_toy(folder / name, int(name))
+    last_is_whole = verify(folder / found[-1]).marked_whole
+    toy = resumed(tmp_path / "run", 3)
     toy.step()
-    toy.store.checkpoint(tmp_path / "checkpoints/3", keep_last=2)
+    toy.store.checkpoint(folder / "4", keep_last=2)
     toy.store.close()
-    assert_nothing_left(tmp_path / "run", tmp_path / "checkpoints", [found[-1], "3"])
-    assert_holds_toy(tmp_path / "checkpoints/3", 3)
+    kept = [found[-1], "4"] if last_is_whole else ["2", found[-1], "4"]
+    assert_nothing_left(tmp_path / "run", folder, kept)
+    assert_holds_toy(folder / "4", 4)
 
 
 def test_a_refusal_leaves_the_run_unchanged(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from tests.support.published import assert_holds_toy, names_in
-from tests.support.toy import RANK, Toy, contents
+from tests.support.toy import RANK, Toy, contents, verified
 
 
 def publish_steps(toy: Toy, folder: Path, *names: str, keep_last: int | None = None) -> None:
@@ -23,15 +23,17 @@ def publish_steps(toy: Toy, folder: Path, *names: str, keep_last: int | None = N
     for name in names:
         toy.step()
         toy.store.checkpoint(folder / name, keep_last=keep_last)
+        verified(toy.store)  # Else tests that change a checkpoint would be in its way.
 
 
-@pytest.mark.parametrize("keep_last", [1, 2, 3, None])
-def test_the_newest_are_kept(keep_last: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep_last", "count"), [(1, 2), (2, 2), (3, 3), (None, 4)])
+def test_the_newest_are_kept(keep_last: int | None, count: int, tmp_path: Path) -> None:
+    """With keep_last=1 the one before, too: the last one was not read yet."""
     toy = Toy(tmp_path / "run")
     # By step, not by name.
     names = ["d", "a", "c", "b"]
     publish_steps(toy, tmp_path / "folder", *names, keep_last=keep_last)
-    kept = names[-keep_last:] if keep_last else names
+    kept = names[-count:]
     assert names_in(tmp_path / "folder") == sorted(kept)
     for name in kept:
         assert_holds_toy(tmp_path / "folder" / name, names.index(name) + 1)
@@ -150,10 +152,10 @@ def test_checkpoints_of_others_are_kept(make: Callable[[Path], Path], tmp_path: 
     publish_steps(toy, folder, "1")
     foreign = make(folder / "1")
     before = contents(foreign)
-    publish_steps(toy, folder, "2", "3", keep_last=1)
+    publish_steps(toy, folder, "2", "3", "4", keep_last=1)
     assert contents(foreign) == before
     assert "2" not in names_in(folder)
-    assert_holds_toy(folder / "3", 3)
+    assert_holds_toy(folder / "4", 4)
     toy.store.close()
 
 
@@ -226,7 +228,7 @@ def test_other_entries_of_the_directory_do_not_disturb(
     (folder / "0").mkdir()
     make(folder / "0/tierstore.json", run_id_of(tmp_path / "run"))
     publish_steps(toy, folder, "2", "3", keep_last=1)
-    assert names_in(folder) == ["0", "3"]
+    assert names_in(folder) == ["0", "2", "3"]
     assert names_in(folder / "0") == ["tierstore.json"]
     assert_holds_toy(folder / "3", 3)
     toy.store.close()
@@ -238,8 +240,8 @@ def test_step_zero(tmp_path: Path) -> None:
     toy.store.write_states({})
     toy.store.checkpoint(tmp_path / "folder/0")
     assert_holds_toy(tmp_path / "folder/0", 0)
-    publish_steps(toy, tmp_path / "folder", "1", keep_last=1)
-    assert names_in(tmp_path / "folder") == ["1"]
+    publish_steps(toy, tmp_path / "folder", "1", "2", keep_last=1)
+    assert names_in(tmp_path / "folder") == ["1", "2"]
     toy.store.close()
 
 
@@ -250,7 +252,7 @@ def test_the_log_says_what_is_kept_and_why(
     publish_steps(toy, tmp_path / "folder", "1")
     with_a_file_of_a_stranger(tmp_path / "folder/1")
     with caplog.at_level(logging.WARNING, logger="tierstore"):
-        publish_steps(toy, tmp_path / "folder", "2", keep_last=1)
+        publish_steps(toy, tmp_path / "folder", "2", "3", keep_last=1)
     assert "folder/1 is kept" in caplog.text
     assert "notes.txt" in caplog.text
     toy.store.close()

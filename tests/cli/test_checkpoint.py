@@ -46,7 +46,7 @@ def test_copied_pages_are_reported_apart_from_linked_ones(
 
     def refused(source: Any, target: Any, **options: Any) -> None:
         """Refuse links between directories, as the system does between filesystems."""
-        if Path(source).parent != Path(target).parent:
+        if options["src_dir_fd"] != options["dst_dir_fd"]:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
         linked(source, target, **options)
 

@@ -289,7 +289,50 @@ def test_the_oldest_are_removed(pool: RankPool, tmp_path: Path) -> None:
         )
         pool.run(2, WORK, job)
     assert names_in(tmp_path / "checkpoints") == ["2", "3"]
-    assert all(verify(tmp_path / "checkpoints" / name).good for name in ("2", "3"))
+    for name in ("2", "3"):
+        report = verify(tmp_path / "checkpoints" / name)
+        assert report.good
+        assert report.marked_whole
+
+
+@pytest.mark.parametrize(
+    ("unmarked", "kept"),
+    [(None, ["2", "3"]), ("rank-00000.whole", ["1", "3"]), ("rank-00001.whole", ["1", "3"])],
+)
+def test_a_checkpoint_is_whole_if_all_ranks_have_marked_it(
+    unmarked: str | None, kept: list[str], pool: RankPool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        job = Job(
+            run=tmp_path / "run",
+            layout="rows",
+            steps=(step,),
+            checkpoint=folder / str(step),
+            options={"keep_last": 1},
+            store={"resume": True},
+        )
+        if step == 3 and unmarked is not None:
+            (folder / "2" / unmarked).unlink()
+            assert not verify(folder / "2").marked_whole
+        pool.run(2, WORK, job)
+    assert names_in(folder) == kept
+
+
+@pytest.mark.parametrize("after", ["step", "checkpoint"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_verification_finds_on_one_rank_fails_all(
+    failing: int, after: str, pool: RankPool, tmp_path: Path
+) -> None:
+    job = Job(run=tmp_path / "run", layout="rows", steps=(), checkpoint=tmp_path / "checkpoints/1")
+    found = pool.run(2, "tests.rank_programs.checkpoints:unreadable_meanwhile", job, failing, after)
+    kinds = ["PeerFailed", "PeerFailed"]
+    kinds[failing] = "StorageError"
+    assert [kind for kind, _ in found] == kinds
+    assert all("read failed" in text for _, text in found)
+    marks = [path.name for path in (tmp_path / "checkpoints/1").glob("*.whole")]
+    assert marks == [f"rank-{1 - failing:05d}.whole"]
+    assert names_in(tmp_path / "checkpoints") == ["1"]
 
 
 @pytest.mark.parametrize(

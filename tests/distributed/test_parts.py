@@ -89,6 +89,33 @@ def test_the_oldest_are_removed_from_every_disk(pool: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("unmarked", "kept"),
+    [(None, ["2", "3"]), ("disk-0/2/rank-00000", ["1", "3"]), ("disk-1/2/rank-00001", ["1", "3"])],
+)
+def test_a_checkpoint_is_whole_if_all_parts_are(
+    unmarked: str | None, kept: list[str], pool: RankPool, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        job = Job(
+            run=tmp_path / "run",
+            layout="rows",
+            steps=(step,),
+            checkpoint=tmp_path / str(step),
+            options={"keep_last": 1},
+            store={"resume": True},
+        )
+        if step == 3:
+            for disk, ranks in (("disk-0", [0]), ("disk-1", [1, 2])):
+                marks = [f"rank-{rank:05d}.whole" for rank in ranks]
+                assert sorted(p.name for p in (tmp_path / disk / "2").glob("*.whole")) == marks
+            if unmarked is not None:
+                (tmp_path / f"{unmarked}.whole").unlink()
+        pool.run(3, PARTS, job, (0, 1, 1))
+    for disk in ("disk-0", "disk-1"):
+        assert names_in(tmp_path / disk) == [*kept, "run"]
+
+
+@pytest.mark.parametrize(
     ("failing", "operation", "call", "error"),
     [
         (1, "make", 1, FULL),
@@ -122,8 +149,8 @@ def test_where_rank_0_may_have_published_its_part_all_parts_stay(
 ) -> None:
     """Rank 0 is interrupted when its part has its name, and cannot tell the other ranks."""
     job = job_of(tmp_path, 1)
-    # The second listing is after it has the name, to find older checkpoints.
-    found = pool.run(3, FAIL, job, (0, 1, 1), 0, "children", 2, KeyboardInterrupt())
+    # The third listing is after it has the name, to find older checkpoints.
+    found = pool.run(3, FAIL, job, (0, 1, 1), 0, "children", 3, KeyboardInterrupt())
     assert [kind for kind, _ in found] == ["KeyboardInterrupt", "PeerFailed", "PeerFailed"]
     for disk in ("disk-0", "disk-1"):
         assert names_in(tmp_path / disk) == ["checkpoint"]

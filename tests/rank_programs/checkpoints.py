@@ -28,6 +28,7 @@ import muon
 import tierstore
 from tests.support import stock_reader
 from tests.support.published import PAGE_BYTES, make_groups
+from tests.support.toy import verified
 from tierstore.storage.folder import LocalFolder
 
 EXTRA = {"position": (7, [torch.arange(3)])}
@@ -292,6 +293,30 @@ def fail_to_publish_in_parts(
     if isinstance(error, Exception):
         train_step(model, optimizer, 2)
         store.checkpoint(place.with_name("later"), model=model)
+    store.close()
+    return type(raised.value).__name__, str(raised.value)
+
+
+def unreadable_meanwhile(job: Job, failing: int, after: str) -> tuple[str, str]:
+    """Publish while the disk of one rank cannot be read; return how the next call ended."""
+
+    def read(*arguments: Any) -> None:
+        raise tierstore.StorageError("read", path="/disk/file", errno=errno.EIO)
+
+    assert job.checkpoint is not None
+    model, store, optimizer = open_job(job)
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == failing:
+            stack.enter_context(mock.patch.object(LocalFolder, "read", read))
+        train_step(model, optimizer, 1)
+        store.checkpoint(job.checkpoint, model=model)
+        verified(store)
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: train_step(model, optimizer, 2),
+        "checkpoint": lambda: store.checkpoint(f"{job.checkpoint}-later"),
+    }
+    with pytest.raises(tierstore.TierstoreError) as raised:
+        calls[after]()
     store.close()
     return type(raised.value).__name__, str(raised.value)
 

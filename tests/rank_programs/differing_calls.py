@@ -154,7 +154,10 @@ def open_again() -> list[str]:
 
 
 def come_late(directory: Path) -> int:
-    """Come late to steps and to the end on rank 1; return the step that a restart finds."""
+    """Come late to steps and to the end on rank 1; return the step that a restart finds.
+
+    Later than the timeout of other calls; the steps go on however late the rank is.
+    """
     store, optimizer, _ = _open(directory, roll_call_timeout=0.5)
     with store:
         for _ in range(2):

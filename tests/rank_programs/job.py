@@ -428,7 +428,7 @@ def fail_within(here: Here, members: list[int]) -> Failure | None:
             ranks.fail(OSError("no room"))
         failure = failure_of(in_gather, ranks)
         ranks.close()
-    dist.barrier()  # Or the key-value store could be gone with its rank.
+    here.meet()  # Or the key-value store could be gone with its rank.
     return failure
 
 
@@ -508,16 +508,19 @@ def interrupt(here: Here, in_gather: bool) -> str:
 
 
 def come_late_to_calls(here: Here) -> tuple[str, str]:
-    """Come one second apart, first to a call that waits for half a second, then to a patient one.
+    """Come late on rank 1: first after a call was refused, then one second late to a patient call.
 
     Returns:
         What each of them raised.
     """
     ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S, roll_call_timeout_s=0.5)
-    time.sleep(here.rank)
+    if here.rank:
+        dist.barrier()
     refused = refusal_of(lambda: ranks.roll_call("state_dict()"))
+    if here.rank == 0:
+        dist.barrier()
     dist.barrier()
-    time.sleep(here.rank)
+    time.sleep(here.rank)  # Longer than the timeout; the call goes on however late the rank is.
     went = refusal_of(lambda: ranks.roll_call("step()", patient=True))
     ranks.gather(None)
     ranks.close()

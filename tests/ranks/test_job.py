@@ -251,6 +251,7 @@ def test_failing_after_the_key_value_store_is_gone_does_not_raise() -> None:
 
 def test_a_part_of_the_world_fails_with_ranks_of_its_own() -> None:
     with running(programs.fail_within, 3, [1, 2]) as job:
+        job.meet()
         nothing, *failures = job.results()
     assert nothing is None
     assert [(failure.rank, failure.reason) for failure in failures] == [(1, "no room")] * 2

@@ -186,7 +186,7 @@ def committed_files(golden: Path) -> list[Path]:
 
 
 def test_reader_refuses_every_flipped_bit(golden: Path) -> None:
-    """But in the older commit, and of the newer one it falls back to that."""
+    """But in the older commit, and of the newer one it falls back to that; and in a mark."""
     files = committed_files(golden)
     assert len(files) > 20
     for path in files:
@@ -195,12 +195,15 @@ def test_reader_refuses_every_flipped_bit(golden: Path) -> None:
             flip(path, position)
             if re.fullmatch(r"commit-0000000003\.2", path.name) and position:
                 assert READERS[kind](golden / kind).extra == {"position": STEPS}
+            elif path.name == "rank-00000.whole":
+                assert READERS[kind](golden / kind).marked == set()
             else:
                 with pytest.raises((FormatError, ValueError)):
                     READERS[kind](golden / kind)
             flip(path, position)
     for kind, read in READERS.items():
         assert_same(read(golden / kind), read(GOLDEN / kind))
+    assert READERS["published"](golden / "published").marked == {0}
 
 
 def test_reader_refuses_pages_of_mixed_steps(golden: Path) -> None:

@@ -91,14 +91,25 @@ def test_a_link_as_rank_directory_is_refused(tmp_path: Path) -> None:
         tierstore.TierStore(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["lock", "run.json.tmp"])
-def test_links_as_files_are_not_followed(name: str, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
+def link_as_file(run: Path, name: str) -> Path:
+    """Make a file of the run a link to another file, which is returned."""
+    victim = run.parent / "victim"
     victim.write_bytes(b"precious")
-    (tmp_path / "run" / RANK).mkdir(parents=True)
-    (tmp_path / "run" / RANK / name).symlink_to(victim)
+    (run / RANK).mkdir(parents=True)
+    (run / RANK / name).symlink_to(victim)
+    return victim
+
+
+def test_a_link_as_lock_is_not_followed(tmp_path: Path) -> None:
+    victim = link_as_file(tmp_path / "run", "lock")
     with pytest.raises(tierstore.StorageError):
         tierstore.TierStore(tmp_path / "run")
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_link_as_small_file_is_replaced(tmp_path: Path) -> None:
+    victim = link_as_file(tmp_path / "run", "run.json.tmp")
+    tierstore.TierStore(tmp_path / "run").close()
     assert victim.read_bytes() == b"precious"
 
 

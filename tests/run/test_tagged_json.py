@@ -386,8 +386,10 @@ def test_decode_refuses_numpy_dtypes(dtype: object, itemsize: int) -> None:
 
 TAGS = ["tuple", "dict", "ordered_dict", "counter", "int", "float", "bytes", "dtype", "size"]
 TAGS += ["tensor", "array", "scalar", "unknown"]
+# The text of a number has one NaN, whatever the payload.
+json_floats = st.one_of(st.floats(allow_nan=False), st.just(math.nan))
 json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    st.one_of(st.none(), st.booleans(), st.integers(), json_floats, st.text(max_size=5)),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(st.text(max_size=3), inner, max_size=3),

@@ -3,15 +3,18 @@
 Everything that a flush or a sync did not reach is a *unit* that a crash keeps or loses for
 itself: one sector of a write, one length of a file, one change of a name. Units are
 applied in any order, so that a name or a sector may end as any of its later versions.
+
+No flush reaches a file of which a write or flush has failed, as long as the machine runs: a restart
+of the process has the same log. After a power loss its sectors are old, new or zero.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tests.simulation.log import Entry, Flush, Log, Node, Resize, Sync, Write
+from tests.simulation.log import Entry, Failure, Flush, Log, Node, Resize, Sync, Write
 from tierstore.storage.memory import Folders, MemoryFiles
 from tierstore.units import SECTOR_BYTES
 
@@ -19,6 +22,11 @@ from tierstore.units import SECTOR_BYTES
 def rank_node(rank: int, directory: int = 0) -> Node:
     """Return the node of a directory of a rank's storage, of which there may be several."""
     return f"rank {rank}" + (f", directory {directory}" if directory else "")
+
+
+def is_mark(name: str) -> bool:
+    """Return whether a file of a checkpoint is the mark of a rank that has verified it."""
+    return name.endswith(".whole")
 
 
 @dataclass
@@ -58,11 +66,15 @@ class Disk:
         return ranks
 
     def published(self) -> dict[str, dict[str, bytes]]:
-        """Return the children of all folders that have a final name: child -> file -> content."""
+        """Return the children of all folders that have a final name: child -> file -> content.
+
+        Marks of verification are left out: they come after a checkpoint was published.
+        """
         return {
             child: {
                 name: self.contents.get(file, b"")
                 for name, file in self.directories.get(node, {}).items()
+                if not is_mark(name)
             }
             for path in self.folders
             for child, node in self.directories.get(path, {}).items()
@@ -98,6 +110,7 @@ class Crash:
         self._directories = {node: dict(names) for node, names in self.base.directories.items()}
         data: dict[Node, list[Unit]] = {}
         names: dict[Node, list[Unit]] = {}
+        failed: set[Node] = set()
         for place in self.log.merged(self.cuts):
             for effect in self.log.operations[place[0]][place[1]].effects:
                 if isinstance(effect, Write):
@@ -108,7 +121,11 @@ class Crash:
                     data.setdefault(effect.node, []).append(Unit(place, effect))
                 elif isinstance(effect, Entry):
                     names.setdefault(effect.directory, []).append(Unit(place, effect))
+                elif isinstance(effect, Failure):
+                    failed.add(effect.node)
                 elif isinstance(effect, Flush):
+                    if effect.node in failed:
+                        continue
                     units = data.pop(effect.node, [])
                     self._contents[effect.node] = _changed(
                         self._contents.get(effect.node, b""), units
@@ -118,6 +135,14 @@ class Crash:
         pending = [*data.values(), *names.values()]
         self.units = sorted((unit for units in pending for unit in units), key=_order)
         """The operations that were not durable, in order."""
+        zeros = [
+            Unit(unit.place, replace(unit.effect, data=bytes(len(unit.effect.data))))
+            for node in failed
+            for unit in data.get(node, [])
+            if isinstance(unit.effect, Write)
+        ]
+        self.units_of_power_loss = sorted([*self.units, *zeros], key=_order)
+        """The same, and the zeros that a power loss may leave in files that failed."""
 
     def image(self, kept: Sequence[Unit]) -> Disk:
         """Return the disks after a crash that kept these units, applied in this order."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tests.simulation.disk import Crash, Disk, rank_node
 from tests.simulation.log import Log
 from tests.simulation.oracle import bounds, published_at
-from tests.simulation.plan import Plan, beginning
+from tests.simulation.plan import Action, Plan, beginning
+from tests.simulation.published_reader import check_published
 from tests.simulation.session import FOLDER, Protocol, Session, Settings
-from tests.simulation.simulator import Simulation, Violation
+from tests.simulation.simulator import HARMLESS, TYPED, Simulation, Violation
 from tests.simulation.storage import RecordedStorage
+from tests.simulation.write_back import OPERATIONS, FailedWriteBack
 from tierstore.errors import RunDirectoryError, RunMismatchError, TierstoreError
 from tierstore.storage.base import Storage, Transfer
 from tierstore.testing.faults import Fault, FaultKind, FaultyStorage
@@ -30,8 +32,31 @@ from tierstore.units import SECTOR_BYTES, Extent
 # How many faults are tried on one plan, and how many crashes after each.
 FAULT_WIDTHS = (24, 2)
 
+WRITE_BACK_WIDTHS = (8, 4, 3)
+
 _REPORTED = ("error", "error", "short")
 _UNREPORTED = ("flipped_bit", "lost", "misdirected", "flipped_write", "rot")
+
+ROT_IN_A_PAGE = "rot in a page"
+"""A bit of a page file that changes at rest, before a checkpoint is published."""
+
+
+_CLASSES = {
+    "lock, open": ("lock", "folder"),
+    "list, size, link count": (
+        "list",
+        "size",
+        "is_shared",
+        "require_in_place",
+        "children",
+        "files",
+    ),
+    "read": ("read", "get", "map"),
+    "write": ("write", "put", "append", "scratch"),
+    "flush, sync": ("flush", "sync_directory", "sync", "sync_children"),
+    "create, rename, link, unlink": ("create", "make", "rename", "link", "unlink", "remove"),
+}
+"""Classes of calls in a table -> operations, without the prefix of those of a folder."""
 
 
 Calls = tuple[int, int, str, int]
@@ -43,7 +68,8 @@ class Trouble:
     """One fault of one run."""
 
     kind: str
-    """A FaultKind, or "flipped_write", or "rot": a bit or sector that changes at rest."""
+    """A FaultKind, "flipped_write", "failed_write_back", ROT_IN_A_PAGE, or "rot": a bit or sector
+    that changes at rest, after the run."""
     rank: int
     directory: int = 0
     """Index of the rank's directory that fails."""
@@ -56,13 +82,23 @@ class Trouble:
         place = f"rank {self.rank}" + (f", directory {self.directory}" if self.directory else "")
         return f"{self.kind} of {self.operation} number {self.call} of {place}"
 
+    def describe(self) -> str:
+        """Return the fault without its place, for a table."""
+        kind = self.kind.replace("_", " ")
+        if self.kind != "error":
+            return kind
+        operation = self.operation.removeprefix("folder_")
+        return f"error of {next((c for c, of in _CLASSES.items() if operation in of), operation)}"
+
     def wrap(self, storage: RecordedStorage) -> Storage:
         """Return the storage of one rank as the store shall see it."""
         place = (storage.rank, storage.directory)
-        if place != (self.rank, self.directory) or self.kind == "rot":
+        if place != (self.rank, self.directory) or self.kind in ("rot", ROT_IN_A_PAGE):
             return storage
         if self.kind == "flipped_write":
             return _FlippedWrite(storage, self)
+        if self.kind == "failed_write_back":
+            return FailedWriteBack(storage, self.operation, self.call, self.seed)
         faulty = FaultyStorage(storage, seed=self.seed)
         kind: FaultKind = self.kind  # type: ignore[assignment]
         faulty.arm(Fault(kind, self.operation, call=self.call, errno=self.errno))
@@ -122,6 +158,23 @@ class FaultSimulation(Simulation):
         for _ in self._faulty(f"{seed}/{number}", self._calls(), branches or None):
             pass
 
+    def _trouble(self, calls: Sequence[Calls], generator: random.Random) -> Trouble:
+        return _drawn(calls, generator)
+
+    def _wrapped(self, trouble: Trouble) -> Callable[[RecordedStorage], Storage]:
+        """Return what puts a fault between the storages and the store."""
+        return trouble.wrap
+
+    def _begun(self, session: Session) -> None:
+        """Take note of a session that a fault will strike."""
+
+    def _afterwards(self, session: Session) -> list[BaseException | None]:
+        """End a session that a fault has struck; return what each rank raised."""
+        return session.end()
+
+    def _fault(self, killed: bool) -> str:
+        return self._struck.describe()
+
     def _kind(self, depth: int, killed: bool) -> str:
         return f"after a fault, {'processes killed' if killed else 'power lost'}"
 
@@ -155,28 +208,41 @@ class FaultSimulation(Simulation):
         self, name: str, calls: Sequence[Calls], only: Sequence[int] | None
     ) -> Iterator[str]:
         generator = random.Random(f"{name} fault")
-        trouble = _drawn(calls, generator)
-        reported = trouble.kind in _REPORTED
-        session, plan = self._session(Protocol(storage=trouble.wrap))
+        trouble = self._trouble(calls, generator)
+        reported = trouble.kind not in (*_UNREPORTED, ROT_IN_A_PAGE)
+        self._struck = trouble
+        session, plan = self._session(Protocol(storage=self._wrapped(trouble)))
+        whole = None
         if not reported:
-            # Pages of which no checksum is at hand: what is published is for verify().
+            whole = _WholeCheckpoints(session, trouble, plan)
+            # Pages of which no checksum is at hand: what is published is for verification.
             session.check_published = lambda files, version: None
+        self._begun(session)
         outcomes = session.open()
+        untold: str | None = None
         if not any(outcomes):
             outcomes = self._carried_out(name, session, plan)
+            if whole is not None and not any(outcomes):
+                outcomes = session.close()
+                if not any(outcomes) and not self._failed_calls:
+                    untold = whole.untold()
             if (
                 self.settings.world_size == 1
                 and outcomes[0] is not None
                 and generator.random() < 0.5
             ):
                 plan = self._gone_back(name, session, plan, generator, reported)
-        self._require_told(name, session, [*outcomes, *session.end()], trouble)
+        outcomes += self._afterwards(session)
+        self._require_told(name, session, outcomes, trouble)
         self.counts[f"{trouble.kind} of {trouble.operation}"] += 1
         try:
-            if reported:
+            if whole is None:
                 yield from self._branches(name, session, plan, only)
             else:
-                self._check_unreported(name, session, plan, trouble)
+                found = untold or whole.fault(session)
+                if found:
+                    raise Violation(name, found, str(session.log))
+                self._check_unreported(name, session, plan, trouble, whole)
                 yield name
         except Violation as violation:
             found = f"after {trouble}: {violation.found}"
@@ -185,12 +251,14 @@ class FaultSimulation(Simulation):
     def _carried_out(self, name: str, session: Session, plan: Plan) -> list[BaseException | None]:
         """Do what was planned. One rank goes on after a checkpoint or a prefetch that fails."""
         outcomes = session.perform(plan)
+        self._failed_calls = 0
         while (
             self.settings.world_size == 1
             and isinstance(outcomes[0], TierstoreError)
             and plan.actions[session.progress[0]].kind in ("checkpoint", "prefetch")
         ):
             self._note_published(name, session)
+            self._failed_calls += 1
             outcomes = session.perform(plan, start=session.progress[0] + 1)
         self._note_published(name, session)
         return outcomes
@@ -256,8 +324,11 @@ class FaultSimulation(Simulation):
             if outcome is not None and not isinstance(outcome, TierstoreError):
                 text = f"after {trouble}: {outcome!r} is no error that tells of it"
                 raise Violation(name, text, str(session.log)) from outcome
+            self.checked[trouble.describe(), TYPED] += outcome is not None
 
-    def _check_unreported(self, name: str, session: Session, plan: Plan, trouble: Trouble) -> None:
+    def _check_unreported(
+        self, name: str, session: Session, plan: Plan, trouble: Trouble, whole: _WholeCheckpoints
+    ) -> None:
         """Open the run again: it is at some version, or the damage is found."""
         cuts = session.log.lengths()
         crash = Crash(session.log, cuts, session.durable)
@@ -275,8 +346,108 @@ class FaultSimulation(Simulation):
                 differences = restarted.differences(plan.versions[begun])
                 text = f"{rotten} was not found out: {differences}"
                 raise Violation(name, text, crash.describe(crash.units))
+        self.checked[trouble.describe(), HARMLESS] += 1
         with suppress(TierstoreError):
             restarted.end()
+        if session.contents() and trouble.kind != "rot":  # That may be in any checkpoint.
+            self._publish_again(name, disk, whole)
+
+    def _publish_again(self, name: str, disk: Disk, whole: _WholeCheckpoints) -> None:
+        """Open the run and publish the step that it is at, of which only masters were read."""
+        session = Session(disk, self.settings, Log(self.settings.world_size, 1), Protocol())
+        if not any(session.open()):
+            session.publish_again()
+            found = whole.fault(session)
+            if found is not None:
+                raise Violation(name, f"after a restart {found}", str(session.log))
+        session.end()
+
+
+class _WholeCheckpoints:
+    """The checkpoints that a faulty session publishes, and which of them hold what they should.
+
+    Args:
+        session: before it is opened; a page file of it rots if the fault says so.
+        trouble: the fault.
+        plan: of the session.
+    """
+
+    def __init__(self, session: Session, trouble: Trouble, plan: Plan) -> None:
+        self._session = session
+        self._trouble = trouble
+        self._plan = plan
+        self._generator = random.Random(trouble.seed)
+        checkpoints = [action for action in plan.actions if action.kind == "checkpoint"]
+        self._victim = self._generator.choice(checkpoints) if checkpoints else None
+        """The action that a page file rots before."""
+        self._excused: set[str] = set()
+        """Checkpoints with a file that rotted after it was read for them."""
+        self._seen: set[str] = set()
+        """Checkpoints that were whole before a later one was published."""
+        session.before_action = self._before_action
+
+    def fault(self, session: Session) -> str | None:
+        """Return what is wrong with the checkpoints of this session or the next one, or None."""
+        whole = self._whole(session)
+        false = session.marked() & session.contents().keys() - whole - self._excused
+        if false:
+            return f"{sorted(false)} are marked as whole and are not"
+        if self._seen and not whole and not self._excused:
+            return f"{sorted(self._seen)} were whole, and there are {sorted(session.contents())}"
+        return None
+
+    def untold(self) -> str | None:
+        """Return the damaged checkpoints that somebody must have been told of, in words."""
+        session = self._session
+        damaged = session.contents().keys() - self._whole(session) - self._excused
+        return f"nobody was told that {sorted(damaged)} are not whole" if damaged else None
+
+    def _before_action(self, rank: int, action: Action) -> None:
+        if rank == 0 and action.kind == "checkpoint":
+            self._seen |= self._whole(self._session)
+        is_rot = self._trouble.kind == ROT_IN_A_PAGE and rank == self._trouble.rank
+        if is_rot and action is self._victim:
+            self._excused |= self._session.rot_in_a_page(rank, self._generator)
+
+    def _whole(self, session: Session) -> set[str]:
+        return {child for child, files in session.contents().items() if self._holds(child, files)}
+
+    def _holds(self, child: str, files: Mapping[str, bytes]) -> bool:
+        expected = self._session.expected.get(child)
+        for version in self._plan.versions if expected is None else [expected]:
+            with suppress(AssertionError):
+                check_published(files, version)
+                return True
+        return False
+
+
+class WriteBackSimulation(FaultSimulation):
+    """Failed write-back in each run; half of the crashes after it are kills, so that runs go on."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        settings: Settings | None = None,
+        widths: Sequence[int] = WRITE_BACK_WIDTHS,
+    ) -> None:
+        super().__init__(seed, settings=settings, widths=widths)
+        self._share_killed = 0.5
+
+    def _trouble(self, calls: Sequence[Calls], generator: random.Random) -> Trouble:
+        by_operation = {
+            operation: [call for call in calls if call[2] == operation] for operation in OPERATIONS
+        }
+        operation = generator.choice([each for each, found in by_operation.items() if found])
+        rank, directory, _, count = generator.choice(by_operation[operation])
+        return Trouble(
+            kind="failed_write_back",
+            rank=rank,
+            directory=directory,
+            operation=operation,
+            call=generator.randint(1, count),
+            seed=generator.randrange(2**32),
+        )
 
 
 def _drawn(calls: Sequence[Calls], generator: random.Random) -> Trouble:
@@ -291,7 +462,7 @@ def _drawn(calls: Sequence[Calls], generator: random.Random) -> Trouble:
     rank, directory, operation, count = generator.choice(possible or [(0, 0, "write", 1)])
     if kind == "flipped_bit" and not possible:
         kind = "lost"
-    return Trouble(
+    drawn = Trouble(
         kind=kind,
         rank=rank,
         directory=directory,
@@ -300,6 +471,9 @@ def _drawn(calls: Sequence[Calls], generator: random.Random) -> Trouble:
         errno=generator.choice((errno.EIO, errno.ENOSPC)),
         seed=generator.randrange(2**32),
     )
+    if kind == "rot" and generator.random() < 0.5:
+        return replace(drawn, kind=ROT_IN_A_PAGE)
+    return drawn
 
 
 def _rot(disk: Disk, trouble: Trouble) -> str:

@@ -59,7 +59,18 @@ class Sync:
     directory: Node
 
 
-Effect = Write | Resize | Entry | Flush | Sync
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A write or flush of a file failed, as kernels let it fail.
+
+    Reads return the new bytes and later flushes succeed, but nothing of this file that was not
+    durable then, and nothing that is written to it later, ever becomes durable.
+    """
+
+    node: Node
+
+
+Effect = Write | Resize | Entry | Flush | Sync | Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,20 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation import resting_faults
-from tests.simulation.fault_simulation import FaultSimulation
+from tests.simulation.fault_simulation import FaultSimulation, WriteBackSimulation
 from tests.simulation.log import Weakening
+from tests.simulation.moves import MoveSimulation, PlacedStorage
 from tests.simulation.session import Memory, Protocol, Settings
-from tests.simulation.simulator import Simulation
+from tests.simulation.simulator import RecoverySimulation, Simulation
 from tests.simulation.storage import RecordedStorage
-from tierstore.checkpoint import directory, publish, retention
+from tierstore.checkpoint import directory, publish, retention, verification
 from tierstore.checkpoint.directory import CheckpointDirectory
+from tierstore.checkpoint.verification import Verifier
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.paging.page import PageFiles
 from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Sweep
-from tierstore.run import committer, file_names, manifest, recovery
+from tierstore.run import committer, file_names, manifest, opening, page_files, recovery
 from tierstore.run.file_names import manifest_revision
 from tierstore.testing.faults import FaultyStorage
 
@@ -40,14 +42,14 @@ class Mutant:
     name: str
     protocol: Protocol = field(default_factory=Protocol)
     patched: Callable[[], AbstractContextManager[Any]] = nullcontext
-    under_faults: bool = False
+    simulated_by: type[Simulation] = Simulation
     settings: Settings | None = None
     """Settings of its simulations; None for those that a seed draws."""
 
     def simulation(self, seed: int) -> Simulation:
-        if self.under_faults:
-            return FaultSimulation(seed, settings=self.settings)
-        return Simulation(seed, protocol=self.protocol, settings=self.settings)
+        if self.simulated_by is Simulation:
+            return Simulation(seed, protocol=self.protocol, settings=self.settings)
+        return self.simulated_by(seed, settings=self.settings)
 
     @property
     def unchanged(self) -> Mutant:
@@ -85,6 +87,12 @@ REPLACING = Settings(
 PUBLISHING = Settings(world_size=1, commit_every=1, keep_last=1, actions=8, kinds=("checkpoint",))
 """A run that removes old checkpoints often."""
 
+RETAINING = dataclasses.replace(PUBLISHING, actions=18)
+"""The same for a run that has removed some before it is crashed."""
+
+PUBLISHING_TOGETHER = dataclasses.replace(PUBLISHING, world_size=3)
+"""The same for a run of several ranks."""
+
 FEW_FILES = Settings(
     world_size=1,
     commit_every=1,
@@ -100,7 +108,7 @@ REMOVING = Settings(
 )
 """A run that does little else than commit and lose parameters."""
 
-SPECIAL = {"recovery.erase_commits": BEGINNING, "retention.remove_leftovers": PUBLISHING}
+SPECIAL = {"recovery.erase_commits": BEGINNING, "retention.remove_leftovers": RETAINING}
 
 MOVING = Settings(
     world_size=1,
@@ -135,7 +143,7 @@ def mutants() -> list[Mutant]:
                     settings=next((of for part, of in SPECIAL.items() if part in name), None),
                 )
             )
-    return found + WRITTEN + UNDER_FAULTS
+    return found + WRITTEN + UNDER_FAULTS + AFTER_FAILURES + MOVED
 
 
 def _names(sites: set[str]) -> dict[str, str]:
@@ -331,14 +339,14 @@ def _name_before_metadata(self: CheckpointDirectory, metadata: bytes) -> None:
     self.folder.sync_children()
 
 
-def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int) -> None:
+def _removed_in_place(folder: Any, run_id: str, newest: str, keep_last: int, marked: Any) -> None:
     children = [child for child in folder.children() if not child.startswith(".")]
     steps = {
         child: json.loads(folder.get(child, file_names.MARKER_NAME).partition(b"\n")[2])["step"]
         for child in children
         if child != newest
     }
-    for child in sorted(steps, key=lambda child: -steps[child])[keep_last - 1 :]:
+    for child in sorted(steps, key=lambda child: -steps[child])[keep_last:]:
         retention.remove(folder, child)
     folder.sync_children()
 
@@ -378,11 +386,31 @@ def _patch(place: Any, name: str, value: Any) -> Callable[[], AbstractContextMan
 _take_name = publish._Publishing._take_name
 
 
-def _retained_first(self: Any) -> None:
+def _retained_first(self: Any, marked: Any) -> None:
     """Remove what is too much before the new one is there to take its place."""
     if self._keep_last is not None:
-        retention.retain(self._directory.folder, self._manifest.run_id, "", self._keep_last)
-    _take_name(self)
+        retention.retain(self._directory.folder, self._manifest.run_id, "", self._keep_last, None)
+    _take_name(self, marked)
+
+
+_retain, _verify, _marked_ranks = retention.retain, Verifier._verify, retention.marked_ranks
+
+
+def _without_one_more(folder: Any, run_id: str, newest: str, keep_last: int, marked: Any) -> None:
+    _retain(folder, run_id, newest, keep_last, None)
+
+
+def _marked_first(
+    self: Verifier, page_files: Any, publication: Any, folder: Any, child: str
+) -> None:
+    publication.settle()
+    verification._mark(page_files, folder, child)
+    _verify(self, page_files, publication, folder, child)
+
+
+def _all_ranks_if_any(marker: Any, get: Any) -> set[int]:
+    marked = _marked_ranks(marker, get)
+    return set(range(marker["world_size"])) if marked else marked
 
 
 WRITTEN = [
@@ -482,7 +510,7 @@ WRITTEN = [
     Mutant(
         name="leftovers of publishing are removed while their name may come back",
         patched=_patch(directory, "remove_leftovers", _leftovers_removed_at_once),
-        settings=PUBLISHING,
+        settings=RETAINING,
     ),
 ]
 
@@ -561,7 +589,7 @@ def _unsealed(kind: str, data: bytes, where: str) -> Any:
 
 
 UNDER_FAULTS = [
-    Mutant(name=name, patched=patched, under_faults=True, settings=settings)
+    Mutant(name=name, patched=patched, simulated_by=FaultSimulation, settings=settings)
     for name, patched, settings in (
         (
             "pages are not checked when they are read",
@@ -591,5 +619,89 @@ UNDER_FAULTS = [
             PUBLISHING,
         ),
         ("errors of sync_directory are ignored", _ignored("sync_directory"), SYNCHRONIZING),
+        (
+            "retention forgets the newest whole checkpoint",
+            _patch(directory, "retain", _without_one_more),
+            PUBLISHING,
+        ),
+        (
+            "a checkpoint is marked before it was read",
+            _patch(Verifier, "_verify", _marked_first),
+            PUBLISHING,
+        ),
+        (
+            "a checkpoint counts as whole once one rank has marked it",
+            _patch(retention, "marked_ranks", _all_ranks_if_any),
+            PUBLISHING_TOGETHER,
+        ),
+        (
+            "what verification finds is not raised",
+            _patch(Verifier, "wait", lambda self: None),
+            PUBLISHING,
+        ),
     )
+]
+
+
+# -- Page files that a failed write-back has spoiled.
+
+_claim_slot, _find_run = committer.Committer.claim_slot, opening.find_run
+_go_back_to = recovery._RankCommits.go_back_to
+
+
+def _clean_after_a_claim(self: committer.Committer, page: int) -> str:
+    slot = _claim_slot(self, page)
+    self.is_clean = True
+    return slot
+
+
+def _always_closed(storage: Any, peers: Any) -> Any:
+    return (*_find_run(storage, peers)[:2], True)
+
+
+def _removed_at_once(self: Any, newest: Any, *, to_write: bool) -> None:
+    """Each rank removes what it does not need as soon as it went back itself."""
+    storage = self._storage
+    if newest is not None:
+        entries = self.whole[newest].entries.items()
+        needed = [file_names.page_file(page, entry.slot) for page, entry in entries]
+        page_files.remove_other_files(storage, needed)
+    _go_back_to(self, newest, to_write=to_write)
+
+
+RESTORING = Settings(
+    world_size=1, commit_every=1, keep_last=None, actions=6, kinds=("synchronize", "checkpoint")
+)
+"""A run of one rank, which goes back to its last commit without a restart."""
+
+AFTER_FAILURES = [
+    Mutant(
+        name="page files are kept after an error",
+        patched=_patch(committer.Committer, "claim_slot", _clean_after_a_claim),
+        simulated_by=WriteBackSimulation,
+        settings=RESTORING,
+    ),
+    Mutant(
+        name="page files are kept after an end that was not clean",
+        patched=_patch(opening, "find_run", _always_closed),
+        simulated_by=WriteBackSimulation,
+    ),
+    Mutant(
+        name="page files are made anew before all ranks went back",
+        patched=_patch(recovery._RankCommits, "go_back_to", _removed_at_once),
+        simulated_by=RecoverySimulation,
+    ),
+]
+
+MOVED = [
+    Mutant(
+        name="the place is not looked at before a commit",
+        patched=_patch(PlacedStorage, "require_in_place", lambda self, name: None),
+        simulated_by=MoveSimulation,
+    ),
+    Mutant(
+        name="files are opened by path",
+        patched=_patch(PlacedStorage, "by_path", True),
+        simulated_by=MoveSimulation,
+    ),
 ]

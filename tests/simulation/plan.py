@@ -91,8 +91,8 @@ class Action:
     """Something that the program does, and the version that is there to be committed then."""
 
     kind: str
-    """step, rates, replace, remove, commit, synchronize, checkpoint, move, prefetch, reopen or
-    overwrite."""
+    """step, rates, replace, remove, commit, synchronize, checkpoint, move, prefetch, intrude,
+    reopen or overwrite."""
     value: Any = None
     version: int
     """Index of the version that this may commit, among those of the plan."""
@@ -285,6 +285,10 @@ class Plan:
 
     def _prefetch(self) -> None:
         self._act("prefetch")
+
+    def _intrude(self) -> None:
+        """A second process, which resumes or overwrites the run."""
+        self._act("intrude", self._generator.choice(("resume", "overwrite")))
 
     def _reopen(self) -> None:
         self._act("reopen")

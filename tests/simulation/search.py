@@ -2,7 +2,8 @@
 
 ``python -m tests.simulation.search`` writes the table of docs/internals/simulation.md anew,
 ``table PART`` prints the rows that have PART in their name, ``replay 12/3/0 ["name of a mutant"]``
-and ``replay-fault 12/3/0`` show one schedule.
+shows one schedule, and so do the other commands of THEMES for the schedules of their simulations.
+``faults N`` prints the table of faults and promises for N seeds of each simulation.
 """
 
 from __future__ import annotations
@@ -12,17 +13,34 @@ import logging
 import multiprocessing
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
+from tests.simulation.call_errors import ErrorSimulation, RankKilledSimulation
+from tests.simulation.fault_simulation import FaultSimulation, WriteBackSimulation
+from tests.simulation.moves import MoveSimulation
 from tests.simulation.mutants import Mutant, mutants
-from tests.simulation.simulator import Violation
+from tests.simulation.second_process import SecondProcessSimulation
+from tests.simulation.simulator import PROMISES, RecoverySimulation, Simulation, Violation
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/internals/simulation.md"
 
 SEEDS_MAX = 300
+
+THEMES: dict[str, type[Simulation]] = {
+    "replay": Simulation,
+    "replay-fault": FaultSimulation,
+    "replay-write-back": WriteBackSimulation,
+    "replay-error": ErrorSimulation,
+    "replay-killed-rank": RankKilledSimulation,
+    "replay-second-process": SecondProcessSimulation,
+    "replay-move": MoveSimulation,
+    "replay-recovery": RecoverySimulation,
+}
+"""Command -> the simulation whose schedules it shows."""
 
 
 def killer(mutant: Mutant, seeds: range = range(SEEDS_MAX)) -> Violation | None:
@@ -67,6 +85,9 @@ HARMLESS = {
     "sync_directory in run.committer.write_durably, called by run.opening.open_run": (
         "harmless: the layout file is synced into the same directory before the first commit"
     ),
+    "in checkpoint.verification._mark, called": (
+        "harmless: a checkpoint whose mark is lost or damaged counts as not read"
+    ),
     "in run.recovery.erase, called": (
         "harmless: the new identity is synced next, and with it all this"
     ),
@@ -83,9 +104,33 @@ def row(mutant: Mutant) -> str:
     return f"| {mutant.name} | `{violation.schedule}` | {found[:80]} |"
 
 
+def faults(seeds: int) -> list[str]:
+    """Return the lines of the table of faults and promises: how often each was checked and kept."""
+    parts = [(theme, seed) for theme in THEMES for seed in range(seeds)]
+    counts: Counter[tuple[str, str]] = Counter()
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
+        for of_one in pool.map(_checked, *zip(*parts, strict=True), chunksize=4):
+            counts += of_one
+    lines = [f"| fault | {' | '.join(PROMISES)} |", "|---" * (1 + len(PROMISES)) + "|"]
+    for fault in sorted({fault for fault, _ in counts}):
+        cells = [
+            f"{counts[fault, promise]:,}" if counts[fault, promise] else "" for promise in PROMISES
+        ]
+        lines.append(f"| {fault} | {' | '.join(cells)} |")
+    return lines
+
+
+def _checked(theme: str, seed: int) -> Counter[tuple[str, str]]:
+    """Return what all schedules of one seed have checked."""
+    simulation = THEMES[theme](seed)
+    for _ in simulation.schedules():
+        pass
+    return simulation.checked
+
+
 def rewrite(document: Path) -> None:
     """Put the table of all mutants at the end of a document, in place of the one there."""
-    text, head, _ = document.read_text().partition("|---|---|---|\n")
+    text, head, _ = document.read_text().rpartition("|---|---|---|\n")
     # Not forked: threads of torch are in this process.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
         rows = []
@@ -116,12 +161,14 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case []:
             rewrite(DOCUMENT)
+        case ["faults", seeds]:
+            print(*faults(int(seeds)), sep="\n")
         case ["table", part]:
             for mutant in mutants():
                 if part in mutant.name:
                     print(row(mutant), flush=True)
-        case ["replay" | "replay-fault" as kind, schedule, *names]:
-            unchanged = Mutant(name="nothing wrong", under_faults=kind == "replay-fault")
+        case [kind, schedule, *names] if kind in THEMES:
+            unchanged = Mutant(name="nothing wrong", simulated_by=THEMES[kind])
             for mutant in [m for m in mutants() if m.name in names] or [unchanged]:
                 found = replayed(schedule, mutant)
                 print(f"{mutant.name}: {found or 'no promise was broken'}")

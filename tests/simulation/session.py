@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tests.simulation.disk import Disk
-from tests.simulation.log import Log, Weakening
+from tests.simulation.disk import Disk, is_mark
+from tests.simulation.log import Log, Weakening, Write
 from tests.simulation.plan import (
     KINDS,
     MOVING_KINDS,
@@ -25,7 +26,7 @@ from tests.simulation.plan import (
 from tests.simulation.published_reader import check_published
 from tests.simulation.storage import RecordedStorage, RecordedStripedStorage
 from tests.support.thread_ranks import ThreadJob
-from tierstore.errors import BudgetError, PeerFailed
+from tierstore.errors import BudgetError, PeerFailed, RunLockedError
 from tierstore.ranks.peers import Ranks
 from tierstore.run.committer import Committer
 from tierstore.storage.base import Storage
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 FOLDER = "/checkpoints"
 """Folder of published checkpoints."""
+
+AGAIN = "again"
+"""Name of a checkpoint of the step that a restart has found."""
 
 # Of the files of a small page, which pages of PAGE_BYTES // 2 take as well: seven of them then.
 _FILE_BYTES = 8192
@@ -130,6 +134,14 @@ class Settings:
         return replace(self, kinds=(*self.kinds, *REMOVING_KINDS))
 
 
+class _Impatient(RecordedStorage):
+    """The storage of a process that does not wait for another one to end."""
+
+    def lock(self, timeout_s: float) -> None:
+        """See Storage.lock."""
+        super().lock(0)
+
+
 class Session:
     """One opening of a simulated run on all ranks, from what a disk holds to its end.
 
@@ -168,8 +180,11 @@ class Session:
         self.stores: list[TierStore | None] = [None] * settings.world_size
         self.progress = [0] * settings.world_size
         """Index of the action of its plan that each rank was or is at."""
+        self._intruders: dict[int, ThreadJob] = {}  # Action -> the ranks of a second job.
         self.check_published: Callable[[Mapping[str, bytes], Version], None] = check_published
         """Looks at each checkpoint when it is there."""
+        self.before_action: Callable[[int, Action], None] = lambda rank, action: None
+        """Called on each rank before an action, when the threads of its store are idle."""
 
     def open(self) -> list[BaseException | None]:
         """Open the run on all ranks and restore it; return what each rank raised."""
@@ -209,13 +224,73 @@ class Session:
 
         return self._run(close)
 
+    def close(self) -> list[BaseException | None]:
+        """Close all stores; return what each rank raised."""
+        return self._run(lambda ranks: self._store(ranks.rank).close())
+
     def contents(self) -> dict[str, dict[str, bytes]]:
-        """Return what is published now, in memory."""
-        return {
-            child: {name: bytes(content) for name, content in files.items()}
-            for child, files in self._files[0][0].folders.get(FOLDER, {}).items()
-            if not child.startswith(".")
-        }
+        """Return what is published now, in memory, without marks of verification."""
+        with self.log.mutex:  # Other ranks may mark a checkpoint meanwhile.
+            return {
+                child: {name: bytes(data) for name, data in files.items() if not is_mark(name)}
+                for child, files in self._folder()
+            }
+
+    def marked(self) -> set[str]:
+        """Return the checkpoints that all ranks have marked as whole."""
+        with self.log.mutex:
+            return {
+                child
+                for child, files in self._folder()
+                if sum(map(is_mark, files)) == self._settings.world_size
+            }
+
+    def publish_again(self) -> list[BaseException | None]:
+        """Publish the committed step as AGAIN and close, on all ranks; return what each raised."""
+
+        def publish(ranks: Ranks) -> None:
+            store = self._store(ranks.rank)
+            store.checkpoint(f"{FOLDER}/{AGAIN}", keep_last=1)
+            store.close()
+
+        return self._run(publish)
+
+    def rot_in_a_page(self, rank: int, generator: random.Random) -> set[str]:
+        """Change a bit of a page file of a rank; return the checkpoints that have this file."""
+        pages = [
+            (name, content)
+            for files in self._files[rank]
+            for name, content in sorted(files.contents.items())
+            if name.endswith((".a", ".b"))
+        ]
+        if not pages:
+            return set()
+        name, content = generator.choice(pages)
+        position = generator.randrange(len(content))
+        with self.log.mutex:
+            content[position] ^= 1 << generator.randrange(8)
+            changed = Write(self.log.node_of(content, rank), position, bytes([content[position]]))
+            self.log.add(rank, "rot", f"{name} at {position}", changed)
+            return {
+                child
+                for child, files in self._folder()
+                if any(file is content for file in files.values())
+            }
+
+    def _folder(self) -> list[tuple[str, dict[str, bytearray]]]:
+        """Return the children with a final name, and their files."""
+        children = self._files[0][0].folders.get(FOLDER, {})
+        return [(child, files) for child, files in children.items() if not child.startswith(".")]
+
+    def files(self) -> list[list[dict[str, bytes]]]:
+        """Return what is in the directories now, in memory: rank -> directory -> file."""
+        return [
+            [
+                {name: bytes(content) for name, content in files.contents.items()}
+                for files in directories
+            ]
+            for directories in self._files
+        ]
 
     def _run(self, act: Callable[[Ranks], T]) -> list[Any]:
         """Call ``act`` on all ranks at once; return what it returned or raised on each rank."""
@@ -228,7 +303,7 @@ class Session:
                 store = self.stores[ranks.rank]
                 if store is not None:
                     with suppress(RuntimeError):  # It is closed.
-                        store._committer.settle()
+                        settle(store)
                 raise
 
         return self.job.run(run)
@@ -269,7 +344,8 @@ class Session:
         store, model = self._store(rank), self.models[rank]
         # What the program says and what its last commit does would else come in any order,
         # and no schedule could be repeated.
-        store._committer.settle()
+        settle(store)
+        self.before_action(rank, action)
         log.mark(rank, "doing", action.kind)
         if action.kind in ("commit", "rates", "remove"):
             log.mark(rank, "begun", action.version)
@@ -291,6 +367,8 @@ class Session:
                 store.move(action.value[rank])
         elif action.kind == "prefetch":
             store.prefetch()
+        elif action.kind == "intrude":
+            self._intrude(rank, self.progress[rank], action.value)
         elif action.kind == "synchronize":
             store.synchronize()
             log.mark(rank, "committed", action.version)
@@ -301,6 +379,7 @@ class Session:
             self.expected[action.value] = plan.versions[action.version]
             path = f"{FOLDER}/{action.value}"
             store.checkpoint(path, keep_last=self._settings.keep_last)
+            settle(store)
             if rank == 0:
                 files = self.contents()[action.value]
                 self.check_published(files, plan.versions[action.version])
@@ -318,8 +397,39 @@ class Session:
             version = plan.versions[action.version]
             self._require_version(rank, version, "opened again", restored=True)
 
+    def _intrude(self, rank: int, number: int, mode: str) -> None:
+        """Open the run as another process would; it is refused, and changes nothing."""
+        intruders = self._intruders.setdefault(number, ThreadJob(self._settings.world_size))
+        log = Log(self._settings.world_size)
+        parts = [_Impatient(log, rank, files, i) for i, files in enumerate(self._files[rank])]
+        options: dict[str, Any] = {mode: True}
+        try:
+            TierStore(
+                parts[0]
+                if len(parts) == 1
+                else RecordedStripedStorage(parts, overwrite=mode == "overwrite"),
+                page_bytes=self._settings.page_bytes,
+                host_memory=STREAMED[0].host_memory,
+                process_group=intruders.ranks[rank],
+                **options,
+            )
+        except (RunLockedError, PeerFailed):
+            pass
+        else:
+            raise AssertionError(f"rank {rank} let a second process {mode} the run")
+        changes = [str(operation) for operation in log.operations[rank] if operation.effects]
+        if changes:
+            raise AssertionError(f"a second process changed rank {rank}: {changes}")
+
     def _require_version(self, rank: int, version: Version, when: str, *, restored: bool) -> None:
         """Check that a rank is at a version; all ranks call this, since they read together."""
         difference = self.models[rank].difference(self._store(rank), version, restored=restored)
         if difference:
             raise AssertionError(f"rank {rank} was {when} at {difference}")
+
+
+def settle(store: TierStore) -> None:
+    """Wait until the threads of a store are idle, whatever they have found."""
+    store._committer.settle()
+    if store._verifier._verification is not None:
+        futures.wait([store._verifier._verification])

@@ -32,6 +32,12 @@ from tests.simulation.plan import Plan, Version, beginning
 from tests.simulation.session import FOLDER, Protocol, Session, Settings
 from tierstore.errors import PeerFailed
 
+FOUND = "acknowledged commits found"
+WHOLE = "checkpoints whole"
+TYPED = "errors typed"
+HARMLESS = "damage told or harmless"
+PROMISES = (FOUND, WHOLE, TYPED, HARMLESS)
+
 # How many crashes of a first session are tried, of a restarted one, and of one after that.
 WIDTHS = (24, 4, 2)
 
@@ -77,10 +83,13 @@ class Simulation:
         self.settings = settings or Settings.drawn(random.Random(f"{seed} settings"))
         self.counts: Counter[str] = Counter()
         """Number of schedules of each kind."""
+        self.checked: Counter[tuple[str, str]] = Counter()
+        """(fault, promise) -> number of times that the promise was checked and kept."""
         self.sites: set[str] = set()
         """Places in the code that flush or sync; see Weakening."""
         self._protocol = protocol or Protocol()
         self._widths = widths
+        self._share_killed = 0.25  # Of the crashes; in the others power is lost.
 
     def schedules(self) -> Iterator[str]:
         """Go through all schedules, yielding the name of each that went well.
@@ -147,9 +156,9 @@ class Simulation:
         for number in range(self._widths[depth]) if only is None else only[:1]:
             name = f"{path}/{number}"
             generator = random.Random(name)
-            crash = Crash(session.log, draw_cuts(session.log, generator), session.durable)
-            killed = generator.random() < 0.25
-            kept = crash.units if killed else choose(crash.units, generator)
+            crash = Crash(session.log, self._cuts(session.log, generator), session.durable)
+            killed = generator.random() < self._share_killed
+            kept = crash.units if killed else choose(crash.units_of_power_loss, generator)
             restarted, found = self._restart(name, session, plan, crash, kept, killed=killed)
             self.counts[self._kind(depth, killed)] += 1
             yield name
@@ -162,6 +171,14 @@ class Simulation:
             again = Plan(found, generator, name, generator.randrange(1, 4), self.settings.kinds)
             self._perform(name, restarted, again)
             yield from self._branches(name, restarted, again, None if only is None else only[1:])
+
+    def _fault(self, killed: bool) -> str:
+        """Return the name of what a restart recovers from."""
+        return "processes killed" if killed else "power loss"
+
+    def _cuts(self, log: Log, generator: random.Random) -> Sequence[int]:
+        """Draw how far each rank is as the session crashes."""
+        return draw_cuts(log, generator)
 
     def _kind(self, depth: int, killed: bool) -> str:
         ranks = "1 rank" if self.settings.world_size == 1 else f"{self.settings.world_size} ranks"
@@ -196,12 +213,16 @@ class Simulation:
         errors = [error for error in restarted.open() if error is not None]
         try:
             check_published_after(session, crash.cuts, disk, self.settings.keep_last)
+            fault = self._fault(killed)
+            self.checked[fault, WHOLE] += len(disk.published())
             if errors:
                 check_refusal(session.log, crash.cuts, errors, self.settings)
+                self.checked[fault, TYPED] += len(errors)
                 self.counts["refused"] += 1
                 return restarted, []
             check_files(restarted, disk, session.log, crash.cuts)
             committed, found = check_version(restarted, session.log, crash.cuts, plan)
+            self.checked[fault, FOUND] += 1
             if restarted.contents() != disk.published():
                 raise AssertionError("the restart changed what is published")
         except AssertionError as error:
@@ -223,10 +244,38 @@ class Simulation:
             raise Violation(name, text, str(session.log)) from first
 
 
-def draw_cuts(log: Log, generator: random.Random) -> list[int]:
-    """Draw how far each rank is as all crash: none past a gather that another has not reached."""
+class RecoverySimulation(Simulation):
+    """Kills of two ranks in a short run, and power losses while the run is opened again."""
+
+    def __init__(self, seed: int, *, settings: Settings | None = None) -> None:
+        settings = settings or Settings(
+            world_size=2, commit_every=1, keep_last=None, actions=3, kinds=("synchronize",)
+        )
+        super().__init__(seed, settings=settings, widths=(24, 12))
+        self._share_killed = 0.6
+
+    def _cuts(self, log: Log, generator: random.Random) -> Sequence[int]:
+        if log.generation == 0:
+            return draw_cuts(log, generator)
+        epochs = []  # Of each rank, until its first action.
+        for rank, start in enumerate(log.starts):
+            kinds = [operation.kind for operation in log.operations[rank][start:]]
+            epochs.append(kinds[: kinds.index("doing")].count("gather") + 1)
+        return draw_cuts(log, generator, min(epochs))
+
+
+def draw_cuts(log: Log, generator: random.Random, epochs_max: int | None = None) -> list[int]:
+    """Draw how far each rank is as all crash: none past a gather that another has not reached.
+
+    Args:
+        log: of the session that crashes.
+        generator: decides.
+        epochs_max: number of epochs, from the first, that the crash may come in; None: all.
+    """
     bounds = [log.epochs(rank) for rank in range(log.world_size)]
     epochs = min(len(of_rank) for of_rank in bounds) - 1
+    if epochs_max is not None:
+        epochs = min(epochs, epochs_max)
     # As much in an epoch as happens in it, and often just after a name has changed.
     rank = generator.randrange(log.world_size)
     operations = range(bounds[rank][0], bounds[rank][epochs])

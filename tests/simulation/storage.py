@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tests.simulation.disk import rank_node
-from tests.simulation.log import Entry, Flush, Log, Node, Resize, Sync, Write
+from tests.simulation.log import Effect, Entry, Failure, Flush, Log, Node, Resize, Sync, Write
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.base import Folder, Storage, Transfer
 from tierstore.storage.memory import MemoryFiles, MemoryFolder, MemoryStorage
@@ -64,20 +64,25 @@ class RecordedStorage(MemoryStorage):
     def put(self, name: str, data: bytes) -> None:
         """See Storage.put. Noted twice: as it is written, and as it is durable."""
         with self.log.mutex:
-            existed = name in self.files.contents
+            self.put_unflushed(name, data)
+            self.log.add(self.rank, "fsync", name, Flush(self._node(name)))
+
+    def put_unflushed(self, name: str, data: bytes) -> None:
+        """Do put() without its end."""
+        with self.log.mutex:
+            removed = [Entry(self._directory, name, None)] if name in self.files.contents else []
             super().put(name, data)
             node = self._node(name)
-            entries = [] if existed else [Entry(self._directory, name, node)]
             self.log.add(
                 self.rank,
                 "put",
                 f"{name} {len(data)}",
-                *entries,
+                *removed,
+                Entry(self._directory, name, node),
                 Resize(node, 0),
                 Write(node, 0, data),
                 Resize(node, len(data)),
             )
-            self.log.add(self.rank, "fsync", name, Flush(node))
 
     def rename(self, name: str, new_name: str) -> None:
         """See Storage.rename."""
@@ -113,6 +118,10 @@ class RecordedStorage(MemoryStorage):
     def folder(self, path: str) -> Folder:
         """See Storage.folder."""
         return RecordedFolder(self, path)
+
+    def fail(self, name: str) -> None:
+        """Note that a write or flush of a file fails now."""
+        self.log.add(self.rank, "failure", name, Failure(self._node(name)))
 
     def _node(self, name: str) -> Node:
         return self.log.node_of(self.files.contents[name], self.rank)
@@ -150,6 +159,12 @@ class RecordedFolder(MemoryFolder):
     def put(self, child: str, name: str, data: bytes) -> None:
         """See Folder.put. Noted twice: as it is written, and as it is durable."""
         with self._log.mutex:
+            self.put_unflushed(child, name, data)
+            self._add("fsync", f"{child}/{name}", Flush(self._nodes(child, name)[1]))
+
+    def put_unflushed(self, child: str, name: str, data: bytes) -> None:
+        """Do put() without its end."""
+        with self._log.mutex:
             super().put(child, name, data)
             directory, node = self._nodes(child, name)
             self._add(
@@ -159,7 +174,6 @@ class RecordedFolder(MemoryFolder):
                 Write(node, 0, data),
                 Resize(node, len(data)),
             )
-            self._add("fsync", f"{child}/{name}", Flush(node))
 
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         """See Folder.link."""
@@ -223,7 +237,11 @@ class RecordedFolder(MemoryFolder):
             super().sync_children()
             self._add("sync_children", "", Sync(self._path))
 
-    def _add(self, kind: str, text: str, *effects: Entry | Write | Resize | Flush | Sync) -> None:
+    def fail(self, child: str, name: str) -> None:
+        """Note that a write or flush of a file fails now."""
+        self._add("failure", f"{child}/{name}", Failure(self._nodes(child, name)[1]))
+
+    def _add(self, kind: str, text: str, *effects: Effect) -> None:
         self._log.add(self._rank, f"folder.{kind}", text, *effects)
 
     def _node(self, thing: object) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 
 import pytest
@@ -10,6 +11,8 @@ from tests.simulation.disk import Crash, Disk, choose, every_choice
 from tests.simulation.log import Log, Weakening
 from tests.simulation.simulator import draw_cuts
 from tests.simulation.storage import RecordedStorage
+from tests.simulation.write_back import OPERATIONS, FailedWriteBack
+from tierstore.errors import StorageError
 from tierstore.testing.transfers import aligned_buffer
 from tierstore.units import SECTOR_BYTES, Extent
 
@@ -36,8 +39,9 @@ class Machine:
     def images(self) -> list[Machine]:
         """The machine after every crash of the plain kinds, and after some drawn ones."""
         crash = self.crash()
-        drawn = [choose(crash.units, random.Random(seed)) for seed in range(200)]
-        return [Machine(crash.image(kept)) for kept in every_choice(crash.units) + drawn]
+        units = crash.units_of_power_loss
+        drawn = [choose(units, random.Random(seed)) for seed in range(200)]
+        return [Machine(crash.image(kept)) for kept in every_choice(units) + drawn]
 
 
 def contents(machines: list[Machine], name: str) -> set[bytes | None]:
@@ -96,15 +100,14 @@ def test_put_may_be_cut_in_the_middle_and_is_durable_afterwards() -> None:
     machine.storage.put("file", b"1")
     machine.storage.sync_directory()
     machine.storage.put("file", b"23")
-    assert contents(machine.images(), "file") == {b"23"}
+    assert contents(machine.images(), "file") == {None, b"1", b"23"}
     log = machine.log
     (put,) = [i for i, op in enumerate(log.operations[0]) if op.text == "file 2"]
     crash = Crash(log, [put + 1], machine.disk)
-    found = {
-        crash.image(choose(crash.units, random.Random(seed))).contents[crash.units[0].effect.node]
-        for seed in range(300)
-    }
-    assert {b"1", b"", b"23"} < found
+    images = [crash.image(choose(crash.units, random.Random(seed))) for seed in range(300)]
+    assert {None, b"1", b"", b"23"} < contents(list(map(Machine, images)), "file")
+    machine.storage.sync_directory()
+    assert contents(machine.images(), "file") == {b"23"}
 
 
 def test_a_rename_happens_or_not() -> None:
@@ -197,3 +200,66 @@ def test_a_log_says_what_became_of_each_operation() -> None:
     assert len(lines) == len(machine.log.operations[0])
     assert [line.split()[1] for line in lines if " write " in line] == ["durable", "lost"]
     assert [line.split()[1] for line in lines if " put " in line] == ["kept"]
+
+
+def test_nothing_that_is_written_to_a_file_that_failed_becomes_durable() -> None:
+    machine = committed_file(OLD)
+    machine.storage.fail("page")
+    machine.write("page", NEW)
+    machine.storage.flush(["page"])
+    assert machine.storage.get("page") == NEW
+    crash = machine.crash()
+    assert contents([Machine(crash.image(crash.units))], "page") == {NEW}  # Of a kill.
+    assert contents(machine.images(), "page") == {OLD, NEW, bytes(SECTOR_BYTES)}
+
+
+def test_a_file_that_failed_fails_after_a_restart_of_the_process() -> None:
+    machine = committed_file(OLD)
+    machine.storage.fail("page")
+    crash = machine.crash()
+    again = Machine(crash.image(crash.units))
+    again.log = machine.log.continued(machine.log.lengths())
+    ((files,),) = again.disk.open(again.log)
+    again.storage, again.disk = RecordedStorage(again.log, 0, files), machine.disk
+    again.write("page", NEW)
+    again.storage.flush(["page"])
+    assert contents(again.images(), "page") == {OLD, NEW, bytes(SECTOR_BYTES)}
+
+
+def test_a_file_made_anew_is_durable_after_a_flush() -> None:
+    machine = committed_file(OLD)
+    machine.storage.fail("page")
+    machine.storage.create("page", SECTOR_BYTES)
+    machine.write("page", NEW)
+    machine.storage.flush(["page"])
+    machine.storage.sync_directory()
+    assert contents(machine.images(), "page") == {NEW}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_fails_once_and_shows_the_new_bytes(operation: str) -> None:
+    machine = Machine()
+    storage = FailedWriteBack(machine.storage, operation, 2, seed=0)
+    folder = storage.folder(FOLDER)
+    folder.make("child")
+    folder.put("child", "small", b"1")
+    storage.put("small", b"1")
+    storage.create("page", SECTOR_BYTES)
+    storage.write("page", Extent(0, SECTOR_BYTES), aligned_buffer(OLD)).wait()
+    storage.flush(["page"])
+    folder.flush("child", "small")
+
+    def again() -> None:
+        folder.put("child", "small", b"2")
+        storage.put("small", b"2")
+        storage.write("page", Extent(0, SECTOR_BYTES), aligned_buffer(NEW)).wait()
+        storage.flush(["page"])
+        folder.flush("child", "small")
+
+    with pytest.raises(StorageError) as caught:
+        again()
+    assert caught.value.errno == errno.EIO
+    again()
+    assert (storage.get("small"), folder.get("child", "small")) == (b"2", b"2")
+    assert storage.get("page") == NEW
+    assert any(op.kind.endswith("failure") for op in machine.log.operations[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import random
@@ -15,13 +16,16 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.simulation.fault_simulation import FaultSimulation
+from tests.simulation.call_errors import ErrorSimulation, RankKilledSimulation
+from tests.simulation.fault_simulation import FaultSimulation, WriteBackSimulation
 from tests.simulation.log import Weakening
+from tests.simulation.moves import KINDS, MoveSimulation
 from tests.simulation.mutants import Mutant, mutants
 from tests.simulation.plan import MOVING_KINDS
 from tests.simulation.search import DOCUMENT, killer, replayed
+from tests.simulation.second_process import SecondProcessSimulation
 from tests.simulation.session import Memory, Protocol, Settings
-from tests.simulation.simulator import Simulation
+from tests.simulation.simulator import FOUND, TYPED, Simulation
 from tierstore.store import TierStore
 
 ROWS = re.findall(r"^\| (.+) \| `([\d/]+)` \| .* \|$", DOCUMENT.read_text(), re.MULTILINE)
@@ -66,6 +70,26 @@ def test_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert counts["refused"] < counts["schedules"] / 20
 
 
+@pytest.mark.parametrize(
+    ("simulation", "fault"),
+    [
+        (WriteBackSimulation, "failed write back"),
+        (ErrorSimulation, "error of read"),
+        (RankKilledSimulation, "killed rank"),
+        (SecondProcessSimulation, "second process"),
+    ],
+)
+def test_schedules_of_further_faults(simulation: type[Simulation], fault: str) -> None:
+    torch.set_num_threads(1)
+    checked: Counter[tuple[str, str]] = Counter()
+    for seed in range(4):
+        schedules = simulation(seed)
+        assert sum(1 for _ in schedules.schedules()) > 5
+        checked += schedules.checked
+    assert checked[fault, FOUND] > 5
+    assert checked[fault, TYPED] > 0
+
+
 remove = TierStore.remove
 
 
@@ -82,6 +106,43 @@ def test_schedules_of_runs_that_lose_parameters() -> None:
     for world_size in (1, 3):
         assert counts[f"schedules of {world_size}"] > 50
         assert counts[f"removals of {world_size}"] > 10
+
+
+def moved(seeds: range) -> Counter[str]:
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+    counts: Counter[str] = Counter()
+    for simulation in map(MoveSimulation, seeds):
+        counts["schedules"] += sum(1 for _ in simulation.schedules())
+        counts += simulation.counts
+    return counts
+
+
+def test_schedules_of_directories_that_are_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = moved(range(5))
+    report(counts, capsys)
+    assert counts["schedules"] >= 200
+    assert all(counts[kind] >= 10 for kind in KINDS)
+    assert counts["refused"] >= 5
+
+
+def test_schedules_of_one_of_several_directories_that_is_moved() -> None:
+    for seed in range(2):
+        settings = Settings.drawn(random.Random(f"{seed} settings"))
+        striped = dataclasses.replace(settings, directories=2 + seed)
+        assert sum(1 for _ in MoveSimulation(seed, settings=striped).schedules()) >= 48
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_more_schedules_of_directories_that_are_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = [range(i, i + 5) for i in range(1000, 1200, 5)]
+    counts: Counter[str] = Counter()
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+        for of_some in executor.map(moved, seeds):
+            counts += of_some
+    report(counts, capsys)
+    assert counts["schedules"] >= 9000
 
 
 @pytest.mark.long

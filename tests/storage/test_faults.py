@@ -13,6 +13,7 @@ from tierstore.errors import StorageError
 from tierstore.storage.base import Folder, Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.testing.faults import OPERATIONS, Fault, FaultyStorage
+from tierstore.testing.folder_tests import read_from
 from tierstore.testing.storage_tests import StorageTests
 from tierstore.testing.transfers import (
     aligned_buffer,
@@ -60,6 +61,7 @@ def storage() -> FaultyStorage:
 
 STORAGE_OPERATIONS: dict[str, Callable[[Storage], object]] = {
     "lock": lambda storage: storage.lock(0),
+    "require_in_place": lambda storage: storage.require_in_place("page"),
     "list": lambda storage: storage.list(),
     "size": lambda storage: storage.size("page"),
     "create": lambda storage: storage.create("page", SECTOR_BYTES),
@@ -97,6 +99,7 @@ FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
     "folder_make": lambda _, folder: folder.make("made"),
     "folder_put": lambda _, folder: folder.put("child", "file", b"new"),
     "folder_get": lambda _, folder: folder.get("child", "file"),
+    "folder_read": lambda _, folder: read_from(folder, "child", "file"),
     "folder_link": lambda storage, folder: folder.link(storage, "page", "child", "linked"),
     "folder_append": lambda _, folder: folder.append("child", "file", memoryview(b"more")),
     "folder_flush": lambda _, folder: folder.flush("child", "file"),
@@ -105,6 +108,7 @@ FOLDER_OPERATIONS: dict[str, Callable[[Storage, Folder], object]] = {
     "folder_rename": lambda _, folder: folder.rename("child", "renamed"),
     "folder_sync": lambda _, folder: folder.sync("child"),
     "folder_sync_children": lambda _, folder: folder.sync_children(),
+    "folder_close": lambda _, folder: folder.close(),
 }
 
 
@@ -120,7 +124,7 @@ def test_error_strikes_a_folder_and_nothing_happens(storage: FaultyStorage, oper
     folder = storage.folder("published")
     folder.make("child")
     folder.make("empty")
-    folder.put("child", "file", b"old")
+    folder.put("child", "file", bytes(SECTOR_BYTES))
     assert isinstance(storage.inner, MemoryStorage)
     before = copy.deepcopy(storage.inner.files.folders)
     storage.arm(Fault("error", operation, call=1, errno=errno.ENOSPC))
@@ -356,7 +360,7 @@ def test_callback_may_raise_at_an_exact_operation(when: str) -> None:
         {"kind": "lost", "operation": "read", "call": 1},
         {"kind": "short", "operation": "flush", "call": 1},
         {"kind": "error", "operation": "raed", "call": 1},
-        {"kind": "error", "operation": "folder_read", "call": 1},
+        {"kind": "error", "operation": "folder_seek", "call": 1},
         {"kind": "error", "operation": "read"},
         {"kind": "error", "operation": "read", "call": 0},
         {"kind": "error", "operation": "read", "call": 1, "probability": 0.5},

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.errors import RunDirectoryError, StorageError
+from tierstore.errors import RunDirectoryError, StorageError, StoreClosedError
 from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Folder, Storage
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 from tierstore.testing.faults import FaultyStorage
-from tierstore.testing.folder_tests import CONTENT, FolderTests
+from tierstore.testing.folder_tests import CONTENT, FolderTests, read_from
 from tierstore.testing.storage_sharing import folder_path
 from tierstore.testing.transfers import create_with
+from tierstore.units import SECTOR_BYTES
 
 
 class TestLocalFolder(FolderTests):
@@ -60,6 +61,31 @@ class TestLocalFolder(FolderTests):
             (Path(folder.location) / "child/linked").stat().st_ino,
         )
 
+    def test_read_where_the_filesystem_refuses_direct_reads(
+        self, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder.make("child")
+        folder.put("child", "file", CONTENT)
+        opened = os.open
+        refused = []
+
+        def refuse(path: str, flags: int, *rest: int, **named: int) -> int:
+            if flags & os.O_DIRECT:
+                refused.append(path)
+                raise OSError(errno.EINVAL, "no direct reads here")
+            return opened(path, flags, *rest, **named)
+
+        monkeypatch.setattr(os, "open", refuse)
+        assert read_from(folder, "child", "file", 1, 2) == CONTENT[SECTOR_BYTES:]
+        assert refused
+
+    @pytest.mark.timeout(20)
+    def test_read_of_a_named_pipe_does_not_wait(self, folder: Folder) -> None:
+        folder.make("child")
+        os.mkfifo(Path(folder.location) / "child/pipe")
+        with pytest.raises(StorageError):
+            read_from(folder, "child", "pipe")
+
     def test_only_directories_are_children(self, storage: Storage, folder: Folder) -> None:
         root = Path(folder.location)
         (root / "directory").mkdir()
@@ -85,13 +111,14 @@ class TestLocalFolder(FolderTests):
         (Path(folder.location) / "child/link").symlink_to(target)
         for operate in (
             lambda: folder.get("child", "link"),
-            lambda: folder.put("child", "link", b""),
             lambda: folder.append("child", "link", memoryview(b"more")),
             lambda: folder.flush("child", "link"),
         ):
             with pytest.raises(StorageError) as caught:
                 operate()
             assert caught.value.errno == errno.ELOOP
+        folder.put("child", "link", b"new")  # Replaces the link itself.
+        assert folder.get("child", "link") == b"new"
         folder.unlink("child", "link")
         assert target.read_bytes() == CONTENT
 
@@ -113,7 +140,75 @@ class TestLocalFolder(FolderTests):
             with pytest.raises(RunDirectoryError, match="cannot be used as a directory"):
                 storage.folder(str(path))
 
-    def test_keeps_no_descriptors(self, storage: Storage, folder: Folder) -> None:
+    def test_stays_the_directory_that_was_opened(
+        self, storage: Storage, folder: Folder, tmp_path: Path
+    ) -> None:
+        create_with(storage, "page", CONTENT)
+        folder.make("child")
+        folder.put("child", "file", CONTENT)
+        root, moved = Path(folder.location), tmp_path / "moved"
+        root.rename(moved)
+        (root / "child").mkdir(parents=True)
+        (root / "child/file").write_bytes(b"another")
+        assert folder.get("child", "file") == CONTENT
+        assert read_from(folder, "child", "file") == CONTENT[:SECTOR_BYTES]
+        folder.append("child", "file", memoryview(b"more"))
+        folder.link(storage, "page", "child", "linked")
+        folder.make("made")
+        folder.rename("made", "renamed")
+        folder.sync("child")
+        folder.sync_children()
+        assert folder.children() == ["child", "renamed"]
+        assert (moved / "child/file").read_bytes() == CONTENT + b"more"
+        assert (moved / "child/linked").read_bytes() == CONTENT
+        folder.unlink("child", "linked")
+        folder.remove("renamed")
+        assert [path.name for path in moved.rglob("*")] == ["child", "file"]
+        assert [path.name for path in root.rglob("*")] == ["child", "file"]
+        assert (root / "child/file").read_bytes() == b"another"
+
+    def test_links_a_file_of_a_storage_that_was_moved(
+        self, storage: Storage, folder: Folder, tmp_path: Path
+    ) -> None:
+        create_with(storage, "page", CONTENT)
+        root = Path(storage.location)
+        root.rename(tmp_path / "moved")
+        root.mkdir()
+        (root / "page").write_bytes(b"another")
+        folder.make("child")
+        folder.link(storage, "page", "child", "linked")
+        assert folder.get("child", "linked") == CONTENT
+
+    def test_a_child_that_is_a_symbolic_link_is_not_followed(
+        self, storage: Storage, folder: Folder, tmp_path: Path
+    ) -> None:
+        create_with(storage, "page", CONTENT)
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere/file").write_bytes(CONTENT)
+        (Path(folder.location) / "link").symlink_to(tmp_path / "elsewhere")
+        for operate in (
+            lambda: folder.get("link", "file"),
+            lambda: folder.put("link", "new", b""),
+            lambda: folder.link(storage, "page", "link", "new"),
+            lambda: folder.unlink("link", "file"),
+            lambda: folder.sync("link"),
+        ):
+            with pytest.raises(StorageError) as caught:
+                operate()
+            assert caught.value.errno == errno.ENOTDIR
+        assert os.listdir(tmp_path / "elsewhere") == ["file"]
+
+    def test_close_gives_the_descriptor_back(self, storage: Storage) -> None:
+        opened = len(os.listdir("/proc/self/fd"))
+        folder = storage.folder(folder_path(storage))
+        assert len(os.listdir("/proc/self/fd")) == opened + 1
+        folder.close()
+        folder.close()
+        assert len(os.listdir("/proc/self/fd")) == opened
+        with pytest.raises(StoreClosedError):
+            folder.children()
+
+    def test_keeps_no_further_descriptors(self, storage: Storage, folder: Folder) -> None:
         opened = len(os.listdir("/proc/self/fd"))
         folder.make("child")
         for _ in range(5):

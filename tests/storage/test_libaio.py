@@ -144,7 +144,9 @@ def test_refused_request_fails_its_transfer_only(
     for name in ["bad" if index == position else "good" for index in range(3)]:
         with monkeypatch.context() as patch:
             if name == "bad":
-                patch.setattr(os, "open", lambda path, flags: real_open(path, os.O_RDONLY))
+                patch.setattr(
+                    os, "open", lambda path, flags, **named: real_open(path, os.O_RDONLY, **named)
+                )
             extent = Extent(0, len(content))
             transfers.append((name, small_requests.write(name, extent, aligned_buffer(content))))
     gate.set()

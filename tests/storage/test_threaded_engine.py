@@ -1,4 +1,4 @@
-"""What both engines with Python threads do: start and end of their threads, and syncs."""
+"""Threads and syncs of both engines in Python."""
 
 from __future__ import annotations
 

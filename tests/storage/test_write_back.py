@@ -44,7 +44,9 @@ def test_nothing_is_left_to_write_back(
     with closing(open_storage(tmp_path, engine)) as storage:
         storage.create("page", len(content))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "open", lambda path, flags: real(path, flags & ~os.O_DIRECT))
+            patch.setattr(
+                os, "open", lambda path, flags, **named: real(path, flags & ~os.O_DIRECT, **named)
+            )
             write_bytes(storage, "page", 0, content)
         assert dirty_pages(tmp_path / "page") == 0
         assert read_bytes(storage, "page", 0, len(content)) == content

@@ -1,4 +1,4 @@
-"""What a call raises, as text that ranks send to the test."""
+"""Errors of calls, as text that ranks send to the test."""
 
 from __future__ import annotations
 

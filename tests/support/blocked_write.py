@@ -30,7 +30,7 @@ class BlockedWrite:
                 writer = self._pipe[1]
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SECTOR_BYTES)
                 os.write(writer, bytes(SECTOR_BYTES))
-                patch.setattr(os, "open", lambda *_: os.dup(writer))
+                patch.setattr(os, "open", lambda *_, **__: os.dup(writer))
             else:
                 monkeypatch.setattr(os, "fdatasync", lambda _: self._go_on.wait())
             self.transfer = storage.write("page", Extent(0, SECTOR_BYTES), buffer)

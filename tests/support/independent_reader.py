@@ -46,6 +46,8 @@ class Content:
     scalars: dict[str, dict[str, float]]
     hyperparameters: list[dict[str, Any]]
     extra: Any
+    marked: frozenset[int] = frozenset()
+    """The ranks that have marked a published checkpoint as whole."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,19 @@ def read_checkpoint(directory: Path) -> Content:
             [entry and directory / f"rank-{rank:05d}.page-{page:06d}" for page, entry in entries]
         )
     require(len({(c["number"], c["attempt"]) for c in commits}) == 1, "of several commits")
-    return content_of(commits, layouts, pages)
+    ranks = range(marker["world_size"])
+    marked = frozenset(rank for rank in ranks if is_marked(directory, rank, marker))
+    return replace(content_of(commits, layouts, pages), marked=marked)
+
+
+def is_marked(directory: Path, rank: int, marker: dict[str, Any]) -> bool:
+    """A mark that cannot be read, or is about another manifest, is no mark."""
+    try:
+        body = unseal("whole", directory / f"rank-{rank:05d}.whole")
+    except (FormatError, OSError, ValueError):
+        return False
+    digest: str = marker["files"][f"rank-{rank:05d}.commit"]["xxh3_128"]
+    return bool(body["manifest"] == digest)
 
 
 # ------------------------------------------------------------------------- sealed files

@@ -225,7 +225,7 @@ def assert_nothing_left(run: Path, folder: Path, published: Sequence[str] = ()) 
     assert names_in(folder) == sorted(published)
     names = names_in(run / RANK)
     own = re.compile(
-        r"run\.json|lock|dirty|clean|layout-[0-9a-f]{32}"
+        r"run\.json|striping\.json|lock|dirty|clean|layout-[0-9a-f]{32}"
         r"|commit-\d{10}(\.\d+)?|page-\d{6}\.[ab](\.next)?"
     )
     assert [name for name in names if not own.fullmatch(name)] == []

@@ -38,9 +38,9 @@ class ThreadJob:
         self._changed = threading.Condition()
         self._sent: dict[Meeting, dict[int, Any]] = {}
         self._failed: dict[tuple[str, int], str] = {}  # (channel, rank) -> why.
-        self._ranks: list[Ranks] = [ThreadRanks(self, rank) for rank in range(world_size)]
+        self.ranks: list[Ranks] = [ThreadRanks(self, rank) for rank in range(world_size)]
         if world_size == 1:
-            self._ranks = [Alone()]
+            self.ranks = [Alone()]
 
     def run(self, act: Callable[[Ranks], T]) -> list[Any]:
         """Call ``act`` on all ranks at once; return what it returned or raised on each rank."""
@@ -48,10 +48,10 @@ class ThreadJob:
 
         def run(rank: int) -> None:
             try:
-                outcomes[rank] = act(self._ranks[rank])
+                outcomes[rank] = act(self.ranks[rank])
             except BaseException as error:
                 outcomes[rank] = error
-                self._ranks[rank].fail(error)
+                self.ranks[rank].fail(error)
                 self.end(rank, "commits", str(error))
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, self.world_size)]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Collection, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class Toy:
     """
 
     def __init__(
-        self, directory: Path | Storage | None, groups: list[list[Spec]] = MODEL, **options: Any
+        self,
+        directory: Path | Sequence[Path] | Storage | None,
+        groups: list[list[Spec]] = MODEL,
+        **options: Any,
     ) -> None:
         self.store = tierstore.TierStore(directory, **{"buffers": 3, **options})
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -84,6 +88,13 @@ class Toy:
             for name, tensor in states.items():
                 value = 1 - step / 4 if name == "master" else step
                 assert torch.equal(tensor, torch.full_like(tensor, value))
+
+
+def verified(store: tierstore.TierStore) -> None:
+    """Wait until the last checkpoint was read, whatever was found."""
+    verification = store._verifier._verification
+    if verification is not None:  # No call has raised what it found.
+        futures.wait([verification])
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:

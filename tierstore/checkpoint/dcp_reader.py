@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from tierstore.inspection.reader import File, Reader
 from tierstore.inspection.slices import Slices
 from tierstore.layout.chunks import Chunk
 from tierstore.run import tagged_json
+from tierstore.storage.paths import storage_errors
 from tierstore.units import format_bytes
 
 EntryPath = tuple[str | int, ...]
@@ -86,6 +88,7 @@ class StoredEntries:
 
         Raises:
             CorruptionError: a file has changed since it was checked.
+            StorageError: a file cannot be read.
         """
         parts_of_file: dict[str, list[Part]] = defaultdict(list)
         for part in parts:
@@ -93,11 +96,8 @@ class StoredEntries:
             parts_of_file[info.relative_path].append(part)
         others: list[Part] = []
         for name, file_parts in parts_of_file.items():
-            try:
-                with Reader(self.path).open(name) as file:
-                    others += [part for part in file_parts if not self._read_part(file, *part)]
-            except CorruptionError as error:
-                raise CorruptionError(f"{self.path}/{name}: {error}") from error
+            with self._open(name) as file:
+                others += [part for part in file_parts if not self._read_part(file, *part)]
         if others:
             targets = {id(item): target for item, target in others}
             # DCP asks the planner for the target of an item, and tells it when that is filled.
@@ -105,7 +105,17 @@ class StoredEntries:
                 resolve_tensor=lambda item: targets[id(item)],
                 commit_tensor=lambda item, tensor: None,
             )
-            self._reader.read_data(LoadPlan([item for item, _ in others]), planner).wait()
+            with storage_errors("read", self.path):
+                self._reader.read_data(LoadPlan([item for item, _ in others]), planner).wait()
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[File]:
+        """Open a file of the checkpoint, and name it in errors of the block."""
+        try:
+            with storage_errors("read", self.path / name), Reader(self.path).open(name) as file:
+                yield file
+        except CorruptionError as error:
+            raise CorruptionError(f"{self.path}/{name}: {error}") from error
 
     def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
         """Read a part of a stored chunk; return False if its elements are not in order."""
@@ -125,6 +135,8 @@ class StoredEntries:
         Raises:
             CheckpointError: the key is absent, the value is larger, or is of a class that only a
                 full unpickling could make.
+            CorruptionError: its file has changed since it was checked.
+            StorageError: its file cannot be read.
         """
         stored = self._metadata.state_dict_metadata.get(key)
         if stored is None:
@@ -136,7 +148,7 @@ class StoredEntries:
             return value
         info = self._metadata.storage_data[MetadataIndex(key)]
         self._check_size(key, info.length)
-        with Reader(self.path).open(info.relative_path) as file:
+        with self._open(info.relative_path) as file:
             data = file.read(info.offset, info.length)
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
@@ -187,7 +199,8 @@ def read_box(
 ) -> None:
     """Fill a tensor with a box of a larger tensor, stored in a file in row-major order.
 
-    Whole rows of the stored tensor are read, unless a row is longer than PIECE_BYTES.
+    Whole rows of the stored tensor are read, unless a row is longer than PIECE_BYTES; into the
+    target itself where its bytes are those in the file.
 
     Args:
         read_into: fills a buffer with the bytes of the file from an offset on.
@@ -204,6 +217,11 @@ def read_box(
     row_numel = math.prod(sizes[1:])
     row_bytes = row_numel * dtype.itemsize
     first = start + offsets[0] * row_bytes
+    if _is_run(target, dtype, sizes):
+        data = target.view(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(data), PIECE_BYTES):
+            read_into(data[begin : begin + PIECE_BYTES], first + begin)
+        return
     if row_bytes > PIECE_BYTES and len(sizes) > 1:
         for index, row in enumerate(target):
             read_box(read_into, first + index * row_bytes, dtype, sizes[1:], offsets[1:], row)
@@ -216,3 +234,13 @@ def read_box(
         read_into(read.view(torch.uint8).numpy().data, first + begin * row_bytes)
         box = Chunk((0, *offsets[1:]), tuple(rows.shape))
         rows.copy_(box.select(read.view(len(rows), *sizes[1:])))
+
+
+def _is_run(target: torch.Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """Return whether the bytes of a box in a CPU tensor are consecutive bytes of the file."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and tuple(target.shape[1:]) == tuple(sizes[1:])
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def checkpoint_metadata(
     Raises:
         CheckpointError: two values would have one key.
     """
-    catalog = _Catalog(append)
+    catalog = Catalog(append, UNPAGED_NAME)
     for commit, pages in commits:
         for page in pages:
             file = published_page(commit.manifest.rank, page.number)
@@ -65,22 +65,34 @@ def checkpoint_metadata(
                     length = record_length(record.chunk.sizes, record.dtype)
                     info = _StorageInfo(file, record.offset, length)
                     shape = record.parameter.shape
-                    for path in _state_paths(
+                    for path in state_paths(
                         names[record.parameter.name], record.state, model_prefix
                     ):
                         catalog.add_chunk(path, record.dtype, shape, record.chunk, info)
     first, _ = commits[0]  # All ranks have the same groups and values.
     _add_scalars(catalog, first, names, model_prefix)
-    _add_hyperparameters(catalog, first, names)
+    groups = zip(first.groups, first.manifest.hyperparameters, strict=True)
+    add_hyperparameters(
+        catalog,
+        [
+            ([names[spec.name][0] for spec in specs], tagged_json.decode(saved))
+            for specs, saved in groups
+        ],
+    )
     for name, value, same in unpaged:
-        catalog.add_value([_model_path(model_prefix, name)], value, same)
+        catalog.add_value([model_path(model_prefix, name)], value, same)
     return pickle.dumps(catalog.metadata)
 
 
-class _Catalog:
-    """The keys of a checkpoint, and the extent of each in its file."""
+class Catalog:
+    """The keys of a checkpoint, and the extent of each in its file.
 
-    def __init__(self, append: Callable[[bytes], int]) -> None:
+    Args:
+        append: adds bytes to a file and returns their offset.
+        file: the name of the file.
+    """
+
+    def __init__(self, append: Callable[[bytes], int], file: str) -> None:
         self.metadata = dcp.Metadata(
             {},
             planner_data={},
@@ -89,6 +101,7 @@ class _Catalog:
             version=_DCP_VERSION,
         )
         self._append = append
+        self._file = file
         self._written: dict[Hashable, _StorageInfo] = {}
 
     def add_chunk(
@@ -121,6 +134,13 @@ class _Catalog:
         for inner, leaf in leaves:
             self._add_leaf([(*path, *inner) for path in paths], leaf, (same, inner))
 
+    def add_scalars(self, name: str, scalars: Mapping[str, float]) -> None:
+        """Add the numbers in the optimizer state of a parameter, as torch.optim has them."""
+        for scalar, number in scalars.items():
+            path = ("optimizer", "state", name, scalar)
+            value = torch.tensor(float(number), dtype=torch.float32, device="cpu")
+            self.add_value([path], value, ("scalar", float(number)))
+
     def _add_leaf(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
         if isinstance(value, torch.Tensor):
             value = _plain(value)
@@ -129,7 +149,7 @@ class _Catalog:
             stream = io.BytesIO()
             torch.save(value, stream)
             data = stream.getvalue()
-            info = self._written[same] = _StorageInfo(UNPAGED_NAME, self._append(data), len(data))
+            info = self._written[same] = _StorageInfo(self._file, self._append(data), len(data))
         for path in paths:
             key = ".".join(map(str, path))
             if key in self.metadata.state_dict_metadata:
@@ -145,41 +165,44 @@ class _Catalog:
                 self.metadata.storage_data[dcp.MetadataIndex(key)] = info
 
 
-def _state_paths(names: Sequence[str], state: str, model_prefix: str) -> list[Path]:
+def state_paths(names: Sequence[str], state: str, model_prefix: str) -> list[Path]:
     """Return the paths of a state: a master is in the model, under all names of the parameter."""
     if state == MASTER:
-        return [_model_path(model_prefix, name) for name in names]
+        return [model_path(model_prefix, name) for name in names]
     return [("optimizer", "state", names[0], state)]
 
 
-def _model_path(model_prefix: str, name: str) -> Path:
+def model_path(model_prefix: str, name: str) -> Path:
+    """Return the path of a value of the model."""
     outer = model_prefix.removesuffix(".")
     return (outer, name) if outer else (name,)
 
 
-def _add_scalars(catalog: _Catalog, commit: Commit, names: Names, model_prefix: str) -> None:
+def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: str) -> None:
     """Add the values outside of pages: step counts, and all states of an empty parameter."""
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
         if math.prod(spec.shape) == 0:
             for state, dtype in spec.all_states:
-                paths = _state_paths(names[spec.name], state, model_prefix)
+                paths = state_paths(names[spec.name], state, model_prefix)
                 value = torch.empty(spec.shape, dtype=dtype, device="cpu")
                 catalog.add_value(paths, value, ("empty", spec.shape, dtype))
-        for scalar, number in scalars.get(spec.name, {}).items():
-            path = ("optimizer", "state", names[spec.name][0], scalar)
-            value = torch.tensor(float(number), dtype=torch.float32, device="cpu")
-            catalog.add_value([path], value, ("scalar", float(number)))
+        catalog.add_scalars(names[spec.name][0], scalars.get(spec.name, {}))
 
 
-def _add_hyperparameters(catalog: _Catalog, commit: Commit, names: Names) -> None:
-    """Add hyperparameters as a list of groups, and by parameter, as torchtitan does."""
-    groups = zip(commit.groups, commit.manifest.hyperparameters, strict=True)
-    for number, (specs, saved) in enumerate(groups):
-        members = [names[spec.name][0] for spec in specs]
-        group = {**portable(tagged_json.decode(saved)), "param_names": members}
+def add_hyperparameters(
+    catalog: Catalog, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]]
+) -> None:
+    """Add hyperparameters as a list of groups, and by parameter, as torchtitan does.
+
+    Args:
+        catalog: of the checkpoint.
+        groups: the names of the parameters of each group, and its hyperparameters.
+    """
+    for number, (members, hyperparameters) in enumerate(groups):
+        group = {**portable(hyperparameters), "param_names": list(members)}
         params: Path = ("optimizer", "param_groups", number, "params")
-        catalog.add_value([params], members, ("names", number))
+        catalog.add_value([params], list(members), ("names", number))
         for key, value in group.items():
             paths: list[Path] = [("optimizer", "param_groups", number, key)]
             # The key of a parameter whose name is a number would be that of a group.

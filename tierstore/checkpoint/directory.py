@@ -6,10 +6,12 @@ import contextlib
 import errno
 import logging
 import time
+from collections.abc import Collection, Mapping
 from enum import Enum
 
 from tierstore.checkpoint.retention import (
     is_taken,
+    marked_by_ranks,
     remove,
     remove_leftovers,
     retain,
@@ -107,12 +109,21 @@ class CheckpointDirectory:
         if self._state is State.KEPT:
             self._state = State.NAMED
 
-    def retain(self, keep_last: int | None) -> None:
-        """Remove the oldest checkpoints of the run beside this one; log what fails."""
+    def marked_by_ranks(self) -> dict[str, set[int]]:
+        """Return the ranks that have verified each checkpoint of the run beside this one."""
+        return marked_by_ranks(self.folder, self._run_id)
+
+    def retain(self, keep_last: int | None, marked: Mapping[str, Collection[int]] | None) -> None:
+        """Remove the oldest checkpoints of the run beside this one; log what fails.
+
+        Args:
+            keep_last: number of checkpoints to keep; None: all.
+            marked: as in retention.retain().
+        """
         if keep_last is None:
             return
         try:
-            retain(self.folder, self._run_id, self.name, keep_last)
+            retain(self.folder, self._run_id, self.name, keep_last, marked)
         except Exception as error:  # The new checkpoint is published nevertheless.
             logger.warning("older checkpoints beside %s stay: %r", self.name, error)
 

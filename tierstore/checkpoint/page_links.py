@@ -100,7 +100,7 @@ class PageLinks:
             for index, block in enumerate(page.layout.blocks):
                 data = buffer[: block.nbytes]
                 self.storage.read(source, block, data).wait()
-                fault = page.block_fault(index, data)
+                fault = page.block_fault(index, [data])
                 if fault is not None:
                     name = _name(page)
                     path = f"{self.storage.home(name).location}/{name}"

@@ -6,12 +6,15 @@ checkpoint. A user copies all parts into one directory to load the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.errors import PeerFailed
-from tierstore.ranks.peers import Peers, on_rank_0, together
+from tierstore.ranks.peers import Peers, agree, on_rank_0, together
 from tierstore.run.file_names import MARKER_NAME
+
+Marked = Mapping[str, Collection[int]] | None
+"""Checkpoint -> ranks that have verified it; None if verification is off."""
 
 
 class Parts:
@@ -37,13 +40,21 @@ class Parts:
         )
         return metadata
 
-    def name(self, metadata: bytes, publish: Callable[[], None], keep_last: int | None) -> None:
+    def name(
+        self,
+        metadata: bytes,
+        publish: Callable[[Marked], None],
+        keep_last: int | None,
+        marked: Callable[[], Marked],
+    ) -> None:
         """Give all parts the final name, the part of rank 0 last.
 
         Args:
             metadata: the content of ``.metadata``.
-            publish: called on rank 0: gives its part the final name.
+            publish: called on rank 0: gives its part the final name, and removes old parts beside
+                it, given what all parts are marked with.
             keep_last: as in publish().
+            marked: called on the rank that made a part: returns what older parts are marked with.
 
         Raises:
             PeerFailed: another rank failed, or rank 0 does not answer.
@@ -52,23 +63,27 @@ class Parts:
         # A, rank 2 made part B:
         #
         #   phase                  on success            on failure
-        #   1 name further parts   A TEMPORARY, B KEPT   of any rank: all ranks remove their parts
+        #   1 name further parts,  A TEMPORARY, B KEPT   of any rank: all ranks remove their parts
+        #     look for marks
         #   2 name the checkpoint  A KEPT, B KEPT        rank 0 reports it: all ranks remove their
         #                                                parts; rank 0 does not answer: B stays,
         #                                                because A may have its name
         #   3 retain               old parts removed     logged
-        self._on_further_parts(
-            "name the further parts of the checkpoint",
-            lambda: self._directory.take_name(metadata),
-        )
+
+        def name_further_part() -> Marked:
+            if self._made_further_part:
+                self._directory.take_name(metadata)
+            return marked() if self._directory.made_here else None
+
+        marks = agree(self._peers, "name the further parts of the checkpoint", name_further_part)
         if self._made_further_part:
             self._directory.keep()
-        failure = self._attempt_on_rank_0("name the checkpoint", publish)
+        failure = self._attempt_on_rank_0("name the checkpoint", lambda: publish(_merged(marks)))
         if failure is not None:
             self._directory.withdraw()
             raise failure
         if self._made_further_part:
-            self._directory.retain(keep_last)
+            self._directory.retain(keep_last, _merged(marks))
 
     def _on_further_parts(self, call: str, act: Callable[[], None]) -> None:
         """Do something on the ranks that made a further part, or raise on all ranks."""
@@ -92,3 +107,12 @@ class Parts:
         except PeerFailed as peer_failed:
             raise peer_failed from failure
         return failure if failure or reason is None else PeerFailed(0, reason)
+
+
+def _merged(marks: Sequence[Marked]) -> Marked:
+    """Return the marks of all parts: each rank marks the part that has its files."""
+    known = [marked for marked in marks if marked is not None]
+    if not known:
+        return None
+    names = {name for marked in known for name in marked}
+    return {name: {r for marked in known for r in marked.get(name, ())} for name in names}

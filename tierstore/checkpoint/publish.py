@@ -23,9 +23,9 @@ from tierstore.checkpoint.dcp_writer import checkpoint_metadata
 from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.checkpoint.model_contents import ModelContents
 from tierstore.checkpoint.page_links import PageLinks
-from tierstore.checkpoint.parts import Parts
+from tierstore.checkpoint.parts import Marked, Parts
 from tierstore.checkpoint.publication import Publication
-from tierstore.errors import CheckpointError, RunDirectoryError
+from tierstore.errors import CheckpointError, RunDirectoryError, StorageError
 from tierstore.ranks.peers import Peers, agree, on_rank_0, together
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
@@ -57,6 +57,9 @@ class Committed:
     """Returns the values of the model that are not paged, and all names."""
     model_prefix: str
     """Prefix of the names of the model: ends in a dot, or is empty."""
+    verified: bool = False
+    """True if checkpoints of the run are verified after publishing, so that ``keep_last`` counts on
+    the marks of those before."""
     for_reshard: bool = False
     """True if reshard=True begins from the checkpoint, which may then have RESHARDED_NAME."""
 
@@ -78,7 +81,7 @@ def publish(
         committed: the commit.
         path: the directory; absent or empty.
         keep_last: number of checkpoints of this run to keep in the directory above, this one
-            included.
+            included, and at most one more; see retention.retain().
         on_progress: called with the number of bytes that were copied, and of all bytes to copy.
         on_copying: called with a publication that continues in the background, before publish()
             returns it or is interrupted.
@@ -96,7 +99,11 @@ def publish(
         "check the call of checkpoint()",
         lambda: _Publishing(committed, path, keep_last, on_progress),
     )
-    publishing.agree_on_call()
+    try:
+        publishing.agree_on_call()
+    except BaseException:
+        publishing.close()
+        raise
     try:
         publishing.make_directory()
         copying = any(agree(peers, "link pages", publishing.link_pages))
@@ -109,6 +116,7 @@ def publish(
     except BaseException:
         publishing.give_up()
         raise
+    publishing.close()
     publishing.publication.outcome.set_result(None)
     return publishing.publication
 
@@ -154,12 +162,11 @@ class _Publishing:
         self._contents = committed.contents()
         self._model_prefix = committed.model_prefix
         self._keep_last = keep_last
+        self._verified = committed.verified
         self._on_progress = on_progress
         self._manifest = self._page_files[0].commit.manifest
-        try:
-            self._folder = self._page_files[0].storage.folder(str(absolute.parent))
-        except RunDirectoryError as error:  # Here it is not a run directory.
-            raise CheckpointError(str(error)) from error
+        self._parent = str(absolute.parent)
+        self._folder: Folder | None = None
         self._parts: Parts | None = None
         self._metadata = self._marker = b""
         self._copying = threading.Event()
@@ -170,10 +177,16 @@ class _Publishing:
         """Check that all ranks publish the same, and agree on the name of this attempt.
 
         Raises:
-            CheckpointError: the ranks give different names, or have different models.
+            CheckpointError: the ranks give different names, or have different models, or the
+                directory above the checkpoint cannot be used.
         """
         cut = xxhash.xxh3_128_hexdigest(repr(self._contents.cut).encode())
-        calls = self._peers.gather((secrets.token_hex(4), self._name, cut))
+
+        def call() -> tuple[str, str, str]:
+            self._open_folder()
+            return secrets.token_hex(4), self._name, cut
+
+        calls = agree(self._peers, "open the directory above the checkpoint", call)
         tokens, names, cuts = zip(*calls, strict=True)
         if len(set(names)) > 1:
             raise CheckpointError(
@@ -186,9 +199,24 @@ class _Publishing:
                 "order: give all ranks the same model"
             )
         self._token = tokens[0]
+        assert self._folder is not None
         self._directory = CheckpointDirectory(
             self._folder, self._name, self._manifest.run_id, self._token
         )
+
+    def _open_folder(self) -> None:
+        try:
+            self._folder = self._page_files[0].storage.folder(self._parent)
+        except RunDirectoryError as error:  # Here it is not a run directory.
+            raise CheckpointError(str(error)) from error
+
+    def close(self) -> None:
+        """Release the directory above the checkpoint; log what fails."""
+        if self._folder is not None:
+            try:
+                self._folder.close()
+            except StorageError as error:  # Whether the checkpoint is published is known already.
+                logger.warning("%s", error)
 
     def make_directory(self) -> None:
         """Make the temporary directory; if some ranks do not see it, make one for them as well."""
@@ -259,9 +287,9 @@ class _Publishing:
         if copying:
             together(self._peers, "copy pages", self._copy_pages)
         if self._parts is None:
-            on_rank_0(self._peers, "name the checkpoint", self._take_name)
+            on_rank_0(self._peers, "name the checkpoint", lambda: self._take_name(self._marked()))
         else:
-            self._parts.name(self._metadata, self._take_name, self._keep_last)
+            self._parts.name(self._metadata, self._take_name, self._keep_last, self._marked)
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
         """Start a thread that copies and finishes, and return when it has begun."""
@@ -286,10 +314,11 @@ class _Publishing:
             logger.error("the checkpoint %s was not published: %s", self.publication.path, error)
             outcome.set_exception(error)
         else:
+            self.close()
             outcome.set_result(None)
 
     def give_up(self) -> None:
-        """Remove everything, unless it is published or continues in the background."""
+        """Remove and release everything, unless the background thread owns this attempt."""
         if self.publication.outcome.cancel():
             self._undo()
         else:
@@ -299,6 +328,7 @@ class _Publishing:
         for files in self._page_files:
             files.drop()
         self._directory.remove()
+        self.close()
 
     def _copy_pages(self) -> None:
         def count(nbytes: int) -> None:
@@ -344,11 +374,17 @@ class _Publishing:
         self._marker = seal("checkpoint", marker)
         self._directory.put(MARKER_NAME, self._marker)
 
-    def _take_name(self) -> None:
+    def _marked(self) -> Marked:
+        """Return the marks of checkpoints beside this one; None if no whole one is to be kept."""
+        if self._keep_last is None or not self._verified:
+            return None
+        return self._directory.marked_by_ranks()
+
+    def _take_name(self, marked: Marked) -> None:
         """Publish the directory of rank 0, and remove the oldest checkpoints beside it."""
         self._directory.take_name(self._metadata)
         self._directory.keep()
-        self._directory.retain(self._keep_last)
+        self._directory.retain(self._keep_last, marked)
 
 
 class _UnpagedFile:

@@ -6,6 +6,7 @@ removed and a new run begins from that checkpoint. The first commit of the new r
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -31,7 +32,7 @@ from tierstore.run.file_names import (
 from tierstore.run.recovery import erase, erase_commits, find_whole_run
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder
-from tierstore.storage.paths import get_file
+from tierstore.storage.paths import Entry, get_file, has_file
 
 logger = logging.getLogger("tierstore")
 
@@ -79,7 +80,8 @@ def look_for_other_ranks(
         if overwrite:
             return None, given
         ordered = sorted(map(Path, given), key=_position)
-        checkpoint = _begin_reshard(ordered, peers.world_size, reshard=reshard)
+        with looking_into(ordered[0]):
+            checkpoint = _begin_reshard(ordered, peers.world_size, reshard=reshard)
         return checkpoint, list(map(str, ordered))
 
     checkpoint, ordered = on_rank_0(peers, "look into the run directories", look)
@@ -199,10 +201,11 @@ def has_resharded(run: Path) -> bool:
         StorageError: it cannot be read.
     """
     path = run / RESHARDED_NAME
-    if not os.path.lexists(path):
+    if not has_file(Entry.of(path)):
         return False
     try:
-        name = parse_marker(get_file(path / MARKER_NAME), f"{path}/{MARKER_NAME}")["name"]
+        data = get_file(Entry.of(path / MARKER_NAME))
+        name = parse_marker(data, f"{path}/{MARKER_NAME}")["name"]
     except TierstoreError as error:
         if isinstance(error, StorageError) and error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
@@ -221,16 +224,16 @@ def end_reshard(run: Path) -> None:
     Raises:
         RunDirectoryError, StorageError: it is something else, or keeps its name.
     """
-    folder = LocalFolder(run)
-    if has_resharded(run):
-        # Renamed first, so that a partly removed checkpoint does not look whole.
-        folder.rename(RESHARDED_NAME, f"{_TEMPORARY_PREFIX}{secrets.token_hex(4)}")
-        folder.sync_children()
-    for name in _leftovers(run):
-        try:
-            remove(folder, name)
-        except StorageError as error:
-            logger.warning("a checkpoint that reshard=True no longer needs stays: %s", error)
+    with contextlib.closing(LocalFolder(run)) as folder:
+        if has_resharded(run):
+            # Renamed first, so that a partly removed checkpoint does not look whole.
+            folder.rename(RESHARDED_NAME, f"{_TEMPORARY_PREFIX}{secrets.token_hex(4)}")
+            folder.sync_children()
+        for name in _leftovers(run):
+            try:
+                remove(folder, name)
+            except StorageError as error:
+                logger.warning("a checkpoint that reshard=True no longer needs stays: %s", error)
 
 
 def _leftovers(directory: Path) -> list[str]:

@@ -10,12 +10,14 @@ import errno
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
+from itertools import compress
 from typing import Any
 
 from tierstore.errors import StorageError, TierstoreError
-from tierstore.inspection.run_reader import parse_marker
-from tierstore.run.file_names import MARKER_NAME
+from tierstore.inspection.run_reader import RANKS_MAX, marked_ranks, parse_marker
+from tierstore.run.file_names import MARKER_NAME, published_mark
 from tierstore.storage.base import Folder
 
 logger = logging.getLogger("tierstore")
@@ -51,16 +53,48 @@ def remove_leftovers(folder: Folder, run_id: str) -> None:
             logger.warning("files of an earlier checkpoint() stay: %s", error)
 
 
-def retain(folder: Folder, run_id: str, newest: str, keep_last: int) -> None:
-    """Remove the checkpoints that this run published, except the last ``keep_last``."""
-    published = {
-        child: marker
-        for child in folder.children()
-        if (marker := _marker_of_run(folder, child, run_id)) is not None
+def marked_by_ranks(folder: Folder, run_id: str) -> dict[str, set[int]]:
+    """Return the ranks that have verified each checkpoint of a run, as far as marks are here."""
+    return {
+        child: marked_ranks(marker, partial(folder.get, child))
+        for child, marker in _published(folder, run_id).items()
     }
-    others = (child for child in published if child != newest)
-    for child in sorted(others, key=lambda child: -published[child]["step"])[keep_last - 1 :]:
-        unknown = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"]}
+
+
+def retain(
+    folder: Folder,
+    run_id: str,
+    newest: str,
+    keep_last: int,
+    marked: Mapping[str, Collection[int]] | None,
+) -> None:
+    """Remove the checkpoints that this run published, except the last ``keep_last``.
+
+    At most one more is kept: the newest whole one besides ``newest``, which was not read yet. If
+    none is known to be whole, the oldest: damage spreads from a checkpoint to later ones, which
+    link the same files. Example, with ``keep_last=1``::
+
+        beside d, newest first      kept        removed
+        c, b, a; b and a whole      d, b        c, a
+        c, b, a; none whole         d, a        c, b
+
+    Args:
+        folder: the directory above the checkpoints.
+        run_id: the run.
+        newest: the checkpoint that was just published, which counts as the last one.
+        keep_last: how many to keep, at least 1.
+        marked: the ranks that have verified each checkpoint; None: do not keep one more.
+    """
+    published = _published(folder, run_id)
+    others = [child for child in published if child != newest]
+    others.sort(key=lambda child: -published[child]["step"])
+    kept = others[: keep_last - 1]
+    if marked is not None:
+        is_whole = (len(marked.get(c, ())) == published[c]["world_size"] for c in others)
+        kept += next(compress(([child] for child in others), is_whole), others[-1:])
+    for child in (child for child in others if child not in kept):
+        marks = map(published_mark, range(min(published[child]["world_size"], RANKS_MAX)))
+        unknown = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"], *marks}
         if unknown:
             logger.warning(
                 "%s/%s is kept, because %s in it was not published there",
@@ -81,6 +115,15 @@ def remove(folder: Folder, child: str) -> None:
     for name in folder.files(child):
         folder.unlink(child, name)
     folder.remove(child)
+
+
+def _published(folder: Folder, run_id: str) -> dict[str, Mapping[str, Any]]:
+    """Return child -> marker, for the checkpoints that a run published here."""
+    return {
+        child: marker
+        for child in folder.children()
+        if (marker := _marker_of_run(folder, child, run_id)) is not None
+    }
 
 
 def _marker_of_run(folder: Folder, child: str, run_id: str) -> Mapping[str, Any] | None:

@@ -128,7 +128,7 @@ class StockValues:
         found = self._parameter_paths(name) or self._group_paths(name)
         leaves = [(path, self._entries.value(key)) for path, key in found.items()]
         try:
-            return dict(_nested(leaves))
+            return dict(nested(leaves))
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{self._entries.path}: the paths of the hyperparameters of {name!r} do not make "
@@ -171,7 +171,7 @@ class StockValues:
         }
 
 
-def _nested(leaves: list[tuple[EntryPath, Any]]) -> Any:
+def nested(leaves: Sequence[tuple[EntryPath, Any]]) -> Any:
     """Return the nested dicts and lists that have these values at these paths.
 
     Raises:
@@ -184,7 +184,7 @@ def _nested(leaves: list[tuple[EntryPath, Any]]) -> Any:
                 raise ValueError("a value is in another value that is not a dict or list")
             return value
         inner.setdefault(path[0], []).append((path[1:], value))
-    values = {part: _nested(rest) for part, rest in inner.items()}
+    values = {part: nested(rest) for part, rest in inner.items()}
     if all(isinstance(part, str) for part in values):
         return values
     if values.keys() != set(range(len(values))):

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from tierstore.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
 from tierstore.cli.exit_codes import exit_codes
-from tierstore.cli.output import cell, count, plain, shape_text, table, write_json, write_lines
+from tierstore.cli.output import (
+    cell,
+    count,
+    mark_line,
+    plain,
+    shape_text,
+    table,
+    write_json,
+    write_lines,
+)
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +59,8 @@ def _summary_lines(summary: Summary) -> Iterator[str]:
         )
     for directory, share in summary.directories.items():
         yield f"{plain(directory)}: {share:.0%} of the pages"
+    if summary.marked_whole is not None:
+        yield mark_line(summary.marked_whole)
     if summary.in_use_by is not None:
         yield f"in use by {plain(summary.in_use_by)}"
     for note in summary.notes:

@@ -76,6 +76,12 @@ def complain(message: str) -> None:
     put(sys.stderr, f"tierstore: {plain(message)}\n")
 
 
+def mark_line(marked_whole: bool) -> str:
+    """Return the line that says whether a checkpoint is marked as whole."""
+    is_marked = "marked" if marked_whole else "not marked"
+    return f"{is_marked} as whole by the run that published it"
+
+
 def plain(text: str) -> str:
     """Return a text with unprintable characters escaped: a name may hold terminal codes."""
     return "".join(

@@ -10,7 +10,7 @@ import typer
 
 from tierstore.cli.arguments import JsonOption, RunOrCheckpoint, note_interrupted_reshard
 from tierstore.cli.exit_codes import BAD_DATA, exit_codes
-from tierstore.cli.output import count, plain, progress, write_json, write_lines
+from tierstore.cli.output import count, mark_line, plain, progress, write_json, write_lines
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def _report_lines(report: Report) -> Iterator[str]:
         yield f"... {len(report.faults) - _FAULTS_MAX} more; --json lists all"
     for note in report.notes:
         yield f"note: {plain(note)}"
+    if report.marked_whole is not None:
+        yield mark_line(report.marked_whole)
     yield f"{plain(report.path)}: {report.kind}{step}: {verdict} ({checked})"
     if not report.good:
         yield _RUN_ADVICE if report.kind == "run" else _CHECKPOINT_ADVICE

@@ -45,7 +45,7 @@ def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> bool:
     changed: list[str] = []
     for index, block in enumerate(blocks):
         try:
-            fault = page.block_fault(index, file.piece(block.offset, block.nbytes))
+            fault = page.block_fault(index, [file.piece(block.offset, block.nbytes)])
         except CorruptionError as error:
             unreadable.append(f"{error}; {_affected(page.layout, block)}")
         else:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
 from tierstore.layout.page_layout import BLOCK_BYTES
@@ -52,6 +52,10 @@ class File:
         """Make the next reads come from the disk, not from the page cache."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def stream(self) -> BinaryIO:
+        """Return the file as a stream of its own."""
+        return open(os.dup(self._fd), "rb")
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` with the bytes from ``offset`` on.
@@ -293,6 +297,9 @@ class Report:
     """Number of files that were opened."""
     bytes_checked: int
     """Number of bytes that were checked, without duplicates."""
+    marked_whole: bool | None
+    """Whether all ranks have marked the checkpoint as whole after publishing, which proves nothing
+    about it now; None if tierstore did not publish it."""
     faults: Sequence[Fault]
     notes: Sequence[str]
     """Facts that a user should know and that are not faults."""

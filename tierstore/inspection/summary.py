@@ -21,6 +21,7 @@ from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import (
     committed_in,
     holder_of,
+    is_marked_whole,
     missing_ranks,
     newest_commit,
     read_published,
@@ -84,6 +85,9 @@ class Summary:
     """Tensors that ``.metadata`` names, in a checkpoint."""
     objects: int = 0
     """Number of other values that ``.metadata`` names."""
+    marked_whole: bool | None = None
+    """Whether all ranks have marked the checkpoint as whole after publishing; None if tierstore did
+    not publish it."""
     directories: dict[str, float] = field(default_factory=dict)
     """Directory of a striped run -> its share of the pages."""
     files: int = 0
@@ -150,7 +154,8 @@ def _summarize_checkpoint(root: Path, kind: str) -> Summary:
     reader = Reader(root)
     summary = Summary(path=str(root), kind=kind)
     if kind == "checkpoint":
-        _, commits = read_published(reader, reader.list())
+        marker, commits = read_published(reader, reader.list())
+        summary.marked_whole = is_marked_whole(marker, reader.get)
         _add_commits(summary, commits)
     with reader.record_faults(METADATA_NAME):
         _add_metadata(summary, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))

@@ -26,8 +26,10 @@ from tierstore.inspection.run_reader import (
     Rank,
     committed_in,
     holder_of,
+    is_marked_whole,
     missing_ranks,
     newest_commit,
+    parse_conversion,
     read_published,
     read_ranks,
 )
@@ -36,6 +38,7 @@ from tierstore.layout.page_layout import BLOCK_BYTES
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import read_mark
 from tierstore.run.file_names import (
+    CONVERSION_NAME,
     DIRTY_NAME,
     MARKER_NAME,
     METADATA_NAME,
@@ -44,6 +47,7 @@ from tierstore.run.file_names import (
     folder_rank,
     layout_digest_in,
     published_manifest,
+    published_mark,
     published_page,
 )
 from tierstore.storage.paths import storage_errors
@@ -98,17 +102,20 @@ def verify_contents(reader: Reader) -> tuple[Report, Contents | None]:
     kind = kind_of(reader.root)
     step: int | None = None
     contents: Contents | None = None
+    is_marked: bool | None = None
     with reader.record_faults(str(reader.root)):
         if kind == "run":
             step = _verify_run(reader)
         else:
-            step, contents = _verify_checkpoint(reader, published=kind == "checkpoint")
+            published = kind == "checkpoint"
+            step, is_marked, contents = _verify_checkpoint(reader, published=published)
     report = Report(
         path=str(reader.root),
         kind=kind,
         step=step,
         files=len(reader.opened),
         bytes_checked=reader.bytes_done,
+        marked_whole=is_marked,
         faults=tuple(reader.faults),
         notes=tuple(reader.notes),
     )
@@ -195,7 +202,7 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
     if len({(identity.run_id, identity.world_size) for identity in identities}) > 1:
         reader.fault(str(reader.root), "holds ranks of different runs")
     for rank in ranks:
-        _check_dirty(reader, rank, newest)
+        check_dirty(reader, rank, newest)
     if newest is not None:
         newer = [rank.folder for rank in ranks if max(rank.manifests) > newest]
         if newer:
@@ -228,7 +235,7 @@ def _check_uncommitted(reader: Reader, ranks: Sequence[Rank]) -> None:
             )
 
 
-def _check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
+def check_dirty(reader: Reader, rank: Rank, newest: Revision | None) -> None:
     """Record a run with one slot of each page that was stopped while overwriting it."""
     if DIRTY_NAME not in rank.names:
         return
@@ -286,29 +293,45 @@ def _check_pages(reader: Reader, pages: Sequence[tuple[str, CommittedPage]]) -> 
 # -------------------------------------------------------------------------- a checkpoint
 
 
-def _verify_checkpoint(reader: Reader, *, published: bool) -> tuple[int | None, Contents | None]:
-    """Check a checkpoint; return its step, and the parsed files, None if .metadata is damaged."""
+def _verify_checkpoint(
+    reader: Reader, *, published: bool
+) -> tuple[int | None, bool | None, Contents | None]:
+    """Check a checkpoint.
+
+    Returns:
+        Its step; whether all ranks marked it as whole, None unless tierstore published it; and the
+        parsed files, None if .metadata is damaged.
+    """
     step: int | None = None
+    is_marked: bool | None = None
     commits: Sequence[Commit] = ()
     contents: Contents | None = None
     if published:
-        step, commits = _check_published(reader)
+        step, is_marked, commits = _check_published(reader)
+    names = reader.list()
+    # `tierstore convert` writes a file with the checksums of all files.
+    converted = not published and CONVERSION_NAME in names
+    if converted:
+        with reader.record_faults(CONVERSION_NAME):
+            files = reader.parse(CONVERSION_NAME, parse_conversion)
+            _check_files(reader, names, files, set(), lister=CONVERSION_NAME)
     with reader.record_faults(METADATA_NAME):
         slices = Slices(reader, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
-        if not published:  # Else all bytes were read already.
+        has_checksums = published or converted  # All bytes were read already.
+        if not has_checksums:
             reader.expect(slices.nbytes)
-        slices.check(whole=not published)
+        slices.check(whole=not has_checksums)
         contents = Contents(slices=slices, commits=commits)
-    if not published:
+    if not published and not converted:
         reader.notes.append(
             "tierstore did not publish it, so there are no checksums of whole files: data was "
             "compared with the CRC-32 that torch.save left in each record, where it did"
         )
-    return step, contents
+    return step, is_marked, contents
 
 
-def _check_published(reader: Reader) -> tuple[int | None, list[Commit]]:
-    """Check all files of a published checkpoint; return its step, and the commits."""
+def _check_published(reader: Reader) -> tuple[int | None, bool, list[Commit]]:
+    """Check all files of a published checkpoint; return its step, its mark, and the commits."""
     names = reader.list()
     marker, commits = read_published(reader, names)
     reader.faults += coverage_faults(commits)
@@ -324,7 +347,7 @@ def _check_published(reader: Reader) -> tuple[int | None, list[Commit]]:
         _check_files(reader, names, marker["files"], page_names)
         step = marker["step"]
     _check_pages(reader, pages)
-    return step, commits
+    return step, is_marked_whole(marker, reader.get), commits
 
 
 def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
@@ -340,13 +363,18 @@ def _note_parts(reader: Reader, names: Sequence[str], world_size: int) -> None:
 
 
 def _check_files(
-    reader: Reader, names: Sequence[str], files: Mapping[str, Mapping[str, Any]], pages: set[str]
+    reader: Reader,
+    names: Sequence[str],
+    files: Mapping[str, Mapping[str, Any]],
+    pages: set[str],
+    lister: str = MARKER_NAME,
 ) -> None:
-    """Compare every file but the pages with its digest in tierstore.json."""
+    """Compare every file but the pages with its digest in the file ``lister``."""
     for name in (METADATA_NAME, *sorted(pages)):
         if name not in files:
-            reader.fault(MARKER_NAME, f"does not list {name}")
-    unknown = sorted(set(names) - {MARKER_NAME, *files})
+            reader.fault(lister, f"does not list {name}")
+    marks = {published_mark(rank) for rank in range(len(names))}
+    unknown = sorted(set(names) - {lister, *files} - marks)
     if unknown:
         reader.notes.append(f"not part of the checkpoint: {', '.join(unknown)}")
     # Pages are checked later, by the checksums in the manifests.

@@ -31,6 +31,7 @@ from tierstore.paging.gradients import (
 )
 from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run import tagged_json
+from tierstore.run.manifest import pack_scalars
 
 # Replicas of a gradient may be rounded differently. Gradients of other data differ by far more.
 _GRADIENT_TOLERANCE = 0.01
@@ -162,10 +163,12 @@ def require_same_commit(
         PeerFailed: another rank makes another call.
     """
     if peers.world_size > 1:
-        digests = agree(
-            peers, "commit a step", lambda: _digest([_hyperparameters(groups), scalars])
-        )
-        _require_equal(peers, digests, groups)
+
+        def digest() -> int:
+            names = [[parameter.name for parameter in group.parameters] for group in groups]
+            return _digest([_hyperparameters(groups), pack_scalars(scalars, names)])
+
+        _require_equal(peers, agree(peers, "commit a step", digest), groups)
 
 
 def _hyperparameters(groups: Sequence[PagedGroup], nonfinite: str = "") -> dict[str, Any]:

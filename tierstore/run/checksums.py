@@ -15,10 +15,17 @@ from tierstore.units import Extent
 CHECKSUM_BYTES = 8
 
 
-def block_checksum(data: memoryview, *, run_id: str, page: int, offset: int, step: int) -> int:
-    """Return the 64-bit XXH3 of a block, seeded with run, page, offset and step."""
+def block_hash(*, run_id: str, page: int, offset: int, step: int) -> xxhash.xxh3_64:
+    """Return the 64-bit XXH3 of a block, seeded with run, page, offset and step, to update."""
     identity = run_id.encode() + struct.pack("<QQQ", page, offset, step)
-    return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(identity))
+    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(identity))
+
+
+def block_checksum(data: memoryview, *, run_id: str, page: int, offset: int, step: int) -> int:
+    """Return the checksum of a block in memory."""
+    checksum = block_hash(run_id=run_id, page=page, offset=offset, step=step)
+    checksum.update(data)
+    return checksum.intdigest()
 
 
 def block_checksums(

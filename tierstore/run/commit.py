@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import ParameterSpec
-from tierstore.run.checksums import block_checksum
+from tierstore.run.checksums import block_hash
 from tierstore.run.layout_file import RankLayout, load_layout
 from tierstore.run.manifest import Manifest, PageEntry, unpack_scalars
 from tierstore.storage.base import Storage
@@ -23,20 +23,20 @@ class CommittedPage:
     entry: PageEntry
     layout: PageLayout
 
-    def block_fault(self, index: int, data: memoryview) -> str | None:
+    def block_fault(self, index: int, pieces: Iterable[memoryview]) -> str | None:
         """Return the fault of a block, in words; None if it is as written, or has no checksum.
 
         Args:
             index: index of the block in ``layout.blocks``.
-            data: the content of the block.
+            pieces: the content of the block in order; each piece is used before the next one.
         """
         block, step = self.layout.blocks[index], self.entry.step
         if not self.entry.checksums:
             return None
-        found = block_checksum(
-            data, run_id=self.run_id, page=self.number, offset=block.offset, step=step
-        )
-        if found == self.entry.checksums[index]:
+        found = block_hash(run_id=self.run_id, page=self.number, offset=block.offset, step=step)
+        for piece in pieces:
+            found.update(piece)
+        if found.intdigest() == self.entry.checksums[index]:
             return None
         return (
             f"the {block.nbytes} bytes at offset {block.offset} are not those written in step "

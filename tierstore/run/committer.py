@@ -25,6 +25,7 @@ from tierstore.run.commit import Commit, load_commit
 from tierstore.run.file_names import (
     CLEAN_NAME,
     DIRTY_NAME,
+    IDENTITY_NAME,
     Revision,
     layout_digest_in,
     layout_name,
@@ -35,7 +36,7 @@ from tierstore.run.file_names import (
 )
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars, unpack_scalars
-from tierstore.run.page_files import create_all, create_files
+from tierstore.run.page_files import create_all, create_files, remove_other_files
 from tierstore.run.sealed import checksum_of, parse_json
 from tierstore.storage.base import Storage, Transfer
 from tierstore.threads import started_pool
@@ -180,8 +181,9 @@ class Committer(Progress):
         self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra of its commit.
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""
-        self.was_closed = True
-        """True if the run was closed with nothing in flight, and no page was written since."""
+        self.is_clean = True
+        """True if no page was written since the run was closed, or since all page files were made
+        that the commit does not name."""
         self.marks_clean_end = False
         """True if close() marks the run as closed with nothing in flight."""
 
@@ -194,6 +196,7 @@ class Committer(Progress):
         self._files_written: set[str] = set()
         self._spares: set[str] = set()
         self._dirty = self._renamed = False
+        self._replaces_files = not self.is_clean
         self._pending: Future[None] | None = None
 
     def restore(
@@ -271,12 +274,19 @@ class Committer(Progress):
     def allocate(self, layouts: Mapping[int, PageLayout]) -> None:
         """Allocate the files of pages, so that a full disk fails before a step.
 
+        In an attempt that did not begin clean, files that the commit does not name are made anew.
+        All ranks have gone back to the commit then.
+
         Args:
             layouts: page number -> layout of the page.
 
         Raises:
-            StorageError: the disk is full, say.
+            StorageError: the disk is full, say. The files of the commit are as they were.
         """
+        if self._replaces_files:
+            needed = [page_file(page, entry.slot) for page, entry in self._needed.items()]
+            remove_other_files(self.storage, needed)
+            self._replaces_files, self.is_clean = False, True
         names = create_files(self.storage, layouts, self._slots)
         self.provide_spares(name for name in names if self.storage.is_shared(name))
 
@@ -310,7 +320,8 @@ class Committer(Progress):
             StorageError, StoreFailedError: the last commit never becomes durable.
         """
         self.wait()
-        self.was_closed = False
+        assert not self._replaces_files, "files are allocated before a step may write them"
+        self.is_clean = False
         needed = self._needed[page].slot if page in self._needed else None
         slot = "b" if needed == "a" and "b" in self._slots else "a"
         name = page_file(page, slot)
@@ -495,6 +506,8 @@ class Committer(Progress):
             self.storage.flush(files)
             if renamed:  # Without this, a crash could undo the renaming of a spare file.
                 self.storage.sync_directory()
+            # As late as possible: an acknowledged step should be where the user looks for it.
+            self.storage.require_in_place(IDENTITY_NAME)
             if manifest.layout != self._durable_layout:  # Syncs the names of new page files, too.
                 write_durably(self.storage, layout_name(manifest.layout), layout_data)
                 self._durable_layout = manifest.layout

@@ -17,7 +17,7 @@ from tierstore.run.opening import lock
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.run.striping import Striping
 from tierstore.storage.base import Storage
-from tierstore.storage.paths import get_file, has_file
+from tierstore.storage.paths import Entry, get_file, has_file
 from tierstore.storage.select import open_storage
 from tierstore.units import SECTOR_BYTES
 
@@ -51,8 +51,8 @@ def open_directories(
     if not directories:
         raise ValueError("name one directory or more, got an empty list")
     paths = [rank_directory(directory, rank) for directory in directories]
-    absent = [path for path in paths if not path.exists()]
-    striped = [path for path in paths if has_file(path / STRIPING_NAME)]
+    absent = [path for path in paths if not has_file(Entry.of(path))]
+    striped = [path for path in paths if has_file(Entry.of(path / STRIPING_NAME))]
     if absent and striped and not overwrite:
         raise RunDirectoryError(
             f"{absent[0]} is missing, and {striped[0]} is of a run that is striped over several "
@@ -98,8 +98,8 @@ def striping_in(folder: Path) -> Striping | None:
     Raises:
         StorageError, CorruptionError, RunDirectoryError: the file cannot be read.
     """
-    path = folder / STRIPING_NAME
-    return Striping.from_bytes(get_file(path), str(path)) if has_file(path) else None
+    entry = Entry.of(folder / STRIPING_NAME)
+    return Striping.from_bytes(get_file(entry), str(entry.path)) if has_file(entry) else None
 
 
 @contextlib.contextmanager
@@ -144,11 +144,14 @@ def whole_run(
 def _compare(paths: Sequence[Path]) -> None:
     """Refuse a directory that is given twice under any names; log directories on one device."""
     for other, path in itertools.combinations(paths, 2):
-        if other.samefile(path):
+        with looking_into(path):
+            is_same = other.samefile(path)
+            is_on_one_device = other.stat().st_dev == path.stat().st_dev
+        if is_same:
             raise RunDirectoryError(
                 f"{other} and {path} are one and the same directory: name every directory once"
             )
-        if other.stat().st_dev == path.stat().st_dev:
+        if is_on_one_device:
             message = "%s and %s are on one device: striping over both gains nothing"
             logger.info(message, other, path)
 

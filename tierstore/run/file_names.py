@@ -35,6 +35,9 @@ METADATA_NAME = ".metadata"
 MARKER_NAME = "tierstore.json"
 """In a checkpoint: the run and step that were published, and all files with their checksums."""
 
+CONVERSION_NAME = "tierstore-conversion.json"
+"""In a checkpoint that `tierstore convert` wrote: all files with their checksums."""
+
 UNPAGED_NAME = "unpaged"
 """In a checkpoint: all tensors and values that are not paged."""
 
@@ -105,3 +108,8 @@ def published_layout(rank: int) -> str:
 def published_page(rank: int, page: int) -> str:
     """Return the name of a page file of a rank in a checkpoint."""
     return f"{rank_folder(rank)}.page-{page:06d}"
+
+
+def published_mark(rank: int) -> str:
+    """Return the name of the mark that a rank puts into a checkpoint that it has verified."""
+    return f"{rank_folder(rank)}.whole"

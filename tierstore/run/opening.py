@@ -100,8 +100,8 @@ def open_committer(
         storage, ranks, resume=resume, overwrite=overwrite, page_bytes=page_bytes
     )
     committer = Committer(storage, ranks.commits, identity, commit_every=commit_every)
+    committer.is_clean = was_closed
     committer.begin_attempt(found)
-    committer.was_closed = was_closed
     abandon_in_children(storage)
     return committer
 

@@ -11,7 +11,7 @@ from tierstore.errors import CorruptionError, RunMismatchError, StorageError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup, ParameterSpec, unwrapped_name
 from tierstore.run.commit import load_commit
-from tierstore.run.file_names import page_file
+from tierstore.run.file_names import page_file, page_number
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest
 from tierstore.run.sealed import checksum_of
@@ -74,6 +74,21 @@ def create_files(storage: Storage, layouts: Mapping[int, PageLayout], slots: str
         )
         raise
     return [name for name in sizes if name not in missing]
+
+
+def remove_other_files(storage: Storage, needed: Collection[str]) -> None:
+    """Remove all page files but those that a commit needs, so that they are made anew.
+
+    After a failed write or flush the kernel may keep the new data in memory alone, and report later
+    writes and flushes of the same file as successful; nobody knows which files those are after a
+    restart. What a step writes to a file made anew is durable after a flush that succeeds.
+
+    Raises:
+        StorageError: a file cannot be removed. Called again, the rest is removed.
+    """
+    for name in storage.list():
+        if page_number(name) is not None and name not in needed:
+            storage.unlink(name)
 
 
 def check_files(storage: Storage, layouts: Sequence[PageLayout], manifest: Manifest) -> None:

@@ -37,6 +37,7 @@ _RUN_FILES = re.compile(
 )
 _TEMPORARY_FILES = re.compile(
     rf"(?:{_RUN_FILES.pattern})\.tmp|page-\d+\.[ab]\.(next|copying-[0-9a-f]+)"
+    r"|scratch-[0-9a-f]{16}\.tmp"
 )
 
 

@@ -86,6 +86,13 @@ class StripedStorage(Storage):
         self._find()
 
     @override
+    def require_in_place(self, name: str) -> None:
+        first, *others = self._parts
+        first.require_in_place(name)
+        for part in others:
+            part.require_in_place(STRIPING_NAME)
+
+    @override
     def list(self) -> builtins.list[str]:
         # A page in a part where the striping does not have it is not listed.
         self._find()

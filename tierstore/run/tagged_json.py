@@ -62,8 +62,8 @@ def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -
         nbytes, path = encoder.largest
         raise ValueError(
             f"{name} holds {format_bytes(encoder.nbytes)} in tensors, bytes and text, of which a "
-            f"commit carries at most {format_bytes(limit_bytes)}; the largest is {path} with "
-            f"{format_bytes(nbytes)}: keep large values in other files"
+            f"commit carries at most {format_bytes(limit_bytes)}; the largest is {_text(path)} "
+            f"with {format_bytes(nbytes)}: keep large values in other files"
         )
     return encoded
 
@@ -78,17 +78,34 @@ def decode(obj: Any) -> Any:
     return _decode(obj, 0)
 
 
+_Path = str | tuple[str, Any, "_Path"]
+"""The path of a value: a text; or a format, a key or index, and the path around it.
+
+Most values are encoded without an error, and formatting takes longer than encoding.
+"""
+_ITEM, _KEY = "{path}[{key!r}]", "the key {key!r} of {path}"
+
+
+def _text(path: _Path) -> str:
+    if isinstance(path, str):
+        return path
+    form, key, around = path
+    return form.format(key=key, path=_text(around))
+
+
 class _Encoder:
     """One call of encode(), which counts bytes as it descends into the value."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.nbytes = 0
-        self.largest = (-1, "")  # Bytes and path of the largest value.
+        self.largest: tuple[int, _Path] = (-1, "")  # Bytes and path of the largest value.
 
-    def encode(self, value: Any, path: str, depth: int) -> Any:
+    def encode(self, value: Any, path: _Path, depth: int) -> Any:
         if depth > DEPTH_MAX:
-            raise ValueError(f"{path} lies more than {DEPTH_MAX} levels deep, or contains itself")
+            raise ValueError(
+                f"{_text(path)} lies more than {DEPTH_MAX} levels deep, or contains itself"
+            )
         cls = type(value)  # Exactly: a subclass would come back as its base.
         if (
             value is None
@@ -103,9 +120,7 @@ class _Encoder:
             return self.items(value, path, depth)
         if cls is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {
-                self.text(key, f"the key {key!r} of {path}"): self.encode(
-                    item, f"{path}[{key!r}]", depth + 1
-                )
+                self.text(key, (_KEY, key, path)): self.encode(item, (_ITEM, key, path), depth + 1)
                 for key, item in value.items()
             }
         if isinstance(value, np.generic) and cls is value.dtype.type:
@@ -116,19 +131,19 @@ class _Encoder:
         kind = _KIND_OF_TYPE[cls]
         return {kind.tag: kind.encode(self, value, path, depth)}
 
-    def items(self, values: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
-        return [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(values)]
+    def items(self, values: list[Any] | tuple[Any, ...], path: _Path, depth: int) -> list[Any]:
+        return [self.encode(item, (_ITEM, i, path), depth + 1) for i, item in enumerate(values)]
 
-    def pairs(self, values: dict[Any, Any], path: str, depth: int) -> list[list[Any]]:
+    def pairs(self, values: dict[Any, Any], path: _Path, depth: int) -> list[list[Any]]:
         pairs = []
         for key, item in values.items():
             if isinstance(key, torch.Tensor):  # Equal only to itself: a loaded key finds nothing.
-                raise _refusal(f"a key of {path}", "a tensor")
-            encoded = self.encode(key, f"the key {key!r} of {path}", depth + 1)
-            pairs.append([encoded, self.encode(item, f"{path}[{key!r}]", depth + 1)])
+                raise _refusal(f"a key of {_text(path)}", "a tensor")
+            encoded = self.encode(key, (_KEY, key, path), depth + 1)
+            pairs.append([encoded, self.encode(item, (_ITEM, key, path), depth + 1)])
         return pairs
 
-    def tensor(self, tensor: torch.Tensor, path: str, _depth: int) -> dict[str, Any]:
+    def tensor(self, tensor: torch.Tensor, path: _Path, _depth: int) -> dict[str, Any]:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise _refusal(path, "a tensor that is sparse, nested or quantized")
         if tensor.is_meta:
@@ -146,14 +161,14 @@ class _Encoder:
             "data": self.base64(path, tensor.numel() * tensor.dtype.itemsize, data),
         }
 
-    def array(self, array: np.ndarray[Any, Any], path: str, _depth: int) -> dict[str, Any]:
+    def array(self, array: np.ndarray[Any, Any], path: _Path, _depth: int) -> dict[str, Any]:
         return {
             "dtype": _numpy_dtype_text(array.dtype, path),
             "shape": list(array.shape),
             "data": self.base64(path, array.nbytes, array.tobytes),
         }
 
-    def scalar(self, scalar: np.generic, path: str, _depth: int) -> dict[str, Any]:
+    def scalar(self, scalar: np.generic, path: _Path, _depth: int) -> dict[str, Any]:
         if isinstance(scalar, np.str_):
             _checked_nbytes(str(scalar), path)
         nbytes = scalar.dtype.itemsize  # An empty np.str_ has 0, but tobytes() gives 4.
@@ -162,39 +177,41 @@ class _Encoder:
             "data": self.base64(path, nbytes, lambda: scalar.tobytes()[:nbytes]),
         }
 
-    def text(self, text: str, path: str) -> str:
+    def text(self, text: str, path: _Path) -> str:
         """Count the bytes of a text after checking that it is valid Unicode."""
         self._count(path, _checked_nbytes(text, path))
         return text
 
-    def base64(self, path: str, nbytes: int, data: Callable[[], bytes]) -> str:
+    def base64(self, path: _Path, nbytes: int, data: Callable[[], bytes]) -> str:
         """Count the bytes, and encode them unless the limit has been passed already."""
         self._count(path, nbytes)
         return base64.b64encode(data()).decode() if self.nbytes <= self._limit_bytes else ""
 
-    def _count(self, path: str, nbytes: int) -> None:
+    def _count(self, path: _Path, nbytes: int) -> None:
         self.nbytes += nbytes
         if nbytes > self.largest[0]:
             self.largest = (nbytes, path)
 
 
-def _refusal(path: str, what: str) -> TypeError:
-    return TypeError(f"{path} is {what}, which a commit cannot carry; allowed are {_ALLOWED}")
+def _refusal(path: _Path, what: str) -> TypeError:
+    return TypeError(
+        f"{_text(path)} is {what}, which a commit cannot carry; allowed are {_ALLOWED}"
+    )
 
 
-def _checked_nbytes(text: str, path: str) -> int:
+def _checked_nbytes(text: str, path: _Path) -> int:
     """Return the number of bytes of a text, or raise ValueError if it is not valid Unicode."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
-        raise ValueError(f"{path} is not valid Unicode: {error}") from None
+        raise ValueError(f"{_text(path)} is not valid Unicode: {error}") from None
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _numpy_dtype_text(dtype: np.dtype[Any], path: str) -> str:
+def _numpy_dtype_text(dtype: np.dtype[Any], path: _Path) -> str:
     if _NUMPY_DTYPE.fullmatch(dtype.str) is None:
         raise _refusal(path, f"a numpy value of dtype {dtype}")
     return dtype.str
@@ -279,7 +296,7 @@ class _Kind(NamedTuple):
 
     tag: str
     type: type
-    encode: Callable[[_Encoder, Any, str, int], Any]
+    encode: Callable[[_Encoder, Any, _Path, int], Any]
     """(encoder, value, path, depth) -> payload."""
     decode: Callable[[Any, int], Any]
     """(payload, depth) -> value; _decode() turns the errors of a bad payload into ValueError."""

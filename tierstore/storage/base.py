@@ -32,7 +32,8 @@ class Transfer(Protocol):
 class Folder(Protocol):
     """A directory whose children are directories of plain files, for publishing.
 
-    Used by one thread. Names and errors are as in Storage.
+    It stays the same directory until close(), whatever takes its place. Used by one thread. Names
+    and errors are as in Storage.
     """
 
     @property
@@ -56,7 +57,8 @@ class Folder(Protocol):
     def put(self, child: str, name: str, data: bytes) -> None:
         """Make a file with content ``data``. The data is durable; the name is after sync().
 
-        EFBIG if ``data`` has more than WHOLE_FILE_BYTES_MAX bytes.
+        An existing file is replaced by a fresh one (a new inode). EFBIG if ``data`` has more than
+        WHOLE_FILE_BYTES_MAX bytes.
         """
 
     @abstractmethod
@@ -65,6 +67,14 @@ class Folder(Protocol):
 
         Raises:
             CorruptionError: the file has more than WHOLE_FILE_BYTES_MAX bytes.
+        """
+
+    @abstractmethod
+    def read(self, child: str, name: str, extent: Extent, buffer: memoryview) -> None:
+        """Fill ``buffer`` with ``extent`` of a file; ``buffer`` as in Storage.read().
+
+        The bytes come from the disk and not from a cache of the system, where the filesystem can
+        read past its cache. EIO if the file ends before the extent does.
         """
 
     @abstractmethod
@@ -103,13 +113,17 @@ class Folder(Protocol):
     def sync_children(self) -> None:
         """Make the names of all children durable."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; no other method is called any more. May be called again."""
+
 
 class Storage(Protocol):
     """Named files of one directory. All methods may be called from several threads.
 
     Names are plain file names without a slash. A method that fails raises StorageError
     with the errno of the operating system, and never retries an operation that may have
-    happened in part.
+    happened in part. The directory stays the same one until close(), whatever takes its place.
     """
 
     @property
@@ -132,6 +146,19 @@ class Storage(Protocol):
 
         Raises:
             RunLockedError: another process still holds the lock after ``timeout_s`` seconds.
+        """
+
+    @abstractmethod
+    def require_in_place(self, name: str) -> None:
+        """Raise unless the location still leads to this directory.
+
+        Args:
+            name: a file whose content no other directory has; read only if the directory seems to
+                be another one.
+
+        Raises:
+            RunDirectoryError: the directory was moved, removed or replaced; the files are where
+                it is now.
         """
 
     @abstractmethod
@@ -181,9 +208,10 @@ class Storage(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Make a small file with content ``data``. The data is durable; the name is not yet.
 
-        An existing file of that name is truncated first: write under a temporary name
-        and rename() where the old content must survive a crash. EFBIG, and an unchanged file, if
-        ``data`` has more than WHOLE_FILE_BYTES_MAX bytes, which get() refuses.
+        An existing file of that name is replaced by a fresh one (a new inode), and lost if
+        put() fails: write under a temporary name and rename() where the old content must
+        survive a crash. EFBIG, and an unchanged file, if ``data`` has more than
+        WHOLE_FILE_BYTES_MAX bytes, which get() refuses.
         """
 
     @abstractmethod

@@ -6,21 +6,19 @@ import errno
 import fcntl
 import os
 import sys
-import tempfile
 import threading
 import time
 from abc import ABC
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Generic
 
 from typing_extensions import override
 
 from tierstore.errors import StoreClosedError
-from tierstore.storage.base import Folder, Storage, Transfer
+from tierstore.storage.base import Folder, Transfer
 from tierstore.storage.checks import (
     LOCK_NAME,
     check_name,
@@ -31,19 +29,19 @@ from tierstore.storage.checks import (
     locked_error,
 )
 from tierstore.storage.engine import THREAD_NAME, Engine, TicketT
-from tierstore.storage.folder import LocalFolder
+from tierstore.storage.folder import LinkableStorage, LocalFolder
+from tierstore.storage.held_directory import HeldDirectory
 from tierstore.storage.mappings import mappings
 from tierstore.storage.paths import (
     FILE_MODE,
     OPEN_FLAGS,
+    Entry,
     get_file,
-    make_directory,
     map_file,
     opened,
     put_file,
     storage_error,
     storage_errors,
-    sync_path,
     write_back,
 )
 from tierstore.units import Extent
@@ -65,7 +63,8 @@ class Operation(Generic[TicketT]):
 
     Args:
         what: the operation, for errors.
-        paths: a file for each descriptor.
+        directory: of the files.
+        names: a file for each descriptor.
         ticket: the operation in the engine.
         extent: range of a read or write.
         memory: kept alive until the end.
@@ -74,12 +73,23 @@ class Operation(Generic[TicketT]):
         failure: the operation that failed first, its file and errno; None without an error.
     """
 
-    __slots__ = ("_extent", "_memory", "_mutex", "_paths", "_what", "failure", "fds", "ticket")
+    __slots__ = (
+        "_directory",
+        "_extent",
+        "_memory",
+        "_mutex",
+        "_names",
+        "_what",
+        "failure",
+        "fds",
+        "ticket",
+    )
 
     def __init__(
         self,
         what: str,
-        paths: Sequence[Path],
+        directory: HeldDirectory,
+        names: Sequence[str],
         ticket: TicketT,
         extent: Extent | None = None,
         memory: object = None,
@@ -87,7 +97,8 @@ class Operation(Generic[TicketT]):
         self.ticket = ticket
         self.fds: _Descriptors = []
         self.failure: tuple[str, Path, int] | None = None
-        self._what, self._paths, self._extent, self._memory = what, paths, extent, memory
+        self._directory, self._names = directory, names
+        self._what, self._extent, self._memory = what, extent, memory
         self._mutex = threading.Lock()
 
     def check(self) -> None:
@@ -102,10 +113,9 @@ class Operation(Generic[TicketT]):
             StorageError: a file cannot be opened. No file is open.
         """
         try:
-            # An interrupt loses no descriptor, because C code adds it to the list.
-            self.fds.extend(map(os.open, self._paths, repeat(flags)))
+            self._directory.open_all(self.fds, self._names, flags)
         except OSError as error:
-            path = self._paths[len(self.fds)]
+            path = self._path(len(self.fds))
             self.close()
             raise storage_error(self._what, path, error.errno or errno.EIO, self._extent) from error
 
@@ -117,7 +127,7 @@ class Operation(Generic[TicketT]):
         with self._mutex:
             if error:
                 place = f" (stopped at byte {position})" if self._extent else ""
-                path = self._paths[0 if self._extent else position]
+                path = self._path(0 if self._extent else position)
                 self._fail(f"{self._what}{place}", path, error)
             elif self._what == "write" and self.fds:
                 self._write_back(self.fds[0])
@@ -131,7 +141,7 @@ class Operation(Generic[TicketT]):
                 # An interrupt loses no descriptor, because C code removes it from the list.
                 next(map(os.close, map(self.fds.pop, [-1])))
             except OSError as error:
-                path = self._paths[len(self.fds)]
+                path = self._path(len(self.fds))
                 self._fail(f"close after {self._what}", path, error.errno or errno.EIO)
 
     def _write_back(self, fd: int) -> None:
@@ -143,7 +153,10 @@ class Operation(Generic[TicketT]):
         try:
             write_back(fd, self._extent)
         except OSError as error:
-            self._fail("write-back", self._paths[0], error.errno or errno.EIO)
+            self._fail("write-back", self._path(0), error.errno or errno.EIO)
+
+    def _path(self, index: int) -> Path:
+        return self._directory.path.joinpath(*self._names[index : index + 1])
 
     def _fail(self, what: str, path: Path, error: int) -> None:
         self.failure = self.failure or (what, path, error)
@@ -166,7 +179,7 @@ class _EngineTransfer(Transfer, Generic[TicketT]):
         return self.operation.ticket.ended
 
 
-class EngineStorage(Storage, ABC, Generic[TicketT]):
+class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
     """Files of one directory, moved by one engine. A subclass sets ``engine`` and ``direct``.
 
     A transfer needs its descriptors and its memory until the kernel no longer uses them, even
@@ -178,7 +191,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         new_ticket: makes a ticket of this engine.
 
     Raises:
-        RunDirectoryError: the directory cannot be made.
+        RunDirectoryError: the directory cannot be made or opened.
         OSError, ThreadError: as new_engine().
     """
 
@@ -194,8 +207,6 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         new_engine: Callable[[], Engine[TicketT]],
         new_ticket: Callable[[], TicketT],
     ) -> None:
-        self._directory = directory.absolute()
-        make_directory(self._directory)
         self._new_ticket = new_ticket
         # The operations that have not ended, oldest first. Only single dict operations are used, so
         # that a forked child finds a consistent dict.
@@ -207,8 +218,14 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         self._lock_fd: int | None = None
         self._owner_pid = os.getpid()
         self._closed = False  # If set, operations are refused.
-        # On one line: what is interrupted later can be closed, and __del__() does it.
-        self._engine, self._released = new_engine(), False
+        self._directory = HeldDirectory(directory)
+        self._location = str(self._directory.path)  # Every operation asks for it.
+        try:
+            # On one line: what is interrupted later can be closed, and __del__() does it.
+            self._engine, self._released = new_engine(), False
+        except BaseException:
+            self._directory.close()
+            raise
 
     def __del__(self) -> None:
         """Close a storage that was dropped unclosed, whose engine has Python threads."""
@@ -225,16 +242,22 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     @property
     @override
     def location(self) -> str:
-        return str(self._directory)
+        return self._location
+
+    @override
+    def entry(self, name: str) -> Entry:
+        self._check_usable()
+        return self._directory.entry(check_name(name))
 
     @override
     def lock(self, timeout_s: float) -> None:
         self._check_usable()
-        path = self._directory / LOCK_NAME
-        with self._lock_mutex, storage_errors("lock", path):
+        entry = self._directory.entry(LOCK_NAME)
+        with self._lock_mutex, storage_errors("lock", entry.path):
             if self._lock_fd is not None:
                 return
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, FILE_MODE)
+            flags = os.O_RDWR | os.O_CREAT | OPEN_FLAGS
+            fd = os.open(entry.name, flags, FILE_MODE, dir_fd=entry.directory)
             try:
                 self._wait_for_lock(fd, timeout_s)
                 _write_holder(fd, lock_text())
@@ -244,6 +267,11 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
                 raise
 
     @override
+    def require_in_place(self, name: str) -> None:
+        self._check_usable()
+        self._directory.require_in_place(check_name(name))
+
+    @override
     def register(self, memory: memoryview) -> None:
         self._check_usable()
 
@@ -251,7 +279,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     def list(self) -> list[str]:
         """Directories, links and the lock are not listed."""
         self._check_usable()
-        with storage_errors("list", self._directory), os.scandir(self._directory) as entries:
+        with self._directory.scan() as entries:
             return sorted(
                 entry.name
                 for entry in entries
@@ -260,51 +288,59 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
 
     @override
     def size(self, name: str) -> int:
-        with storage_errors("size", self._path(name)) as path:
-            return os.stat(path, follow_symlinks=False).st_size
+        return self._status("size", name).st_size
 
     @override
     def create(self, name: str, nbytes: int) -> None:
         check_nbytes(nbytes)
-        with storage_errors("create", self._path(name)) as path:
+        entry = self.entry(name)
+        with storage_errors("create", entry.path):
             with suppress(FileNotFoundError):
-                os.unlink(path)
-            with opened("create", path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                os.unlink(entry.name, dir_fd=entry.directory)
+            with opened("create", entry, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 try:
                     mappings.forget(os.fstat(fd))
                     if nbytes > 0:
                         os.posix_fallocate(fd, 0, nbytes)
                 except OSError:
-                    os.unlink(path)  # Frees the space that the full disk had allocated.
+                    # Frees the space that the full disk had allocated.
+                    os.unlink(entry.name, dir_fd=entry.directory)
                     raise
 
     @override
     def put(self, name: str, data: bytes) -> None:
-        put_file(self._path(name), data)
+        put_file(self.entry(name), data)
 
     @override
     def get(self, name: str) -> bytes:
-        return get_file(self._path(name))
+        return get_file(self.entry(name))
 
     @override
     def rename(self, name: str, new_name: str) -> None:
-        with storage_errors("rename", self._path(name)) as path:
-            os.rename(path, self._path(new_name))
+        old, new = self.entry(name), self.entry(new_name)
+        with storage_errors("rename", old.path):
+            os.rename(old.name, new.name, src_dir_fd=old.directory, dst_dir_fd=new.directory)
 
     @override
     def link(self, name: str, new_name: str) -> None:
-        with storage_errors("link", self._path(name)) as path:
-            os.link(path, self._path(new_name), follow_symlinks=False)
+        old, new = self.entry(name), self.entry(new_name)
+        with storage_errors("link", old.path):
+            os.link(
+                old.name,
+                new.name,
+                src_dir_fd=old.directory,
+                dst_dir_fd=new.directory,
+                follow_symlinks=False,
+            )
 
     @override
     def is_shared(self, name: str) -> bool:
-        with storage_errors("is_shared", self._path(name)) as path:
-            status = os.stat(path, follow_symlinks=False)
+        status = self._status("is_shared", name)
         return status.st_nlink > 1 or mappings.has(status)
 
     @override
     def map(self, name: str) -> memoryview:
-        with opened("map", self._path(name), os.O_RDONLY) as fd:
+        with opened("map", self.entry(name), os.O_RDONLY) as fd:
             status = os.fstat(fd)
             # Private: pages that are not written to stay in the page cache.
             memory = map_file(fd, status.st_size, shared=False)
@@ -314,13 +350,11 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     @override
     def scratch(self, nbytes: int) -> memoryview:
         self._check_usable()
-        with (
-            storage_errors("scratch", self._directory),
-            tempfile.TemporaryFile(dir=self._directory) as file,
-        ):
+        directory = self._directory
+        with storage_errors("scratch", directory.path), directory.nameless_file() as fd:
             # Without allocated space, a write to the memory on a full disk raises a signal.
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return memoryview(map_file(file.fileno(), nbytes, shared=True))
+            os.posix_fallocate(fd, 0, nbytes)
+            return memoryview(map_file(fd, nbytes, shared=True))
 
     @override
     def folder(self, path: str) -> Folder:
@@ -329,14 +363,14 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
 
     @override
     def unlink(self, name: str) -> None:
-        with storage_errors("unlink", self._path(name)) as path:
-            os.unlink(path)
+        entry = self.entry(name)
+        with storage_errors("unlink", entry.path):
+            os.unlink(entry.name, dir_fd=entry.directory)
 
     @override
     def sync_directory(self) -> None:
         self._check_usable()
-        with storage_errors("sync directory", self._directory):
-            sync_path(self._directory)
+        self._directory.sync()
 
     @override
     def read(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
@@ -361,6 +395,8 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             StoreClosedError: in a forked child.
         """
         self._check_owner()
+        if operation not in self._in_use:  # Released already, to make room for a later one.
+            return
         try:
             outcome = self._engine.wait(operation.ticket)
         except ValueError:  # An interrupt came between registering and submitting.
@@ -370,10 +406,11 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
 
     @override
     def flush(self, names: Sequence[str]) -> None:
-        paths = [self._path(name) for name in names]
-        for start in range(0, len(paths), _FLUSH_FILES_MAX):
-            batch = paths[start : start + _FLUSH_FILES_MAX]
-            operation = Operation("flush", batch, self._new_ticket())
+        self._check_usable()
+        names = [check_name(name) for name in names]
+        for start in range(0, len(names), _FLUSH_FILES_MAX):
+            batch = names[start : start + _FLUSH_FILES_MAX]
+            operation = Operation("flush", self._directory, batch, self._new_ticket())
             self.start(operation, os.O_RDONLY, self._engine.submit_sync)
             self.wait_for(operation)
             operation.check()
@@ -385,6 +422,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
         self._closed = self._released = True
         self._engine.abandon()
         self._release_all()
+        self._directory.close()
         # Closing this copy of the descriptor keeps the parent's lock; unlocking would not.
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -412,15 +450,19 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
                 self._engine.close()
                 self.drain()
                 self._release_all()
-                self._release_lock()
+                try:
+                    self._release_lock()
+                finally:
+                    self._directory.close()
                 self._released = True
 
     def _move(self, what: str, name: str, extent: Extent, buffer: memoryview) -> Transfer:
-        path = self._path(name)
+        self._check_usable()
+        check_name(name)
         is_write = what == "write"
         memory = checked_bytes(buffer, extent, written_to=not is_write)
         self._make_room()
-        operation = Operation(what, [path], self._new_ticket(), extent, memory)
+        operation = Operation(what, self._directory, [name], self._new_ticket(), extent, memory)
         address, nbytes, offset = memory.ctypes.data, extent.nbytes, extent.offset
         flags = os.O_WRONLY if is_write else os.O_RDONLY
         self.start(
@@ -476,7 +518,7 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
             if fd is None:
                 return
             with (
-                storage_errors("unlock", self._directory / LOCK_NAME),
+                storage_errors("unlock", self._directory.path / LOCK_NAME),
                 # Calls all, the last one first, whatever fails.
                 ExitStack() as stack,
             ):
@@ -506,9 +548,10 @@ class EngineStorage(Storage, ABC, Generic[TicketT]):
     def _check_usable(self) -> None:
         check_usable(self.location, closed=self._closed, owner_pid=self._owner_pid)
 
-    def _path(self, name: str) -> Path:
-        self._check_usable()
-        return self._directory / check_name(name)
+    def _status(self, what: str, name: str) -> os.stat_result:
+        entry = self.entry(name)
+        with storage_errors(what, entry.path):
+            return os.stat(entry.name, dir_fd=entry.directory, follow_symlinks=False)
 
 
 def _write_holder(fd: int, text: str) -> None:

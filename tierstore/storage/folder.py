@@ -2,106 +2,161 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from typing_extensions import override
 
 from tierstore.storage.base import Folder, Storage
-from tierstore.storage.checks import check_name
+from tierstore.storage.checks import check_name, checked_bytes
+from tierstore.storage.held_directory import HeldDirectory
 from tierstore.storage.paths import (
     DIRECTORY_MODE,
+    Entry,
     get_file,
-    make_directory,
     opened,
     put_file,
+    read_from_disk,
+    storage_error,
     storage_errors,
-    sync_path,
+    sync_names,
     write_all,
 )
+from tierstore.units import Extent
+
+
+class LinkableStorage(Storage):
+    """A storage on a filesystem, whose files a LocalFolder can link."""
+
+    @abstractmethod
+    def entry(self, name: str) -> Entry:
+        """Return a file, relative to the directory that the storage holds."""
 
 
 class LocalFolder(Folder):
-    """A directory on a filesystem, made if absent.
+    """A directory on a filesystem, made if absent and held open until close().
+
+    A child is never a symbolic link.
 
     Raises:
-        RunDirectoryError: it cannot be made, or is not a directory.
+        RunDirectoryError: it cannot be made or opened, or is not a directory.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory.absolute()
-        make_directory(self._directory)
+        self._directory = HeldDirectory(directory)
 
     @property
     @override
     def location(self) -> str:
-        return str(self._directory)
+        return str(self._directory.path)
 
     @override
     def children(self) -> list[str]:
-        # A symbolic link is not a child.
-        with storage_errors("list", self._directory), os.scandir(self._directory) as entries:
+        with self._directory.scan() as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
     @override
     def files(self, child: str) -> list[str]:
-        with opened("list", self._path(child), os.O_RDONLY | os.O_DIRECTORY) as fd:
+        with self._opened("list", child) as fd:
             return sorted(os.listdir(fd))
 
     @override
     def make(self, child: str) -> None:
-        with storage_errors("make", self._path(child)) as path:
-            os.mkdir(path, DIRECTORY_MODE)
+        entry = self._child(child)
+        with storage_errors("make", entry.path):
+            os.mkdir(entry.name, DIRECTORY_MODE, dir_fd=entry.directory)
 
     @override
     def put(self, child: str, name: str, data: bytes) -> None:
-        put_file(self._path(child, name), data)
+        with self._file("put", child, name) as entry:
+            put_file(entry, data)
 
     @override
     def get(self, child: str, name: str) -> bytes:
-        return get_file(self._path(child, name))
+        with self._file("get", child, name) as entry:
+            return get_file(entry)
+
+    @override
+    def read(self, child: str, name: str, extent: Extent, buffer: memoryview) -> None:
+        memory = checked_bytes(buffer, extent, written_to=True)
+        with self._file("read", child, name) as entry:
+            read_from_disk(entry, extent, memory.data)
 
     @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
-        source = Path(storage.home(name).location) / check_name(name)
-        with storage_errors("link", source):
-            os.link(source, self._path(child, new_name), follow_symlinks=False)
+        home = storage.home(name)
+        with self._file("link", child, new_name) as new:
+            if not isinstance(home, LinkableStorage):
+                raise storage_error("link", new.path, errno.EXDEV)
+            old = home.entry(name)
+            with storage_errors("link", old.path):
+                os.link(
+                    old.name,
+                    new.name,
+                    src_dir_fd=old.directory,
+                    dst_dir_fd=new.directory,
+                    follow_symlinks=False,
+                )
 
     @override
     def append(self, child: str, name: str, data: memoryview) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with opened("append", self._path(child, name), flags) as fd:
+        with self._file("append", child, name) as entry, opened("append", entry, flags) as fd:
             write_all(fd, data)
 
     @override
     def flush(self, child: str, name: str) -> None:
-        with opened("flush", self._path(child, name), os.O_RDONLY) as fd:
+        with self._file("flush", child, name) as entry, opened("flush", entry, os.O_RDONLY) as fd:
             os.fsync(fd)
 
     @override
     def unlink(self, child: str, name: str) -> None:
-        with storage_errors("unlink", self._path(child, name)) as path:
-            os.unlink(path)
+        with self._file("unlink", child, name) as entry:
+            os.unlink(entry.name, dir_fd=entry.directory)
 
     @override
     def remove(self, child: str) -> None:
-        with storage_errors("remove", self._path(child)) as path:
-            os.rmdir(path)
+        entry = self._child(child)
+        with storage_errors("remove", entry.path):
+            os.rmdir(entry.name, dir_fd=entry.directory)
 
     @override
     def rename(self, child: str, new_child: str) -> None:
-        with storage_errors("rename", self._path(child)) as path:
-            os.rename(path, self._path(new_child))
+        old, new = self._child(child), self._child(new_child)
+        with storage_errors("rename", old.path):
+            os.rename(old.name, new.name, src_dir_fd=old.directory, dst_dir_fd=new.directory)
 
     @override
     def sync(self, child: str) -> None:
-        with storage_errors("sync", self._path(child)) as path:
-            sync_path(path)
+        with self._opened("sync", child) as fd:
+            sync_names(Entry(self._directory.path / child, ".", fd))
 
     @override
     def sync_children(self) -> None:
-        with storage_errors("sync", self._directory):
-            sync_path(self._directory)
+        self._directory.sync()
 
-    def _path(self, child: str, *names: str) -> Path:
-        return self._directory.joinpath(check_name(child), *map(check_name, names))
+    @override
+    def close(self) -> None:
+        self._directory.close()
+
+    def _child(self, child: str) -> Entry:
+        return self._directory.entry(check_name(child))
+
+    @contextmanager
+    def _opened(self, what: str, child: str) -> Iterator[int]:
+        with opened(what, self._child(child), os.O_RDONLY | os.O_DIRECTORY) as fd:
+            yield fd
+
+    @contextmanager
+    def _file(self, what: str, child: str, name: str) -> Iterator[Entry]:
+        """Keep a child open during the block; yields a file in it, which errors name."""
+        folder = self._child(child)
+        path = folder.path / check_name(name)
+        # Opened under the path of the file, so that errors name the file.
+        folder = Entry(path, folder.name, folder.directory)
+        with opened(what, folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            yield Entry(path, name, fd)

@@ -89,6 +89,11 @@ class MemoryStorage(Storage):
             files.holder_text = lock_text()
 
     @override
+    def require_in_place(self, name: str) -> None:
+        """Nothing moves files in memory."""
+        self._check_usable()
+
+    @override
     def register(self, memory: memoryview) -> None:
         self._check_usable()
 
@@ -140,8 +145,7 @@ class MemoryStorage(Storage):
         if len(data) > WHOLE_FILE_BYTES_MAX:
             raise self._error("put", name, errno.EFBIG)
         with self.files.changed:
-            # Truncates an existing file, as opening it would: its other names see that, too.
-            self.files.contents.setdefault(check_name(name), bytearray())[:] = data
+            self.files.contents[check_name(name)] = bytearray(data)
 
     @override
     def get(self, name: str) -> bytes:
@@ -167,11 +171,11 @@ class MemoryStorage(Storage):
     def is_shared(self, name: str) -> bool:
         content = self._content("is_shared", name)
         with self.files.changed:
-            children = [
-                child for folder in self.files.folders.values() for child in folder.values()
-            ]
+            # Copies, because another thread may put a file into a folder meanwhile.
+            folders = list(self.files.folders.values())
+            children = [child for folder in folders for child in list(folder.values())]
             directories = [self.files.contents, *children]
-            links = sum(other is content for files in directories for other in files.values())
+            links = sum(other is content for files in directories for other in list(files.values()))
         return links > 1
 
     @override
@@ -267,6 +271,15 @@ class MemoryFolder(Folder):
         return bytes(self._content("get", child, name))
 
     @override
+    def read(self, child: str, name: str, extent: Extent, buffer: memoryview) -> None:
+        memory = checked_bytes(buffer, extent, written_to=True)
+        content = self._content("read", child, name)
+        moved = content[extent.offset : extent.offset + extent.nbytes]
+        memory[: len(moved)] = moved
+        if len(moved) < extent.nbytes:
+            raise self._error("read", child, name, error=errno.EIO)
+
+    @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:
         home = storage.home(name)
         if not isinstance(home, MemoryStorage):
@@ -312,6 +325,10 @@ class MemoryFolder(Folder):
     @override
     def sync_children(self) -> None:
         """Do nothing: memory is never durable."""
+
+    @override
+    def close(self) -> None:
+        """Do nothing: a folder in memory holds nothing open."""
 
     def _child(self, what: str, child: str) -> dict[str, bytearray]:
         return _entry(self._children, what, Path(self._path), child)

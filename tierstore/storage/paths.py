@@ -1,4 +1,4 @@
-"""Operating system calls on paths, shared by everything that works on a filesystem.
+"""Operating system calls on files, shared by everything that works on a filesystem.
 
 Files and directories are made private to the user, and symbolic links are not followed.
 """
@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -34,11 +35,28 @@ FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file or directory, as system calls find it and as errors name it."""
+
+    path: Path
+    """For errors."""
+    name: str
+    """Relative to ``directory``."""
+    directory: int | None
+    """A descriptor (``dir_fd``); None: ``name`` is a path."""
+
+    @classmethod
+    def of(cls, path: Path) -> Entry:
+        """Return what is found by a path, whichever directory that leads to."""
+        return cls(path, os.fspath(path), None)
+
+
 @contextmanager
-def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[Path]:
-    """Give ``path`` to the block, and turn its OSError into a StorageError that names the file."""
+def storage_errors(what: str, path: Path, extent: Extent | None = None) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError that names the file."""
     try:
-        yield path
+        yield
     except OSError as error:
         raise storage_error(what, path, error.errno or errno.EIO, extent) from error
 
@@ -70,25 +88,30 @@ def make_directory(directory: Path) -> None:
         if not stat.S_ISDIR(os.stat(directory).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
-        raise RunDirectoryError(
-            f"{directory} cannot be used as a directory: {errno_text(error.errno or errno.EIO)}; "
-            "make it writable for this user, or name another one"
-        ) from error
+        raise unusable_directory(directory, error) from error
+
+
+def unusable_directory(directory: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a directory that cannot be made or opened."""
+    return RunDirectoryError(
+        f"{directory} cannot be used as a directory: {errno_text(error.errno or errno.EIO)}; "
+        "make it writable for this user, or name another one"
+    )
 
 
 @contextmanager
-def opened(what: str, path: Path, flags: int) -> Iterator[int]:
+def opened(what: str, entry: Entry, flags: int) -> Iterator[int]:
     """Keep a file open during the block, and turn OSErrors into StorageErrors.
 
     ``flags`` are combined with OPEN_FLAGS. O_CREAT makes the file with FILE_MODE.
     """
-    with storage_errors(what, path), _opened(path, flags | OPEN_FLAGS) as fd:
+    with storage_errors(what, entry.path), _opened(entry, flags | OPEN_FLAGS) as fd:
         yield fd
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags, FILE_MODE)
+def _opened(entry: Entry, flags: int) -> Iterator[int]:
+    fd = os.open(entry.name, flags, FILE_MODE, dir_fd=entry.directory)
     try:
         yield fd
     finally:
@@ -96,9 +119,18 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def sync_path(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
-        os.fsync(fd)
+    """Make the names in a directory durable. Symbolic links are followed."""
+    with _opened(Entry.of(directory), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
+        sync_names(Entry(directory, ".", fd))
+
+
+def sync_names(directory: Entry) -> None:
+    """Make the names in a directory durable; its entry is ``"."``, relative to itself."""
+    assert directory.directory is not None
+    os.fsync(directory.directory)
+    # After an error of its log, XFS lets fsync() of a directory succeed, but not open().
+    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC):
+        pass
 
 
 def write_back(fd: int, extent: Extent) -> None:
@@ -108,6 +140,36 @@ def write_back(fd: int, extent: Extent) -> None:
     """
     if _libc.sync_file_range(fd, extent.offset, extent.nbytes, _WRITE_AND_WAIT):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def read_from_disk(entry: Entry, extent: Extent, buffer: memoryview) -> None:
+    """Fill ``buffer`` with an extent of a file, past the page cache where that works.
+
+    Raises:
+        StorageError: EIO if the file ends before the extent does.
+    """
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
+    with storage_errors("read", entry.path, extent):
+        try:
+            with _opened(entry, flags | os.O_DIRECT) as fd:
+                return _read_all(fd, extent, buffer)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        with _opened(entry, flags) as fd:
+            os.posix_fadvise(fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
+            _read_all(fd, extent, buffer)
+
+
+def _read_all(fd: int, extent: Extent, buffer: memoryview) -> None:
+    """Fill ``buffer`` with an extent of an open file, or raise OSError."""
+    done = 0
+    while done < extent.nbytes:
+        count = os.preadv(fd, [buffer[done:]], extent.offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends")
+        done += count
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -120,19 +182,24 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         rest = rest[count:]
 
 
-def put_file(path: Path, data: bytes) -> None:
+def put_file(entry: Entry, data: bytes) -> None:
     """Make a file with content ``data``, or raise StorageError. Its name is not yet durable.
+
+    An existing file is removed first: after a failed write or flush the kernel may report the data
+    of this inode as durable though it is not.
 
     EFBIG if get_file() would refuse the file; an existing file is then left as it is.
     """
     if len(data) > WHOLE_FILE_BYTES_MAX:
-        raise storage_error("put", path, errno.EFBIG)
-    with opened("put", path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+        raise storage_error("put", entry.path, errno.EFBIG)
+    with storage_errors("put", entry.path), suppress(FileNotFoundError):
+        os.unlink(entry.name, dir_fd=entry.directory)
+    with opened("put", entry, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         write_all(fd, data)
         os.fsync(fd)
 
 
-def get_file(path: Path) -> bytes:
+def get_file(entry: Entry) -> bytes:
     """Return the content of a file.
 
     Raises:
@@ -140,13 +207,13 @@ def get_file(path: Path) -> bytes:
         CorruptionError: the file has more than WHOLE_FILE_BYTES_MAX bytes.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
-    with opened("get", path, os.O_RDONLY | os.O_NONBLOCK) as fd:
+    with opened("get", entry, os.O_RDONLY | os.O_NONBLOCK) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a file")
         fault = whole_file_fault(status.st_size)
         if fault is not None:
-            raise CorruptionError(f"{path} {fault}")
+            raise CorruptionError(f"{entry.path} {fault}")
         with open(fd, "rb", closefd=False) as file:
             return file.read(status.st_size)
 
@@ -161,11 +228,11 @@ def whole_file_fault(nbytes: int) -> str | None:
     )
 
 
-def has_file(path: Path) -> bool:
+def has_file(entry: Entry) -> bool:
     """Return whether a name is taken, or raise StorageError if the disk does not tell."""
-    with storage_errors("look for", path):
+    with storage_errors("look for", entry.path):
         try:
-            os.lstat(path)
+            os.lstat(entry.name, dir_fd=entry.directory)
         except (FileNotFoundError, NotADirectoryError):
             return False
     return True

@@ -59,7 +59,7 @@ class UringStorage(EngineStorage[Ticket]):
         array = np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
         with self._register_mutex:
             self._registered.append(array)
-            operation = Operation("register", [self._directory], Ticket(), memory=array)
+            operation = Operation("register", self._directory, [], Ticket(), memory=array)
             address, nbytes = array.ctypes.data, array.nbytes
             self.start(
                 operation,

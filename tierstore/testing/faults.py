@@ -231,6 +231,7 @@ class FaultyStorage(Storage):
         self.inner.register(memory)
 
     lock = _struck(Storage.lock)
+    require_in_place = _struck(Storage.require_in_place)
     list = _struck(Storage.list)
     size = _struck(Storage.size)
     create = _struck(Storage.create)
@@ -372,6 +373,7 @@ class FaultyFolder(Folder):
     make = _struck(Folder.make)
     put = _struck(Folder.put)
     get = _struck(Folder.get)
+    read = _struck(Folder.read)
     link = _struck(Folder.link)
     append = _struck(Folder.append)
     flush = _struck(Folder.flush)
@@ -380,6 +382,7 @@ class FaultyFolder(Folder):
     rename = _struck(Folder.rename)
     sync = _struck(Folder.sync)
     sync_children = _struck(Folder.sync_children)
+    close = _struck(Folder.close)
 
     def _around(self, operation: str, names: Sequence[str]) -> AbstractContextManager[None]:
         return self._around_in_storage(f"folder_{operation}", names)

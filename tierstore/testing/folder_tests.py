@@ -15,10 +15,25 @@ import pytest
 from tierstore.storage.base import Folder, Storage
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.testing.storage_sharing import folder_path
-from tierstore.testing.transfers import create_with, fails_with, random_bytes, read_bytes
-from tierstore.units import SECTOR_BYTES
+from tierstore.testing.transfers import (
+    aligned_buffer,
+    create_with,
+    fails_with,
+    random_bytes,
+    read_bytes,
+    write_bytes,
+)
+from tierstore.units import SECTOR_BYTES, Extent
 
 CONTENT = random_bytes(3 * SECTOR_BYTES)
+
+
+def read_from(folder: Folder, child: str, name: str, first: int = 0, count: int = 1) -> bytes:
+    """Return ``count`` sectors of a file in a child, from sector number ``first`` on."""
+    buffer = aligned_buffer(count * SECTOR_BYTES)
+    folder.read(child, name, Extent(first * SECTOR_BYTES, buffer.nbytes), buffer)
+    return bytes(buffer)
+
 
 # Errors of removing or replacing a directory that is not empty.
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
@@ -28,6 +43,7 @@ _ON_A_CHILD: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.files("child"),
     lambda _, folder: folder.put("child", "file", b"new"),
     lambda _, folder: folder.get("child", "file"),
+    lambda _, folder: read_from(folder, "child", "file"),
     lambda storage, folder: folder.link(storage, "page", "child", "linked"),
     lambda _, folder: folder.append("child", "file", memoryview(b"more")),
     lambda _, folder: folder.flush("child", "file"),
@@ -39,6 +55,7 @@ _ON_A_CHILD: list[Callable[[Storage, Folder], object]] = [
 # Every operation that needs a file "file" in the child.
 _ON_A_FILE: list[Callable[[Storage, Folder], object]] = [
     lambda _, folder: folder.get("child", "file"),
+    lambda _, folder: read_from(folder, "child", "file"),
     lambda _, folder: folder.flush("child", "file"),
     lambda _, folder: folder.unlink("child", "file"),
 ]
@@ -90,6 +107,16 @@ class FolderTests(ABC):
         assert parent.get("child", "file") == random_bytes(nbytes)
         assert self.raw_children(storage) == {"child": {"file": random_bytes(nbytes)}}
 
+    def test_put_replaces_the_file_and_leaves_its_other_name_alone(
+        self, storage: Storage, parent: Folder
+    ) -> None:
+        create_with(storage, "page", CONTENT)
+        parent.link(storage, "page", "child", "file")
+        parent.put("child", "file", b"new")
+        assert parent.get("child", "file") == b"new"
+        assert read_bytes(storage, "page", 0, len(CONTENT)) == CONTENT
+        assert not storage.is_shared("page")
+
     def test_put_refuses_what_get_would_refuse(self, parent: Folder) -> None:
         parent.put("child", "file", b"kept")
         with fails_with(errno.EFBIG):
@@ -109,6 +136,40 @@ class FolderTests(ABC):
         parent.flush("child", "copy")
         parent.sync("child")
         assert self.raw_children(storage) == {"child": {"copy": CONTENT}}
+
+    def test_read_gives_any_range_of_sectors(self, storage: Storage, parent: Folder) -> None:
+        parent.append("child", "copied", memoryview(CONTENT))
+        parent.link(storage, "page", "child", "linked")
+        for name in ("copied", "linked"):
+            for first in range(3):
+                for count in range(1, 4 - first):
+                    expected = CONTENT[first * SECTOR_BYTES :][: count * SECTOR_BYTES]
+                    assert read_from(parent, "child", name, first, count) == expected
+
+    def test_read_sees_what_was_written_since(self, storage: Storage, parent: Folder) -> None:
+        parent.link(storage, "page", "child", "linked")
+        assert read_from(parent, "child", "linked", 1) == CONTENT[SECTOR_BYTES : 2 * SECTOR_BYTES]
+        write_bytes(storage, "page", SECTOR_BYTES, bytes(SECTOR_BYTES))
+        assert read_from(parent, "child", "linked", 1) == bytes(SECTOR_BYTES)
+
+    @pytest.mark.parametrize(("first", "count"), [(2, 2), (3, 1), (9, 1)])
+    def test_read_past_the_end_is_an_error(self, parent: Folder, first: int, count: int) -> None:
+        parent.append("child", "file", memoryview(CONTENT))
+        with fails_with(errno.EIO) as caught:
+            read_from(parent, "child", "file", first, count)
+        assert caught.value.path == f"{parent.location}/child/file"
+
+    def test_read_of_a_file_that_ends_within_a_sector_is_an_error(self, parent: Folder) -> None:
+        parent.append("child", "file", memoryview(CONTENT[:5000]))
+        with fails_with(errno.EIO):
+            read_from(parent, "child", "file", 1)
+
+    def test_read_refuses_other_buffers(self, parent: Folder) -> None:
+        parent.append("child", "file", memoryview(CONTENT))
+        buffer = aligned_buffer(2 * SECTOR_BYTES)
+        for wrong in (buffer, buffer[1 : SECTOR_BYTES + 1], buffer[:SECTOR_BYTES].toreadonly()):
+            with pytest.raises(ValueError, match="buffer"):
+                parent.read("child", "file", Extent(0, SECTOR_BYTES), wrong)
 
     def test_link_is_the_file_itself(self, storage: Storage, parent: Folder) -> None:
         parent.link(storage, "page", "child", "rank-00000.page-000000")
@@ -155,6 +216,15 @@ class FolderTests(ABC):
         parent.unlink("child", "file")
         parent.remove("child")
         assert parent.children() == []
+
+    def test_close_leaves_the_files(self, storage: Storage, folder: Folder) -> None:
+        folder.make("child")
+        folder.put("child", "file", b"content")
+        folder.close()
+        folder.close()
+        again = storage.folder(folder_path(storage))
+        assert again.get("child", "file") == b"content"
+        again.close()
 
     @pytest.mark.parametrize("there", [False, True])
     def test_rename_takes_a_free_or_empty_name(
@@ -204,6 +274,8 @@ class FolderTests(ABC):
             lambda: parent.put(name, "file", b""),
             lambda: parent.put("child", name, b""),
             lambda: parent.get("child", name),
+            lambda: read_from(parent, "child", name),
+            lambda: read_from(parent, name, "file"),
             lambda: parent.link(storage, name, "child", "linked"),
             lambda: parent.link(storage, "page", name, "linked"),
             lambda: parent.link(storage, "page", "child", name),

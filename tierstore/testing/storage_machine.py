@@ -50,7 +50,7 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(name=names, seed=seeds, nbytes=st.integers(0, _SECTORS_MAX * SECTOR_BYTES))
     def put(self, name: str, seed: int, nbytes: int) -> None:
         self.tested.put(name, random_bytes(nbytes, seed))
-        self.model.setdefault(name, bytearray())[:] = random_bytes(nbytes, seed)
+        self.model[name] = bytearray(random_bytes(nbytes, seed))
 
     @rule(name=names, first=st.integers(0, _SECTORS_MAX), sectors=sectors, seed=seeds)
     def write(self, name: str, first: int, sectors: int, seed: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from typing_extensions import override
 
-from tierstore.errors import CorruptionError, RunLockedError, StoreClosedError
+from tierstore.errors import (
+    CorruptionError,
+    RunDirectoryError,
+    RunLockedError,
+    StoreClosedError,
+)
 from tierstore.storage.base import Storage
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.testing.storage_machine import StorageMachine
@@ -39,6 +45,10 @@ from tierstore.testing.transfers import (
 )
 from tierstore.units import SECTOR_BYTES
 
+_OLD = random_bytes(2 * SECTOR_BYTES, seed=1)
+_NEW = random_bytes(2 * SECTOR_BYTES, seed=2)
+_OTHER = random_bytes(3 * SECTOR_BYTES, seed=3)
+
 # Every operation that needs the file "page".
 _ON_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.size("page"),
@@ -54,6 +64,7 @@ _ON_A_FILE: list[Callable[[Storage], object]] = [
 ]
 _WITHOUT_A_FILE: list[Callable[[Storage], object]] = [
     lambda storage: storage.lock(0),
+    lambda storage: storage.require_in_place("page"),
     lambda storage: storage.register(aligned_buffer(SECTOR_BYTES)),
     lambda storage: storage.list(),
     lambda storage: storage.create("page", SECTOR_BYTES),
@@ -88,6 +99,10 @@ class StorageTests(TransferTests, SharingTests):
         with pytest.raises(ValueError, match="negative"):
             storage.create("page", -SECTOR_BYTES)
 
+    def test_is_in_place(self, storage: Storage) -> None:
+        storage.put("file", b"content")
+        storage.require_in_place("file")
+
     @pytest.mark.parametrize("operate", _ON_A_FILE)
     def test_missing_file_is_an_error(
         self, storage: Storage, operate: Callable[[Storage], object]
@@ -121,6 +136,13 @@ class StorageTests(TransferTests, SharingTests):
         assert self.raw_bytes(storage, "file") == random_bytes(nbytes)
         assert storage.get("file") == random_bytes(nbytes)
         assert storage.size("file") == nbytes
+
+    def test_put_replaces_the_file_and_leaves_its_other_name_alone(self, storage: Storage) -> None:
+        storage.put("file", b"old")
+        storage.link("file", "other")
+        storage.put("file", b"new")
+        assert (storage.get("file"), storage.get("other")) == (b"new", b"old")
+        assert not storage.is_shared("file")
 
     def test_put_refuses_what_get_would_refuse(self, storage: Storage) -> None:
         storage.put("file", b"kept")
@@ -269,6 +291,59 @@ class FileStorageTests(FileTransferTests, FileSharingTests, StorageTests):
         os.truncate(path, WHOLE_FILE_BYTES_MAX + 1)
         with pytest.raises(CorruptionError, match=f"{path} has 1.0 GiB: no file of its kind"):
             storage.get("file")
+
+    @pytest.fixture
+    def moved(self, storage: Storage) -> Path:
+        """Fill the storage, then move it and put another directory in its place; where it is."""
+        create_with(storage, "page", _OLD)
+        storage.put("identity", b"one")
+        directory = Path(storage.location)
+        moved = directory.with_name("moved")
+        directory.rename(moved)
+        directory.mkdir()
+        (directory / "page").write_bytes(_OTHER)
+        (directory / "identity").write_bytes(b"another")
+        return moved
+
+    def test_stays_the_directory_that_was_opened(self, storage: Storage, moved: Path) -> None:
+        assert read_bytes(storage, "page", 0, len(_OLD)) == _OLD
+        assert bytes(storage.map("page")) == _OLD
+        assert storage.get("identity") == b"one"
+        assert storage.size("page") == len(_OLD)
+        assert storage.list() == ["identity", "page"]
+        write_bytes(storage, "page", 0, _NEW)
+        storage.flush(["page"])
+        storage.link("page", "linked")
+        assert storage.is_shared("page")
+        storage.unlink("linked")
+        storage.create("made", SECTOR_BYTES)
+        storage.rename("made", "renamed")
+        storage.put("put", b"content")
+        storage.scratch(SECTOR_BYTES)
+        storage.lock(0)
+        storage.sync_directory()
+        assert (moved / "page").read_bytes() == _NEW
+        assert sorted(os.listdir(moved)) == ["identity", "lock", "page", "put", "renamed"]
+        directory = Path(storage.location)
+        assert sorted(os.listdir(directory)) == ["identity", "page"]
+        assert (directory / "page").read_bytes() == _OTHER
+
+    def test_replaced_directory_is_not_in_place(self, storage: Storage, moved: Path) -> None:
+        directory = Path(storage.location)
+        expected = f"{re.escape(str(directory))}: another directory is there now.*{moved}"
+        for _ in range(2):
+            with pytest.raises(RunDirectoryError, match=expected):
+                storage.require_in_place("identity")
+            (directory / "identity").unlink(missing_ok=True)
+        assert storage.list() == ["identity", "page"]
+
+    def test_moved_directory_is_not_in_place(self, storage: Storage, moved: Path) -> None:
+        directory = Path(storage.location)
+        directory.rename(directory.with_name("third"))
+        with pytest.raises(RunDirectoryError, match="nothing is there now"):
+            storage.require_in_place("identity")
+        moved.rename(directory)
+        storage.require_in_place("identity")
 
     def test_files_are_closed_to_other_users(self, storage: Storage) -> None:
         umask = os.umask(0)  # The storage must not rely on the umask.

@@ -1,0 +1,544 @@
+"""Published checkpoints are read in the background; keep_last leaves one that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.support import kernel, killed_processes
+from tests.support.commands import call
+from tests.support.originals import committed_pages, flip
+from tests.support.published import assert_holds_toy, names_in, pages_of
+from tests.support.toy import RANK, Toy, verified
+from tierstore.errors import StorageError
+from tierstore.inspection.summary import summarize
+from tierstore.inspection.verify import verify
+from tierstore.storage.folder import LocalFolder
+from tierstore.storage.select import open_storage
+from tierstore.testing.faults import Fault, FaultyStorage
+
+MARK = "rank-00000.whole"
+
+
+def step_durably(toy: Toy) -> None:
+    toy.step()
+    toy.store.synchronize()
+
+
+def publish(toy: Toy, path: Path, keep_last: int | None = None) -> None:
+    toy.store.checkpoint(path, keep_last=keep_last).wait()
+
+
+def publish_steps(toy: Toy, folder: Path, *names: str, keep_last: int | None = None) -> None:
+    for name in names:
+        toy.step()
+        publish(toy, folder / name, keep_last)
+
+
+def whole_ones(folder: Path) -> set[str]:
+    """The names of the checkpoints in a folder that `tierstore verify` finds whole."""
+    return {path.name for path in folder.iterdir() if call("verify", path)[0] == 0}
+
+
+def marked_ones(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if (path / MARK).exists()}
+
+
+@contextlib.contextmanager
+def faulty_toy(run: Path, **options: Any) -> Iterator[tuple[Toy, FaultyStorage]]:
+    """A run whose disk fails on command. The store is closed at the end, whatever it says."""
+    storage = FaultyStorage(open_storage(run / RANK), **options)
+    toy = Toy(storage)
+    try:
+        yield toy, storage
+    finally:
+        with contextlib.suppress(tierstore.TierstoreError):
+            toy.store.close()
+
+
+# ------------------------------------------------------------- a whole checkpoint remains
+
+
+def damage_first_page(run: Path, step: int) -> None:
+    """Flip a bit of the page that a step committed, in a section that restore() does not read."""
+    flip(run / committed_pages(run, step)[0], -1)
+
+
+def rot_without_gradients(toy: Toy, folder: Path) -> None:
+    """The page is linked as it is into one checkpoint after the other."""
+    damage_first_page(folder.parent / "run", 2)
+    for name in ("b", "c", "d"):
+        toy.step(names=["third"])
+        publish(toy, folder / name, keep_last=1)
+
+
+def rot_since_the_last_step(toy: Toy, folder: Path) -> None:
+    """The page was written and never read."""
+    damage_first_page(folder.parent / "run", 2)
+    publish(toy, folder / "b", keep_last=1)
+
+
+def rot_before_a_resume(toy: Toy, folder: Path) -> None:
+    """restore() reads masters only."""
+    run = folder.parent / "run"
+    toy.store.close()
+    damage_first_page(run, 2)
+    again = Toy(run, resume=True)
+    with contextlib.closing(again.store):
+        again.store.restore()
+        publish(again, folder / "b", keep_last=1)
+
+
+@pytest.mark.parametrize(
+    "rot", [rot_without_gradients, rot_since_the_last_step, rot_before_a_resume]
+)
+def test_keep_last_leaves_a_whole_checkpoint(
+    rot: Callable[[Toy, Path], None], tmp_path: Path
+) -> None:
+    toy = Toy(tmp_path / "run")
+    folder = tmp_path / "folder"
+    toy.step()
+    publish(toy, folder / "a")
+    step_durably(toy)
+    assert whole_ones(folder) == {"a"}
+
+    def go_on() -> None:
+        rot(toy, folder)
+        toy.store.close()
+
+    with pytest.raises(tierstore.CorruptionError, match=r"folder/b/rank-00000\.page-000000"):
+        go_on()
+    toy.store.close()
+    assert whole_ones(folder) == {"a"}
+    assert names_in(folder) == ["a", "b"]
+
+
+def test_a_damaged_page_without_gradients_is_told_of_by_a_later_step(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    step_durably(toy)
+    damage_first_page(tmp_path / "run", 1)
+
+    def go_on() -> None:
+        for step in (2, 3, 4):  # A checkpoint is read in full before the next one begins.
+            toy.step(names=["third"])
+            toy.store.commit()
+            publish(toy, tmp_path / f"folder/{step}")
+
+    try:
+        with pytest.raises(tierstore.CorruptionError, match="page-"):
+            go_on()
+    finally:
+        with contextlib.suppress(tierstore.TierstoreError):
+            toy.store.close()
+
+
+# ------------------------------------------------------------------- which ones are kept
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "unmarked", "kept"),
+    [
+        (1, "", "de"),
+        (1, "d", "ce"),
+        (1, "dcb", "ae"),
+        (1, "dcba", "ae"),
+        (2, "", "de"),
+        (2, "d", "cde"),
+        (2, "dc", "bde"),
+        (2, "dcba", "ade"),
+        (3, "dcba", "acde"),
+        (4, "dcba", "abcde"),
+        (9, "dcba", "abcde"),
+    ],
+)
+def test_the_newest_whole_one_is_kept_or_the_oldest(
+    keep_last: int, unmarked: str, kept: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, folder, *"abcd")
+    toy.store.close()
+    for name in unmarked:
+        (folder / name / MARK).unlink()
+    toy = Toy(tmp_path / "run", resume=True)
+    toy.store.restore()
+    publish_steps(toy, folder, "e", keep_last=keep_last)
+    assert names_in(folder) == list(kept)
+    toy.store.close()
+
+
+def emptied(mark: Path) -> None:
+    mark.write_bytes(b"")
+
+
+def flipped(mark: Path) -> None:
+    flip(mark, -4)
+
+
+def of_another_checkpoint(mark: Path) -> None:
+    shutil.copy(mark.parent.with_name("a") / MARK, mark)
+
+
+@pytest.mark.parametrize("damage", [emptied, flipped, of_another_checkpoint])
+def test_a_damaged_mark_does_not_count(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, folder, "a", "b")
+    verified(toy.store)
+    damage(folder / "b" / MARK)
+    publish_steps(toy, folder, "c", keep_last=1)
+    assert names_in(folder) == ["a", "c"]
+    toy.store.close()
+
+
+def test_keep_last_1_straight_after_a_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, folder, "a", "b")
+    toy.store.close()
+    toy = Toy(tmp_path / "run", resume=True)
+    toy.store.restore()
+    publish(toy, folder / "c", keep_last=1)
+    assert names_in(folder) == ["b", "c"]
+    toy.store.close()
+    assert marked_ones(folder) == {"b", "c"}
+
+
+def publish_and_die(run: Path, path: Path) -> None:
+    """Publish a step in a process that is killed while it verifies the checkpoint."""
+
+    def watch(operation: str, name: str, when: str) -> None:
+        if operation == "folder_read":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    toy = Toy(FaultyStorage(open_storage(run / RANK), on_operation=watch), resume=True)
+    toy.store.restore()
+    publish_steps(toy, path.parent, path.name, keep_last=1)
+    verified(toy.store)
+
+
+def test_a_kill_during_verification(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "folder"
+    toy = Toy(run)
+    publish_steps(toy, folder, "a")
+    toy.store.close()
+    for name in ("b", "c"):
+        child = killed_processes._processes.Process(
+            target=publish_and_die, args=(run, folder / name)
+        )
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        assert names_in(folder) == ["a", name]
+    assert marked_ones(folder) == {"a"}
+    toy = Toy(run, resume=True)
+    assert toy.store.restore() == 3
+    publish_steps(toy, folder, "d", "e", keep_last=1)
+    assert names_in(folder) == ["d", "e"]
+    toy.store.close()
+    assert_holds_toy(folder / "e", 5)
+
+
+def test_without_checksums_nothing_is_read_and_no_further_one_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run", checksums=False)
+    publish_steps(toy, folder, *"abc", keep_last=1)
+    assert names_in(folder) == ["c"]
+    publish_steps(toy, folder, "d")
+    toy.store.close()
+    assert marked_ones(folder) == set()
+
+
+def test_pages_from_a_time_without_checksums_leave_a_checkpoint_unmarked(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run", checksums=False)
+    toy.step()
+    toy.store.close()
+    toy = Toy(tmp_path / "run", resume=True)
+    toy.store.restore()
+    toy.step(names=["third"])
+    publish(toy, folder / "a")
+    publish_steps(toy, folder, "b")  # Now every page was written with checksums.
+    toy.store.close()
+    assert marked_ones(folder) == {"b"}
+
+
+# ---------------------------------------------------------------------------- the mark
+
+
+def test_close_waits_for_the_mark_which_commands_know(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, folder, "a")
+    toy.store.close()
+    assert marked_ones(folder) == {"a"}
+    for command in ("verify", "inspect"):
+        code, out, _ = call(command, folder / "a")
+        assert code == 0
+        assert "marked as whole by the run that published it" in out.splitlines()
+    report = verify(folder / "a")
+    assert report.good
+    assert report.marked_whole is summarize(folder / "a").marked_whole is True
+    assert report.notes == ()
+    (folder / "a" / MARK).unlink()
+    report = verify(folder / "a")
+    assert report.good
+    assert report.marked_whole is summarize(folder / "a").marked_whole is False
+    assert "not marked as whole" in call("verify", folder / "a")[1]
+
+
+def test_a_mark_proves_nothing_to_verify(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, tmp_path, "a")
+    toy.store.close()
+    flip(pages_of(tmp_path / "a")[0], -1)
+    report = verify(tmp_path / "a")
+    assert (report.good, report.marked_whole) == (False, True)
+
+
+def test_a_mark_that_cannot_be_written_leaves_the_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    with faulty_toy(tmp_path / "run") as (toy, storage):
+        publish_steps(toy, folder, "a")
+        verified(toy.store)
+        storage.arm(Fault("error", "folder_put", name=MARK, probability=1, errno=errno.ENOSPC))
+        publish_steps(toy, folder, "b")
+        verified(toy.store)
+        publish_steps(toy, folder, "c", keep_last=1)
+        toy.store.close()
+    assert names_in(folder) == ["a", "c"]
+    assert "folder/b is whole and cannot be marked" in caplog.text
+
+
+@pytest.mark.parametrize("act", [shutil.rmtree, lambda path: path.rename(path.with_name("kept"))])
+def test_a_checkpoint_that_is_moved_meanwhile_is_no_damage(
+    act: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+
+    def watch(operation: str, name: str, when: str) -> None:
+        if operation == "folder_read" and when == "before" and (folder / "a").exists():
+            act(folder / "a")
+
+    with faulty_toy(tmp_path / "run", on_operation=watch) as (toy, _):
+        with caplog.at_level(logging.WARNING, logger="tierstore"):
+            publish_steps(toy, folder, "a")
+            verified(toy.store)
+        assert "folder/a was moved or removed" in caplog.text
+        publish_steps(toy, folder, "b")
+        toy.store.close()
+    assert marked_ones(folder) == {"b"}
+
+
+def test_a_removed_directory_of_checkpoints_is_not_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+
+    def watch(operation: str, name: str, when: str) -> None:
+        if operation == "folder_read" and when == "before" and folder.exists():
+            shutil.rmtree(folder)
+
+    with faulty_toy(tmp_path / "run", on_operation=watch) as (toy, _):
+        publish_steps(toy, folder, "a")
+        verified(toy.store)
+        toy.step()
+        assert not folder.exists()
+
+
+def test_a_directory_that_cannot_be_opened_leaves_the_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    with faulty_toy(tmp_path / "run") as (toy, storage):
+        storage.arm(Fault("error", "folder", call=2, errno=errno.EMFILE))
+        publish_steps(toy, folder, "a", "b")
+        toy.store.close()
+    assert marked_ones(folder) == {"b"}
+    assert "folder/a is not verified" in caplog.text
+
+
+def test_verification_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, tmp_path / "folder", "a")
+    verified(toy.store)
+    before = os.listdir("/proc/self/fd")
+    publish_steps(toy, tmp_path / "folder", "b", "c")
+    verified(toy.store)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    toy.store.close()
+
+
+# ---------------------------------------------------------------- what verification finds
+
+CALLS: dict[str, Callable[[Toy, Path], object]] = {
+    "step": lambda toy, folder: toy.step(),
+    "commit": lambda toy, folder: toy.store.commit(),
+    "synchronize": lambda toy, folder: toy.store.synchronize(),
+    "checkpoint": lambda toy, folder: toy.store.checkpoint(folder / "b"),
+    "close": lambda toy, folder: toy.store.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("fault", ["read error", "damage"])
+def test_the_next_call_raises_what_was_found(name: str, fault: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with faulty_toy(tmp_path / "run") as (toy, storage):
+        toy.step()
+        toy.store.synchronize()
+        if fault == "damage":
+            damage_first_page(tmp_path / "run", 1)
+        else:
+            storage.arm(Fault("error", "folder_read", call=2))
+        publish(toy, folder / "a")
+        verified(toy.store)
+        kind = tierstore.CorruptionError if fault == "damage" else tierstore.StorageError
+        with pytest.raises(kind) as caught:
+            CALLS[name](toy, folder)
+        assert name == "close" or toy.store._usability.failure is caught.value
+        if fault == "damage":
+            assert f"{folder}/a/rank-00000.page-000000: the " in str(caught.value)
+            assert "are not those written in step 1" in str(caught.value)
+            assert "restore(checkpoint=PATH)" in str(caught.value)
+        else:
+            assert caught.value.errno == errno.EIO
+        if name != "close":
+            with pytest.raises(tierstore.StoreFailedError):
+                toy.step()
+        toy.store.close()  # It has raised its error.
+    assert names_in(folder) == ["a"]
+    assert marked_ones(folder) == set()
+
+
+def test_a_store_that_failed_by_it_goes_back_to_the_commit(tmp_path: Path) -> None:
+    with faulty_toy(tmp_path / "run") as (toy, storage):
+        storage.arm(Fault("error", "folder_read", call=1))
+        publish_steps(toy, tmp_path / "folder", "a")
+        verified(toy.store)
+        with pytest.raises(tierstore.StorageError):
+            toy.step()
+        assert toy.store.restore() == 1
+        publish_steps(toy, tmp_path / "folder", "b")
+        toy.store.close()
+    assert marked_ones(tmp_path / "folder") == {"b"}
+    assert_holds_toy(tmp_path / "folder/b", 2)
+
+
+def test_what_close_finds_is_raised_after_everything_was_released(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run")
+    step_durably(toy)
+    damage_first_page(tmp_path / "run", 1)
+    publish(toy, tmp_path / "a")
+    with pytest.raises(tierstore.CorruptionError):
+        toy.store.close()
+    again = Toy(tmp_path / "run", resume=True)
+    assert again.store.restore() == 1
+    again.store.close()
+
+
+# --------------------------------------------------------------------- threads and memory
+
+
+def verifying_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "tierstore-verify" in thread.name}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_leaving_by_an_exception_stops_verification(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    before = verifying_threads()
+    begun = threading.Event()
+    reads = []
+
+    def watch(operation: str, name: str, when: str) -> None:
+        if operation == "folder_read" and when == "before":
+            reads.append(name)
+            begun.set()
+            toy.store._verifier._cancelled.wait()
+
+    toy = Toy(FaultyStorage(open_storage(tmp_path / "run" / RANK), on_operation=watch))
+
+    def publish_and_raise() -> None:
+        with toy.store:
+            publish_steps(toy, tmp_path / "folder", "a")
+            begun.wait()
+            raise error
+
+    with pytest.raises(error):
+        publish_and_raise()
+    assert len(reads) == 1
+    assert len(pages_of(tmp_path / "folder/a")) > 1
+    assert marked_ones(tmp_path / "folder") == set()
+    assert verifying_threads() == before
+    assert_holds_toy(tmp_path / "folder/a", 1)
+
+
+def growth_by_verification(sender: Connection, directory: Path) -> None:
+    """Send the bytes of all pages, and the growth of memory while a checkpoint is read."""
+    torch.set_num_threads(1)
+    groups = [
+        [(f"table {n}", (2**21,), torch.float32, {"average": torch.float32}, False)]
+        for n in range(4)
+    ]
+    toy = Toy(directory / "run", groups, buffers=2, host_memory="64MiB", page_bytes="16MiB")
+    toy.step()
+    publish(toy, directory / "first")
+    verified(toy.store)
+    kernel.reset_peak()
+    before = kernel.anonymous_peak()
+    publish(toy, directory / "second")
+    verified(toy.store)
+    grown = kernel.anonymous_peak() - before
+    toy.store.close()
+    sender.send((sum(page.stat().st_size for page in pages_of(directory / "second")), grown))
+
+
+def test_verification_takes_no_memory(tmp_path: Path) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    receiver, sender = processes.Pipe(duplex=False)
+    child = processes.Process(target=growth_by_verification, args=(sender, tmp_path))
+    child.start()
+    sender.close()
+    state_bytes, grown = receiver.recv()
+    child.join()
+    assert state_bytes >= 64 * 2**20
+    assert grown <= 4 * 2**20
+
+
+def test_a_copy_on_another_filesystem_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*arguments: Any) -> None:
+        raise StorageError("link", path="/disk/file", errno=errno.EXDEV)
+
+    monkeypatch.setattr(LocalFolder, "link", link)
+    flush = LocalFolder.flush
+
+    def damage(self: LocalFolder, child: str, name: str) -> None:
+        flush(self, child, name)
+        if ".b.tmp-" in child and name == "rank-00000.page-000001":
+            flip(Path(self.location) / child / name, -1)
+
+    monkeypatch.setattr(LocalFolder, "flush", damage)
+    folder = tmp_path / "folder"
+    toy = Toy(tmp_path / "run")
+    publish_steps(toy, folder, "a", "b")
+    with pytest.raises(tierstore.CorruptionError, match=r"b/rank-00000\.page-000001"):
+        toy.store.close()
+    assert marked_ones(folder) == whole_ones(folder) == {"a"}
