@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: system venv train lint test test-long test-all bench clean
+.PHONY: system venv train lint test test-long test-all test-peers peer-fixtures bench clean
 
 # Where tests keep their files: `make test SCRATCH=/mnt/nvme` shows how that disk behaves.
 SCRATCH ?= .scratch
@@ -82,6 +82,19 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
+# The systems that tests/peers/ compares with. DeepSpeed's setup imports torch and builds nothing.
+PEERS_STAMP := .venv-peers/installed
+
+$(PEERS_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+	@make --no-print-directory system
+	$(find_python)
+	"$$python" -m venv .venv-peers
+	.venv-peers/bin/pip install -c constraints.txt torch==2.13.0
+	.venv-peers/bin/pip install -c constraints.txt ninja numpy packaging psutil setuptools wheel
+	DS_BUILD_OPS=0 .venv-peers/bin/pip install -c constraints.txt --no-build-isolation deepspeed
+	.venv-peers/bin/pip install -c constraints.txt -e '.[dev,peers]'
+	touch $@
+
 train: $(STAMP)
 	$(BIN)/python examples/train_gpt.py
 
@@ -99,17 +112,29 @@ $(BIN)/pytest --basetemp="$$basetemp" -n $(WORKERS) --dist worksteal
 endef
 
 test: lint
-	@$(pytest) -m 'not long'
+	@$(pytest) -m 'not long and not peers'
 
 test-long: lint
-	@$(pytest) -m long
+	@$(pytest) -m 'long and not peers'
 
 test-all: lint
-	@$(pytest)
+	@$(pytest) -m 'not peers'
+
+# One process: all tests of a session share the checkpoints that the peers write at its start.
+test-peers: BIN := .venv-peers/bin
+test-peers: WORKERS := 0
+test-peers: $(PEERS_STAMP)
+	@$(pytest) -m peers tests/peers
+
+# Writes the small checkpoints anew that `make test` reads without their writers.
+peer-fixtures: $(PEERS_STAMP)
+	folder=$$(mktemp -d)
+	trap 'rm -rf "$$folder"' EXIT
+	.venv-peers/bin/python -m tests.peers.make_fixtures "$$folder"
 
 bench: $(STAMP)
 	for program in bench/*.py; do $(BIN)/python "$$program"; done
 
 clean:
-	rm -rf .venv .scratch build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-peers .scratch build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,7 +25,7 @@ LEVELS = (
     "run testing",
     "paging inspection",
     "checkpoint",
-    "store",
+    "convert store",
     "cli",
     "__main__",
 )

@@ -17,7 +17,13 @@ from typer.core import TyperGroup
 from typing_extensions import override
 
 from tierstore.cli.output import OutputError, complain, put, write_json
-from tierstore.errors import CorruptionError, PeerFailed, StorageError, TierstoreError
+from tierstore.errors import (
+    CorruptionError,
+    NotCarriedError,
+    PeerFailed,
+    StorageError,
+    TierstoreError,
+)
 
 BAD_DATA, WRONG_CALL = 1, 2
 
@@ -73,7 +79,7 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     """Turn the errors of a command into a message and an exit code."""
     try:
         yield
-    except (CorruptionError, StorageError, PeerFailed) as error:
+    except (CorruptionError, StorageError, PeerFailed, NotCarriedError) as error:
         _fail(str(error), as_json, BAD_DATA)
     except TierstoreError as error:
         _fail(str(error), as_json, WRONG_CALL)

@@ -1,0 +1,74 @@
+"""The memory of a conversion is bounded, whatever the size of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.published import ROOT
+
+# Prints the most anonymous memory that was seen, and what there was before the conversion.
+PROGRAM = """
+import sys, threading
+from pathlib import Path
+from tierstore.convert.convert import convert
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+most = before = anonymous()
+def look(phase, done, total):
+    global most
+    most = max(most, anonymous())
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], memory=int(sys.argv[4]), on_progress=look)
+print(before, max(most, anonymous()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "formats"),
+    [
+        (2**30, ["dcp"]),
+        pytest.param(
+            2**33,
+            ["dcp", "torch", "safetensors"],
+            marks=[pytest.mark.long, pytest.mark.timeout(1800)],
+        ),
+    ],
+)
+def test_anonymous_memory(nbytes: int, formats: list[str], tmp_path: Path) -> None:
+    memory = 256 * 2**20
+    # Half of it is one tensor with rows of many pieces. The file has holes, and takes no space.
+    half = nbytes // 2
+    header: dict[str, Any] = {}
+    for index, (name, rows) in enumerate({"one": 2, "wide": 64}.items()):
+        offsets = [index * half, (index + 1) * half]
+        header[name] = {"dtype": "F32", "shape": [rows, half // 4 // rows], "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    source = tmp_path / "in.safetensors"
+    with open(source, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + nbytes)
+    for to in formats:
+        name = "out.pt" if to == "torch" else to
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(source), str(tmp_path / name), to, str(memory)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stderr
+        before, most = map(int, done.stdout.split())
+        assert most - before < memory + 2**20
+        assert most < memory + 500e6
+        if source.is_dir():
+            shutil.rmtree(source)
+        else:
+            source.unlink()
+        source = tmp_path / name

@@ -1,0 +1,104 @@
+"""The checkpoints that DeepSpeed writes in tests, and the start of its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).parent / "programs" / "deepspeed_writer.py"
+
+# BF16_Optimizer, which DeepSpeed takes for ZeRO-1 with gradients accumulated in fp32.
+_BF16 = {"stage": 1, "optimizer": "torch", "config": {"data_types": {"grad_accum_dtype": "fp32"}}}
+_ROUND_ROBIN = {"round_robin_gradients": True}
+# Each large matrix is a subgroup of its own: DeepSpeed 0.19.8 shifts the gradients of a subgroup
+# on NVMe whose parts have no multiple of 1024 bytes, and then trains with those of other elements.
+_NVME = {"stage": 3, "offload": "nvme", "big": True, "zero": {"sub_group_size": 500_000}}
+_ALONE = {"sub_group_size": 1}
+_IN_MEMORY = {"sub_group_size": 500_000, "save_muon_momentum_buffer_in_memory": True}
+
+CASES: dict[str, dict[str, Any]] = {
+    "zero1-adamw-1": {"ranks": 1, "stage": 1, "optimizer": "adamw"},
+    "zero2-muon-1": {"ranks": 1, "stage": 2, "optimizer": "muon"},
+    "zero3-adamw-1": {"ranks": 1, "stage": 3, "optimizer": "adamw"},
+    "zero3-muon-1": {"ranks": 1, "stage": 3, "optimizer": "muon"},
+    "zero1-bf16-optimizer-1": {"ranks": 1, **_BF16},
+    "zero2-fp32-1": {"ranks": 1, "stage": 2, "optimizer": "adamw", "dtype": "fp32"},
+    "zero1-adamw": {"ranks": 2, "stage": 1, "optimizer": "adamw"},
+    "zero1-muon": {"ranks": 2, "stage": 1, "optimizer": "muon"},
+    "zero1-bf16-optimizer": {"ranks": 2, **_BF16},
+    "zero2-adamw": {"ranks": 2, "stage": 2, "optimizer": "adamw"},
+    "zero2-muon": {"ranks": 2, "stage": 2, "optimizer": "muon"},
+    "zero2-round-robin": {"ranks": 2, "stage": 2, "optimizer": "adamw", "zero": _ROUND_ROBIN},
+    "zero2-muon-round-robin": {"ranks": 2, "stage": 2, "optimizer": "muon", "zero": _ROUND_ROBIN},
+    "zero2-elastic": {
+        "ranks": 2,
+        "stage": 2,
+        "optimizer": "torch",
+        "zero": {"elastic_checkpoint": True},
+    },
+    "zero2-adamw-cpu": {"ranks": 2, "stage": 2, "optimizer": "adamw", "offload": "cpu"},
+    "zero2-muon-cpu": {"ranks": 2, "stage": 2, "optimizer": "muon", "offload": "cpu"},
+    "zero3-adamw": {"ranks": 2, "stage": 3, "optimizer": "adamw", "zero": {"sub_group_size": 100}},
+    "zero3-muon": {"ranks": 2, "stage": 3, "optimizer": "muon"},
+    "zero3-muon-cpu": {"ranks": 2, "stage": 3, "optimizer": "muon", "offload": "cpu"},
+    "zero3-adamw-nvme": {"ranks": 2, "optimizer": "adamw", **_NVME, "zero": _ALONE},
+    "zero3-muon-nvme": {"ranks": 2, "optimizer": "muon", **_NVME},
+    "zero3-muon-nvme-in-memory": {"ranks": 2, "optimizer": "muon", **_NVME, "zero": _IN_MEMORY},
+}
+
+FIXTURES = (
+    *("zero1-adamw", "zero1-muon", "zero1-bf16-optimizer", "zero2-muon", "zero2-muon-cpu"),
+    *("zero2-round-robin", "zero2-elastic", "zero2-fp32-1", "zero3-adamw", "zero3-muon"),
+)
+"""The cases that tests without peers read."""
+
+
+def run_deepspeed(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Have DeepSpeed write cases; return their folders by name."""
+    by_ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    paths = {name: folder / name for name in names}
+    for name, path in paths.items():
+        fields = dict(CASES[name])
+        by_ranks[fields.pop("ranks")].append({"directory": str(path), **fields})
+    for ranks, cases in by_ranks.items():
+        run_cases(folder, ranks, cases)
+    return paths
+
+
+def run_cases(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> None:
+    """Run ``deepspeed_writer.py`` in a process for each rank.
+
+    Raises:
+        RuntimeError: a rank failed; the message is the end of its output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"cases-{ranks}.json"
+    path.write_text(json.dumps(cases))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        # Builds of DeepSpeed's extensions are kept beside the interpreter.
+        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
+        # Compiling Newton-Schulz takes minutes on two cores.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    logs = [folder / f"rank-{rank}-of-{ranks}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        arguments = [sys.executable, str(PROGRAM), str(path), str(rank), str(ranks), str(port)]
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(arguments, stdout=output, stderr=output, env=environment)
+            )
+    failed = [rank for rank, process in enumerate(processes) if process.wait()]
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} failed:\n{logs[failed[0]].read_text()[-4000:]}")

@@ -1,0 +1,31 @@
+"""What DeepSpeed writes now is carried bit for bit, and training goes on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.peers.deepspeed_cases import CASES
+from tests.support.continuation import MUON_TOLERANCE, differences
+from tests.support.deepspeed_truth import assert_is_truth
+from tests.support.published import tensors_in
+from tierstore.convert.convert import convert
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_is_carried(deepspeed: dict[str, Path], name: str, tmp_path: Path) -> None:
+    conversion = convert(deepspeed[name] / "checkpoint", tmp_path / "out", to="dcp")
+    assert (conversion.source, conversion.step) == ("deepspeed", 3)
+    assert_is_truth(tensors_in(tmp_path / "out"), deepspeed[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "elastic" not in name])
+def test_the_next_update_is_the_same(deepspeed: dict[str, Path], name: str, tmp_path: Path) -> None:
+    convert(deepspeed[name] / "checkpoint", tmp_path / "out", to="dcp")
+    found = differences(tmp_path / "out", deepspeed[name])
+    assert max(found["adamw"].values()) < 1e-5
+    assert max(found["muon"].values(), default=0) < MUON_TOLERANCE
+    without = differences(tmp_path / "out", deepspeed[name], momentum=False)
+    assert min(without["adamw"].values()) > 0.1
+    assert min(without["muon"].values(), default=1) > 0.5

@@ -1,0 +1,146 @@
+"""Contents of a source: its entries, and everything else that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from tierstore.convert.entries import BUFFER, Entry
+from tierstore.errors import CheckpointError
+from tierstore.layout.parameters import MASTER
+
+AVERAGE, HEAVY_BALL = "average", "heavy-ball"
+"""Conventions of Muon's momentum: ``m = mu * m + (1 - mu) * g``, or ``m = mu * m + g``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A param group."""
+
+    hyperparameters: Mapping[str, Any]
+    """Under the names of torch.optim; without "params" and "param_names"."""
+    parameters: Sequence[str]
+    momentum_convention: str | None = AVERAGE
+    """Of ``momentum_buffer``: AVERAGE (kept as it is), HEAVY_BALL, or None if no file tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What one source holds, or several together."""
+
+    source: str
+    """The formats, for messages."""
+    entries: Sequence[Entry]
+    groups: Sequence[Group] = ()
+    scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Parameter -> name -> number of its optimizer state, such as "step"."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> value of the model that is not a tensor, such as extra state."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further name of a tied tensor of the model -> the name of its entry."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Parameter -> its dtype in the model, where the master has another."""
+    step: int | None = None
+    extra: Any = None
+    """The ``extra`` of a commit."""
+    notes: Sequence[str] = ()
+    """Facts that a user should know, one sentence each."""
+    lost: Sequence[str] = ()
+    """What is not carried, one sentence each."""
+
+    @property
+    def grouped(self) -> dict[str, Group]:
+        """Parameter -> its group."""
+        return {name: group for group in self.groups for name in group.parameters}
+
+    @property
+    def weights(self) -> dict[str, Entry]:
+        """Name -> entry, of all tensors of the model."""
+        return {entry.parameter: entry for entry in self.entries if entry.state in (MASTER, BUFFER)}
+
+    def cast_weights(self, dtype: torch.dtype | None) -> list[Entry]:
+        """Return the entries, with masters of floats in another dtype; None: as they are."""
+        return [
+            entry.cast(dtype)
+            if dtype is not None and entry.state == MASTER and entry.dtype.is_floating_point
+            else entry
+            for entry in self.entries
+        ]
+
+
+def merge(sources: Sequence[Contents]) -> Contents:
+    """Return what several sources hold together.
+
+    Raises:
+        CheckpointError: a name occurs twice, the sources are of different steps, or an optimizer
+            state has no param group.
+    """
+    entries = list(chain.from_iterable(source.entries for source in sources))
+    groups = list(chain.from_iterable(source.groups for source in sources))
+    _refuse_twice((entry.key for entry in entries), lambda key: f"{key[1]} of {key[0]!r}")
+    _refuse_twice(
+        chain.from_iterable(g.parameters for g in groups), lambda name: f"group of {name!r}"
+    )
+    steps = {source.step for source in sources} - {None}
+    if len(steps) > 1:
+        raise CheckpointError(f"the sources are of different steps, {sorted(map(str, steps))}")
+    merged = Contents(
+        source=" and ".join(dict.fromkeys(source.source for source in sources)),
+        entries=entries,
+        groups=groups,
+        scalars=_joined("scalars", [source.scalars for source in sources]),
+        values=_joined("value", [source.values for source in sources]),
+        aliases=_joined("name", [source.aliases for source in sources]),
+        dtypes=_joined("dtype", [source.dtypes for source in sources]),
+        step=next(iter(steps), None),
+        extra=next((source.extra for source in sources if source.extra is not None), None),
+        notes=list(chain.from_iterable(source.notes for source in sources)),
+        lost=list(chain.from_iterable(source.lost for source in sources)),
+    )
+    return _classified(merged)
+
+
+def _classified(contents: Contents) -> Contents:
+    """Make tensors of the model that no group has buffers, if there are groups.
+
+    Raises:
+        CheckpointError: a state has no group.
+    """
+    grouped = contents.grouped
+    states = [entry for entry in contents.entries if entry.state not in (MASTER, BUFFER)]
+    stray = [entry for entry in states if entry.parameter not in grouped]
+    if stray:
+        raise CheckpointError(
+            f"{stray[0].state} of {stray[0].parameter!r} ({len(stray)} such tensors) belongs to "
+            "no param group of the source: leave it out with --exclude, or convert --only model"
+        )
+    if not grouped:
+        return contents
+    return replace(
+        contents,
+        entries=[
+            replace(entry, state=BUFFER)
+            if entry.state == MASTER and entry.parameter not in grouped
+            else entry
+            for entry in contents.entries
+        ],
+    )
+
+
+def _refuse_twice(keys: Iterable[Any], text: Any) -> None:
+    seen = set()
+    for key in keys:
+        if key in seen:
+            raise CheckpointError(
+                f"the sources have the {text(key)} twice: name every part of the checkpoint once"
+            )
+        seen.add(key)
+
+
+def _joined(what: str, mappings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    _refuse_twice(chain.from_iterable(mappings), lambda name: f"{what} of {name!r}")
+    return {name: value for mapping in mappings for name, value in mapping.items()}

@@ -1,0 +1,121 @@
+"""Conventions of Muon's momentum: which one a source has, and the change to the running average."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tierstore.convert.contents import AVERAGE, HEAVY_BALL, Contents, Group
+from tierstore.convert.entries import Entry
+from tierstore.errors import CheckpointError
+from tierstore.layout.chunks import Chunk
+
+MOMENTUM = "momentum_buffer"
+
+
+def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -> str | None:
+    """Return the convention that the keys of a param group tell.
+
+    Args:
+        hyperparameters: of the group, under the names that its optimizer has.
+        states: the names of the states of its parameters, likewise.
+
+    Returns:
+        AVERAGE also for groups without Muon's momentum; None if the keys do not tell.
+    """
+    keys = hyperparameters.keys()
+    if MOMENTUM not in states or "dampening" in keys:  # The latter is SGD.
+        return AVERAGE
+    if "algorithm" in keys or "adjust_lr_fn" in keys:  # muon.Muon, torch.optim.Muon.
+        return AVERAGE
+    if "adamw_betas" in keys:  # Moonlight, Motif.
+        return HEAVY_BALL
+    if keys - {"params"} == {"lr", "momentum", "weight_decay", "use_muon"}:  # KellerJordan.
+        return AVERAGE
+    return None
+
+
+_OTHER_NAMES = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
+_OF_MUON = ("momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps")
+
+
+def standard_hyperparameters(
+    group: Mapping[str, Any], *, is_muon: bool | None, convention: str | None
+) -> dict[str, Any]:
+    """Return the hyperparameters of a group under the names of torch.optim.
+
+    Args:
+        group: as its optimizer has it.
+        is_muon: whether its parameters are Muon's, in an optimizer that has others, too.
+        convention: of its momentum, which tells the rule for the learning rate.
+    """
+    left_out = ["params", "param_names", "names", "use_muon"]
+    if is_muon is not None:
+        left_out += _OF_MUON[3:] if is_muon else _OF_MUON[:3]
+    found = {_OTHER_NAMES.get(k, k): v for k, v in group.items() if k not in left_out}
+    if is_muon is not None:
+        found["algorithm"] = "muon" if is_muon else "adamw"
+    if is_muon:
+        found["adjust_lr_fn"] = "match_rms_adamw" if convention == HEAVY_BALL else "original"
+    return found
+
+
+def as_average(contents: Contents, given: str | None) -> Contents:
+    """Return contents with momentum as a running average.
+
+    Args:
+        contents: the contents.
+        given: the convention of the source, if no file tells; it has precedence.
+
+    Raises:
+        CheckpointError: the convention is not known.
+    """
+    groups = {
+        name: replace(group, momentum_convention=given or group.momentum_convention)
+        for name, group in contents.grouped.items()
+    }
+    entries: list[Entry] = []
+    changed = 0
+    for entry in contents.entries:
+        group = groups.get(entry.parameter)
+        if entry.state != MOMENTUM or group is None or "dampening" in group.hyperparameters:
+            entries.append(entry)
+        elif group.momentum_convention is None:
+            raise CheckpointError(
+                f"the source does not tell whether {MOMENTUM} of {entry.parameter!r} is a running "
+                "average (torch.optim, KellerJordan since 2024-12, DeepSpeed) or a heavy ball "
+                "(Moonlight, Motif): pass --momentum-convention average or heavy-ball"
+            )
+        elif group.momentum_convention == HEAVY_BALL:
+            entries.append(_scaled(entry, 1.0 - _momentum(group)))
+            changed += 1
+        else:
+            entries.append(entry)
+    notes = list(contents.notes)
+    if changed:
+        notes.append(
+            f"{MOMENTUM} of {changed} parameters was a heavy ball and is now a running average: it "
+            "was multiplied by 1 - momentum"
+        )
+    return replace(contents, entries=entries, notes=notes)
+
+
+def _momentum(group: Group) -> float:
+    momentum = group.hyperparameters.get("momentum")
+    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise CheckpointError(
+            f"the group of {group.parameters[0]!r} has momentum {momentum!r}: a heavy ball becomes "
+            "a running average only with a momentum in [0, 1)"
+        )
+    return float(momentum)
+
+
+def _scaled(entry: Entry, factor: float) -> Entry:
+    def read(chunk: Chunk, target: torch.Tensor) -> None:
+        entry.read(chunk, target)
+        target.mul_(factor)
+
+    return replace(entry, read=read)

@@ -1,0 +1,311 @@
+"""Format "torch", read: files of torch.save with a model, optimizers, or both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstore.checkpoint.model_contents import plain_names
+from tierstore.convert.contents import Contents, Group
+from tierstore.convert.conventions import convention_of, standard_hyperparameters
+from tierstore.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
+from tierstore.convert.options import Reading
+from tierstore.convert.torch_names import match_names
+from tierstore.errors import CheckpointError
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.torch_archive import StoredTensor, Unread, read_torch_file
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.parameters import MASTER
+from tierstore.run import tagged_json
+from tierstore.units import format_bytes
+
+TIERSTORE = "tierstore"
+"""Key of the step and extra in a file that tierstore wrote."""
+BY_ALGORITHM = "optimizers"
+"""Key of the state dicts by algorithm, which have the tensors of "optimizer"."""
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
+_RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # Moonlight, Motif.
+_STRIDED_BYTES_MAX = 256 * 2**20
+_DEPTH_MAX = 50
+_SMALL_NUMEL_MAX = 1024
+
+
+def recognizes(path: Path) -> bool:
+    """Return whether a path is a file with the suffix of torch.save."""
+    return path.is_file() and path.suffix in _SUFFIXES
+
+
+def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
+    """Read files together: a model and its optimizer may be in two.
+
+    Raises:
+        CorruptionError: a file is damaged, or was not written by torch.save.
+        CheckpointError: a file has nothing to convert, or parameters without names.
+    """
+    found = _Found()
+    for given in paths:
+        path = given.resolve()  # A link that the user names is followed, others are not.
+        reader = Reader(path.parent, reading.on_progress)
+        value = read_torch_file(reader, path.name, check=reading.check)
+        file = StoredFile(reader, path.name)
+        found.take(_Value(file, value), str(given))
+    return [found.contents()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value, and the file that its tensors are in."""
+
+    file: StoredFile
+    value: Any
+
+
+@dataclass(slots=True)
+class _Found:
+    """What some files hold."""
+
+    models: list[_Value] = field(default_factory=list)
+    optimizers: list[_Value] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    step: int | None = None
+    extra: Any = None
+
+    def take(self, held: _Value, where: str) -> None:
+        """Sort what one file holds."""
+        file, value = held.file, held.value
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{where} holds neither a state dict nor a dict of them")
+        if _is_optimizer(value):
+            self.optimizers.append(held)
+            return
+        parts = {key: part for key, part in value.items() if _is_model(part)}
+        optimizers = {key: list(_optimizers_in(part)) for key, part in value.items()}
+        if not parts and not any(optimizers.values()):
+            if not _is_model(value):
+                raise CheckpointError(f"{where} holds neither a model nor an optimizer")
+            self.models.append(held)
+            return
+        known = [key for key in _MODEL_KEYS if key in parts] or list(parts)
+        if len(parts) > 1 and len(known) > 1 and known[0] not in _MODEL_KEYS:
+            raise CheckpointError(f"{where} holds several models, {known}: save one of them")
+        ours = value.get(TIERSTORE)
+        for key, part in value.items():
+            if key in known[:1]:
+                self.models.append(_Value(file, part))
+            elif optimizers[key]:
+                if not (ours and key == BY_ALGORITHM):
+                    self.optimizers += [_Value(file, one) for one in optimizers[key]]
+            elif key == TIERSTORE and isinstance(part, dict):
+                self.step = part.get("step")
+                self.extra = tagged_json.decode(json.loads(part.get("extra", "null")))
+            else:
+                self.lost.append(f"{key!r} is not carried: neither the model nor an optimizer")
+
+    def contents(self) -> Contents:
+        """Return the contents of all files together."""
+        model = _model(self.models)
+        groups = [
+            (held.file, held.value["state"], group)
+            for held in self.optimizers
+            for group in held.value["param_groups"]
+        ]
+        names = _names(groups, model)
+        entries = list(model.entries)
+        found: list[Group] = []
+        scalars: dict[str, dict[str, float]] = {}
+        lost = [*model.lost, *self.lost]
+        for (file, state, group), members in zip(groups, names, strict=True):
+            states = {
+                name: dict(state.get(number, {}))
+                for name, number in zip(members, group["params"], strict=True)
+            }
+            for key in [key for key, value in group.items() if not _is_hyperparameter(value)]:
+                lost.append(f"{key!r} of a param group is not carried: it has unknown objects")
+            group = {k: _small(file, v) for k, v in group.items() if _is_hyperparameter(v)}
+            found += _groups(group, states)
+            for name, values in states.items():
+                numbers = {}
+                for key, value in values.items():
+                    if key == "step" and isinstance(value, StoredTensor):
+                        numbers[key] = float(_small(file, value))
+                    elif isinstance(value, StoredTensor):
+                        entries.append(tensor_entry(file, name, str(_RENAMED.get(key, key)), value))
+                    elif isinstance(value, int | float) and key != "use_muon":
+                        numbers[key] = float(value)
+                    elif value is not None and key != "use_muon":
+                        lost.append(
+                            f"{key!r} of {name!r} is not carried: neither tensor nor number"
+                        )
+                if numbers:
+                    scalars[name] = numbers
+        return replace(
+            model,
+            entries=entries,
+            groups=found,
+            scalars=scalars,
+            step=self.step,
+            extra=self.extra,
+            lost=lost,
+        )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("state"), dict)
+        and isinstance(value.get("param_groups"), list)
+        and all(
+            isinstance(g, dict) and isinstance(g.get("params"), list) for g in value["param_groups"]
+        )
+    )
+
+
+def _is_model(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and not _is_optimizer(value)
+        and all(isinstance(key, str) for key in value)
+        and any(isinstance(item, StoredTensor) for item in value.values())
+    )
+
+
+def _optimizers_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the state dicts of optimizers that a value is, or has as items."""
+    if _is_optimizer(value):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        items = list(value.values() if isinstance(value, dict) else value)
+        if items and all(map(_is_optimizer, items)):
+            yield from items
+
+
+def _model(models: Sequence[_Value]) -> Contents:
+    """Return the contents of models; a tied tensor is the first of its names."""
+    entries: list[Entry] = []
+    values: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    lost: list[str] = []
+    for held in models:
+        first: dict[Any, str] = {}
+        for key, name in plain_names(held.value).items():
+            value = held.value[key]
+            if not isinstance(value, StoredTensor):
+                if _holds_only_plain(value):
+                    values[name] = value
+                else:
+                    lost.append(f"{name!r} is not carried: it has objects of unknown classes")
+            elif math.prod(value.shape) and first.setdefault(value, name) != name:
+                aliases[name] = first[value]
+            else:
+                entries.append(tensor_entry(held.file, str(name), MASTER, value))
+    return Contents(source="torch", entries=entries, values=values, aliases=aliases, lost=lost)
+
+
+def _names(groups: Sequence[tuple[StoredFile, Any, Any]], model: Contents) -> list[list[str]]:
+    """Return the names of the parameters of each group."""
+    named: list[list[str]] = []
+    shapes: list[list[tuple[int, ...] | None]] = []
+    for _, state, group in groups:
+        given = group.get("param_names")
+        if all(isinstance(number, str) for number in group["params"]):
+            given = group["params"]
+        if isinstance(given, list) and len(given) == len(group["params"]):
+            named.append([str(name) for name in given])
+        else:
+            shapes.append([_shape(state.get(number, {})) for number in group["params"]])
+    if shapes and named:
+        raise CheckpointError("some param groups have names of parameters, and others do not")
+    if named:
+        flat = [name for names in named for name in names]
+        if len(set(flat)) < len(flat):
+            raise CheckpointError("two parameters of the optimizers have one name")
+        plain = plain_names(flat)
+        return [[plain[name] for name in names] for names in named]
+    tensors = [
+        (entry.parameter, entry.shape)
+        for entry in model.entries
+        if entry.dtype.is_floating_point or entry.dtype.is_complex
+    ]
+    return match_names(shapes, tensors) if shapes else []
+
+
+def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    shapes = [value.shape for value in state.values() if isinstance(value, StoredTensor)]
+    return max(shapes, key=len, default=None)
+
+
+def _groups(group: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> list[Group]:
+    """Return a group, in two if a group of Moonlight has parameters of Muon and AdamW."""
+    flags = {name: state.get("use_muon", group.get("use_muon")) for name, state in states.items()}
+    found = []
+    for flag in dict.fromkeys(flags.values()) or [group.get("use_muon")]:
+        members = [name for name in states if flags[name] == flag]
+        keys = {key for name in members for key in states[name]}
+        convention = convention_of(group, keys)
+        is_muon = flag if isinstance(flag, bool) else None
+        values = standard_hyperparameters(group, is_muon=is_muon, convention=convention)
+        found.append(
+            Group(hyperparameters=values, parameters=members, momentum_convention=convention)
+        )
+    return found
+
+
+def _small(file: StoredFile, value: Any) -> Any:
+    """Return a hyperparameter, or a number of a state, with its tensor in memory."""
+    if not isinstance(value, StoredTensor):
+        return value
+    if math.prod(value.shape) > _SMALL_NUMEL_MAX:
+        raise CheckpointError(f"{file.path}: a hyperparameter has shape {list(value.shape)}")
+    tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    tensor_entry(file, "", "", value).read(Chunk((0,) * tensor.ndim, value.shape), tensor)
+    return tensor
+
+
+def _is_hyperparameter(value: Any) -> bool:
+    return isinstance(value, StoredTensor) or _holds_only_plain(value)
+
+
+def _holds_only_plain(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, dict | list | tuple | set):
+        items = value.values() if isinstance(value, dict) else value
+        return depth < _DEPTH_MAX and all(_holds_only_plain(item, depth + 1) for item in items)
+    return not isinstance(value, Unread | StoredTensor)
+
+
+def tensor_entry(file: StoredFile, name: str, state: str, tensor: StoredTensor) -> Entry:
+    """Return the entry of a tensor in a file of torch.save."""
+    whole = Chunk((0,) * len(tensor.shape), tensor.shape)
+    strides = [math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape))]
+    inner = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if all(tensor.strides[d] == strides[d] for d in inner) or not math.prod(tensor.shape):
+        read = read_stored(tensor.dtype, [StoredChunk(whole, file, tensor.offset)])
+    else:
+        read = _read_strided(file, name, tensor)
+    return Entry(parameter=name, state=state, dtype=tensor.dtype, shape=tensor.shape, read=read)
+
+
+def _read_strided(file: StoredFile, name: str, tensor: StoredTensor) -> Read:
+    """Return the function that reads a tensor in another order, such as a transpose."""
+    sizes = zip(tensor.shape, tensor.strides, strict=True)
+    nbytes = (1 + sum((size - 1) * step for size, step in sizes)) * tensor.dtype.itemsize
+    if nbytes > _STRIDED_BYTES_MAX:
+        raise CheckpointError(
+            f"{name!r} is a tensor of {format_bytes(nbytes)} that is not contiguous in "
+            f"{file.path}: save tensor.contiguous()"
+        )
+
+    def read(chunk: Chunk, target: torch.Tensor) -> None:
+        numel = nbytes // tensor.dtype.itemsize
+        data = torch.empty(numel, dtype=tensor.dtype, device="cpu")
+        file.read_into(data.view(torch.uint8).numpy().data, tensor.offset)
+        target.copy_(chunk.select(data.as_strided(tensor.shape, tensor.strides)))
+
+    return read

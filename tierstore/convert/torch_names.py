@@ -1,0 +1,68 @@
+"""Names of the parameters of an optimizer whose state dict has only numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierstore.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+_POSITIONS_MAX = 4096
+
+_ADVICE = (
+    "save the optimizer with names, as torch.optim.AdamW(model.named_parameters()) does, or with "
+    "torch.distributed.checkpoint.state_dict"
+)
+
+
+def match_names(
+    groups: Sequence[Sequence[Shape | None]], tensors: Sequence[tuple[str, Shape]]
+) -> list[list[str]]:
+    """Return the names of the parameters of each group.
+
+    A program adds parameters to groups in the order of the model, so a group is a subsequence of
+    the model in which all shapes fit. Only an assignment that is the only one is returned.
+
+    Args:
+        groups: the shapes of the parameters of each group, None where no state tells.
+        tensors: name and shape of the tensors of the model, in order, tied ones once.
+
+    Raises:
+        CheckpointError: no assignment fits, or several do.
+    """
+    wanted = sum(map(len, groups))
+    # Position in each group -> number of ways to get there, and the choices of one of them.
+    ways: dict[tuple[int, ...], tuple[int, tuple[object, ...] | None]] = {
+        (0,) * len(groups): (1, None)
+    }
+    for index, (name, shape) in enumerate(tensors):
+        rest = len(tensors) - index - 1
+        following: dict[tuple[int, ...], tuple[int, tuple[object, ...] | None]] = {}
+        for positions, (count, choices) in ways.items():
+            steps = [(positions, choices)]  # The tensor is a buffer, or frozen.
+            for number, group in enumerate(groups):
+                at = positions[number]
+                if at < len(group) and group[at] in (None, shape):
+                    after = (*positions[:number], at + 1, *positions[number + 1 :])
+                    steps.append((after, (choices, number, name)))
+            for after, chosen in steps:
+                if wanted - sum(after) <= rest:
+                    before, _ = following.get(after, (0, None))
+                    following[after] = (before + count, chosen)
+        ways = following
+        if len(ways) > _POSITIONS_MAX:
+            raise CheckpointError(f"the parameters of the optimizer have no names: {_ADVICE}")
+    count, choices = ways.get(tuple(map(len, groups)), (0, None))
+    if count != 1:
+        problem = "fit no tensors" if count == 0 else "fit tensors in several ways"
+        raise CheckpointError(
+            f"the {wanted} parameters of the optimizer have no names, and by their shapes they "
+            f"{problem} of the model: {_ADVICE}"
+        )
+    found: list[list[str]] = [[] for _ in groups]
+    link: object = choices
+    while isinstance(link, tuple):
+        link, number, name = link
+        found[number].insert(0, name)
+    return found

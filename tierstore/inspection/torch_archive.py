@@ -1,0 +1,295 @@
+"""Reading of files that torch.save wrote, without running anything of them.
+
+A file is a zip archive with a pickle and the raw elements of storages. The pickle is run by a
+restricted unpickler: tensors become places in the file, and objects of unknown classes become
+inert stand-ins.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tierstore.errors import CorruptionError
+from tierstore.inspection.reader import File, Reader
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
+from tierstore.units import format_bytes
+
+_READ_BYTES = 2**20
+_HASHABLE = (str, int, float, bool, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file: a strided view of the elements of one storage."""
+
+    offset: int
+    """The byte of the file at which its first element is."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Python attributes that were saved with it."""
+
+
+@dataclass(slots=True)
+class Unread:
+    """Stands for an object of a class that is not read."""
+
+    name: str
+    """The module and name of the class."""
+    arguments: Any = ()
+    """The arguments of what would make it."""
+    state: Any = None
+    """Its attributes."""
+
+    def get(self, key: str) -> Any:
+        """Return an attribute; None if the file has none of this name."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A storage of the archive."""
+
+    start: int
+    nbytes: int
+    dtype: torch.dtype | None
+
+
+def read_torch_file(reader: Reader, name: str, *, check: bool) -> Any:
+    """Return what a file holds: plain values, StoredTensor and Unread.
+
+    Args:
+        reader: of the directory.
+        name: the file.
+        check: whether to read all data and compare it with the checksums of torch.save.
+
+    Raises:
+        CorruptionError: it is damaged, or not a file of torch.save.
+        CheckpointError, OSError: as in Reader.open().
+    """
+    try:
+        with reader.open(name) as file:
+            return _read_whole(file, check=check)
+    except CorruptionError as error:
+        raise CorruptionError(f"{reader.root / name}: {error}") from error
+
+
+def _read_whole(file: File, *, check: bool) -> Any:
+    try:
+        return _read(file, check=check)
+    except CorruptionError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise CorruptionError(
+            f"is not what torch.save wrote since version 1.6 ({error}): load it with torch.load "
+            "and save it again, if you trust it"
+        ) from error
+    except Exception as error:  # Damage can make a pickle or an archive raise anything.
+        raise CorruptionError(f"cannot be read: {type(error).__name__}") from error
+
+
+def _read(file: File, *, check: bool) -> Any:
+    with file.stream() as stream, zipfile.ZipFile(stream) as archive:
+        members = {entry.filename: entry for entry in archive.infolist()}
+        if len(members) != len(archive.infolist()):
+            raise CorruptionError("has two members of one name")
+        (pickled,) = (key for key in members if key.endswith("/data.pkl") or key == "data.pkl")
+        prefix = pickled.removesuffix("data.pkl")
+        places: dict[str, tuple[int, int]] = {}
+        for key, entry in members.items():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise CorruptionError("is compressed, which torch.save never does")
+            if key.startswith(f"{prefix}data/"):
+                start = _start(file, entry)
+                if start + entry.file_size > file.nbytes:
+                    raise CorruptionError(f"ends before its member {key!r} does")
+                places[key.removeprefix(f"{prefix}data/")] = start, entry.file_size
+                file.reader.expect(entry.file_size if check else 0)
+        order = members.get(f"{prefix}byteorder")
+        if order is not None and archive.read(order) != sys.byteorder.encode():
+            raise CorruptionError("has another byte order than this machine")
+        has_checksums = any(entry.CRC for entry in members.values())
+        for entry in members.values() if has_checksums and check else ():
+            with archive.open(entry) as member:  # Raises BadZipFile if a checksum differs.
+                while piece := member.read(_READ_BYTES):
+                    file.reader.advance(len(piece) if "/data/" in entry.filename else 0)
+        if members[pickled].file_size > WHOLE_FILE_BYTES_MAX:
+            raise CorruptionError(f"has a pickle of {format_bytes(members[pickled].file_size)}")
+        with archive.open(members[pickled]) as member:
+            return _Unpickler(member, places).load()
+
+
+def _start(file: File, entry: zipfile.ZipInfo) -> int:
+    """Return the byte at which the data of a member begins."""
+    header = file.read(entry.header_offset, 30)
+    if header[:4] != b"PK\3\4":
+        raise CorruptionError("has a member without a header")
+    # Name and extra field may be longer in front of the data than in the list of members.
+    return entry.header_offset + 30 + int(sum(struct.unpack("<HH", header[26:30])))
+
+
+class _Class:
+    """A class or function that a pickle names and that is not known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None
+) -> StoredTensor:
+    """Return a view of a storage, after checking that it lies within."""
+    dtype = dtype or storage.dtype
+    numbers = (offset, *shape, *strides)
+    if (
+        type(storage) is not _Storage
+        or type(dtype) is not torch.dtype
+        or len(shape) != len(strides)
+        or len(shape) > 64
+        or not all(type(number) is int and 0 <= number < 2**62 for number in numbers)
+    ):
+        raise CorruptionError("has a tensor that is not one")
+    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    if all(shape) and (last + 1) * dtype.itemsize > storage.nbytes:
+        raise CorruptionError("has a tensor that does not lie within its storage")
+    start = storage.start + offset * dtype.itemsize
+    return StoredTensor(start, dtype, tuple(shape), tuple(strides))
+
+
+def _parameter(data: Any, *rest: Any) -> Any:
+    return data
+
+
+# What a pickle may call: function -> what is called instead.
+_FUNCTIONS: dict[str, Any] = {
+    "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, *rest: _tensor(s, o, n, t, None),
+    "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, g, h, d, *rest: _tensor(s, o, n, t, d),
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "collections.OrderedDict": lambda *pairs: OrderedDict(*pairs),
+    "torch.Size": lambda sizes=(): tuple(sizes),
+    "torch.device": lambda *parts: ":".join(map(str, parts)),
+    "builtins.set": lambda items=(): set(items),
+    "__builtin__.set": lambda items=(): set(items),
+    "_codecs.encode": lambda text, encoding: text.encode("latin1"),
+}
+
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+
+_STORAGES = {
+    f"torch.{prefix}Storage": dtype
+    for prefix, dtype in {
+        **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16},
+        **{"BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32},
+        **{"Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool},
+        **{"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
+    }.items()
+}
+
+# The unpickler in C allocates memory up to any index in the file; this one, in Python, does not.
+_Stock: Any = pickle._Unpickler
+
+
+class _Unpickler(_Stock):  # type: ignore[misc]
+    """Python's unpickler without any class or function but those above."""
+
+    def __init__(self, stream: Any, places: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(stream, encoding="utf-8")
+        self._places = places
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        return _Class(full)
+
+    def persistent_load(self, identity: Any) -> Any:
+        kind, storage, key, *_ = identity
+        start, nbytes = self._places[key]
+        if kind != "storage" or type(storage) is not _Class:
+            raise CorruptionError("has a storage that is not one")
+        return _Storage(start, nbytes, _STORAGES.get(storage.name))
+
+    def get_extension(self, code: int) -> None:
+        raise CorruptionError("names a class by number, which torch.save never does")
+
+    def _make(self, function: Any, arguments: Any) -> Any:
+        if type(function) is not _Class:
+            raise CorruptionError("calls something that is not a function")
+        known = _FUNCTIONS.get(function.name)
+        if function.name == _WITH_ATTRIBUTES:
+            maker, _, inner, state = arguments
+            made = self._make(maker, inner)
+            return replace(made, attributes=state) if type(state) is dict else made
+        return Unread(function.name, arguments) if known is None else known(*arguments)
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], arguments)
+
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], arguments)
+
+    def load_newobj_ex(self) -> None:
+        self.stack.pop()
+        self.load_newobj()
+
+    def load_inst(self) -> None:
+        raise CorruptionError("is of a version of pickle that torch.save never writes")
+
+    load_obj = load_inst
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if type(self.stack[-1]) is Unread:  # Other attributes are those of a state dict, say.
+            self.stack[-1].state = state
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        if type(self.stack[-1]) is list:
+            self.stack[-1].append(value)
+
+    def load_appends(self) -> None:
+        items = self.pop_mark()
+        if type(self.stack[-1]) is list:
+            self.stack[-1].extend(items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            parts = key if type(key) is tuple else (key,)
+            if not all(type(part) in _HASHABLE for part in parts):
+                raise CorruptionError("has a key of a strange kind")
+            if type(target) in (dict, OrderedDict):
+                if key in target:
+                    raise CorruptionError(f"has the key {key!r:.80} twice")
+                target[key] = value
+
+
+# Without an instruction that allocates any number of bytes, and those of out-of-band buffers.
+_REFUSED = ("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER")
+_Unpickler.dispatch = {
+    code: getattr(_Unpickler, load.__name__)
+    for code, load in _Stock.dispatch.items()
+    if code not in [getattr(pickle, name)[0] for name in _REFUSED]
+}
