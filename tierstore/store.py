@@ -726,8 +726,8 @@ class TierStore:
 
         Args:
             checkpoint: begin a new run from this checkpoint instead: one that tierstore
-                published, or any DCP checkpoint of a model and its optimizer. It is checked
-                first.
+                published, or any DCP checkpoint of a model and its optimizer, or of a model
+                alone, with which states are zeros and the step is 0. It is checked first.
             check: called with the step and its ``extra`` before anything is changed; raises
                 ValueError if the program cannot continue from there.
 

@@ -123,15 +123,19 @@ def test_another_model(make: Callable[[Path], Toy], message: str, tmp_path: Path
     toy.store.close()
 
 
-def test_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
-    """Missing states are not invented; DCP can load the model alone."""
-    reference = Reference("layers")
-    dcp.save(
-        {"model": reference.model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True
-    )
+@pytest.mark.parametrize("lacks", ["hidden.bias.exp_avg_sq", "hidden.weight.momentum_buffer"])
+def test_an_optimizer_that_lacks_a_state(lacks: str, tmp_path: Path) -> None:
+    """Missing states are invented only where a checkpoint has no optimizer at all."""
+    reference = Reference().train(1)
+    state = {
+        "model": reference.model.state_dict(),
+        "optimizer": reference.optimizer_state(flat=True),
+    }
+    del state["optimizer"][f"state.{lacks}"]
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     ours = Ours(tmp_path / "run")
     before = ours.state()["model"]
-    with pytest.raises(tierstore.CheckpointError, match=r"no tensor 'optimizer\.state"):
+    with pytest.raises(tierstore.CheckpointError, match=f"no tensor 'optimizer.state.{lacks}'"):
         ours.optimizer.restore(checkpoint=tmp_path / "stock")
     assert_equal(ours.state()["model"], before)
     ours.store.close()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import tierstore
 from tests.support.commands import call
 from tests.support.conversions import no_trace
-from tests.support.published import Reference, assert_equal, save_with_dcp, tensors_in
+from tests.support.published import Ours, Reference, assert_equal, save_with_dcp, tensors_in
 from tierstore.convert.convert import convert
 
 
@@ -64,6 +64,54 @@ def test_round_trip(shard_size: int | None, tmp_path: Path) -> None:
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights().values())
     convert(out, tmp_path / "again.pt", to="torch")
     assert_same(torch.load(tmp_path / "again.pt")["model"], weights())
+
+
+@pytest.mark.parametrize("shard_size", [None, "2KiB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_begin_a_run(
+    dtype: torch.dtype,
+    shard_size: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Masters are the weights of the files, whatever the dtype of the model."""
+    reference = Reference().train(1)
+    torch.save(reference.model.state_dict(), tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "in", to="safetensors", shard_size=shard_size)
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) == (1 if shard_size is None else 5)
+    convert(tmp_path / "in", tmp_path / "weights", to="dcp")
+    ours = Ours(tmp_path / "run", seed=7, dtype=dtype)
+    with caplog.at_level("WARNING", "tierstore"):
+        assert ours.optimizer.restore(checkpoint=tmp_path / "weights", expected_step=0) == 0
+    assert "has no optimizer: the run begins at step 0 with its weights" in caplog.text
+    expected = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
+    assert_equal(
+        {n: p.detach() for n, p in ours.model.named_parameters()},
+        {n: p.to(dtype) for n, p in expected.items()},
+    )
+    for name, states in ours.store.read_states().items():
+        master = states.pop("master", expected[name])
+        assert torch.equal(master, expected[name])
+        assert states
+        assert not any(state.any() for state in states.values())
+    assert ours.optimizer.param_groups[1]["betas"] == (0.8, 0.95)
+    ours.store.close()
+    resumed = Ours(tmp_path / "run", seed=8, dtype=dtype, resume=True)
+    assert resumed.optimizer.restore() == 0
+    if dtype == torch.float32:
+        fresh = Reference(model=reference.model).train(2, 3)
+        resumed.model.load_state_dict({"mean": reference.model.state_dict()["mean"]}, strict=False)
+        assert_equal(dict(resumed.train(2, 3).model.state_dict()), fresh.model_state())
+    resumed.store.close()
+
+
+def test_weights_alone_are_no_run(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "in.safetensors")
+    arguments = ("convert", tmp_path / "in.safetensors", tmp_path / "run", "--to", "tierstore")
+    with no_trace(tmp_path):
+        code, _, error = call(*arguments)
+    assert (code, "convert it with --to dcp" in error) == (2, True)
+    assert "restore(checkpoint=DST)" in error
 
 
 def test_what_is_not_carried_is_named(tmp_path: Path) -> None:

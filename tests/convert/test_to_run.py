@@ -15,6 +15,7 @@ from tests.rank_programs.checkpoints import EXTRA, Job
 from tests.support.conversions import no_trace
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp, tensors_in
 from tests.support.rank_pool import RankPool
+from tests.support.stock_reader import make_model
 from tierstore.convert import tierstore_writer
 from tierstore.convert.convert import convert
 from tierstore.inspection.verify import verify
@@ -106,6 +107,25 @@ def test_run_on_other_ranks(pool: RankPool, tmp_path: Path) -> None:
     for name in ("one", "whole"):
         convert(tmp_path / name, tmp_path / f"{name} dcp", to="dcp")
     assert_equal(tensors_in(tmp_path / "one dcp"), tensors_in(tmp_path / "whole dcp"))
+
+
+def test_weights_alone_on_several_ranks(pool: RankPool, tmp_path: Path) -> None:
+    """Two ranks begin from weights alone as one rank does from the model that has them."""
+    torch.save(make_model("layers", 5).state_dict(), tmp_path / "weights.pt")
+    convert(tmp_path / "weights.pt", tmp_path / "weights", to="dcp")
+    begun = Job(
+        run=tmp_path / "two",
+        layout="rows",
+        steps=(1, 2),
+        awkward=False,
+        begin_from=tmp_path / "weights",
+    )
+    assert [step for step, _ in pool.run(2, WORK, begun)] == [0, 0]
+    whole = Job(run=tmp_path / "one", layout="copies", steps=(1, 2), awkward=False, seed=5)
+    pool.run(1, WORK, whole)
+    for name in ("one", "two"):
+        convert(tmp_path / name, tmp_path / f"{name} dcp", to="dcp")
+    assert_equal(tensors_in(tmp_path / "two dcp"), tensors_in(tmp_path / "one dcp"))
 
 
 def test_dtype_of_the_parameters(tmp_path: Path) -> None:

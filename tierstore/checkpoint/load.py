@@ -23,7 +23,8 @@ class CheckpointSource:
 
     The keys of a parameter are ``model.<name>`` or ``<name>``, or the prefix with which
     tierstore published it; the keys of its states are ``optimizer.state.<name>.<state>``.
-    Hyperparameters are found by parameter or by group.
+    Hyperparameters are found by parameter or by group. A checkpoint of weights alone gives states
+    of zeros, the step 0 and no hyperparameters.
 
     Args:
         path: the directory.
@@ -52,15 +53,20 @@ class CheckpointSource:
         if contents.commits:
             values = CommittedValues(self._entries, contents.commits[0])
         self._model_prefixes = values.model_prefixes
+        self.is_weights_alone = not contents.commits and not any(
+            key.startswith("optimizer") for key in self._entries.keys
+        )
         specs = [parameter.spec for group in groups for parameter in group.parameters]
         self._names = self._names_of([spec.name for spec in specs])
         self._keys = {
             (spec.name, state): self._key(spec, state)
             for spec in specs
-            for state, _ in spec.all_states
+            for state, _ in ([(MASTER, None)] if self.is_weights_alone else spec.all_states)
         }
         self.scalars = {
-            name: {scalar: values.scalar(self._names[name], scalar) for scalar in wanted}
+            name: dict.fromkeys(wanted, 0.0)
+            if self.is_weights_alone
+            else {scalar: values.scalar(self._names[name], scalar) for scalar in wanted}
             for name, wanted in scalars.items()
         }
         self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
@@ -74,8 +80,11 @@ class CheckpointSource:
         for shard in page.shards:
             for chunk in shard.chunks:
                 for state, _ in shard.spec.all_states:
-                    key = self._keys[shard.spec.name, state]
-                    parts += self._entries.parts(key, chunk.chunk, chunk.state(state))
+                    key = self._keys.get((shard.spec.name, state))
+                    if key is None:
+                        chunk.state(state).zero_()
+                    else:
+                        parts += self._entries.parts(key, chunk.chunk, chunk.state(state))
         self._entries.read(parts)
         page.write_parameters()
 

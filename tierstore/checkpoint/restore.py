@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from tierstore.run.manifest import Manifest
 from tierstore.run.page_files import check_files, check_same_model
 from tierstore.run.recovery import recover
 from tierstore.run.usability import Usability
+
+logger = logging.getLogger("tierstore")
 
 
 class Restore:
@@ -140,6 +143,12 @@ class Restore:
             return source
 
         source = together(self._ranks, "check a checkpoint", checked_source)
+        if source.is_weights_alone and self._ranks.rank == 0:
+            logger.warning(
+                "the checkpoint %s has no optimizer: the run begins at step 0 with its weights, "
+                "states of zeros, and the hyperparameters of this program",
+                checkpoint,
+            )
         with self._usability.failing(interrupts=True):
             committer.step = source.step
             write_pages(self._table, source.fill, source.scalars)

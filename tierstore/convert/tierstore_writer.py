@@ -61,8 +61,8 @@ class Writer:
     def __init__(self, contents: Contents, options: Options) -> None:
         if not contents.groups:
             raise CheckpointError(
-                "the source has no optimizer, and a run is the state of one: convert the weights "
-                "to dcp, torch or safetensors, load them into the model, and begin a new run"
+                "the source has no optimizer, and a run has the param groups of one: convert it "
+                "with --to dcp, and restore(checkpoint=DST) begins a run with these weights"
             )
         self._contents = contents
         by_parameter: dict[str, list[Entry]] = defaultdict(list)
