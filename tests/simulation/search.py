@@ -108,7 +108,7 @@ def faults(seeds: int) -> list[str]:
     """Return the lines of the table of faults and promises: how often each was checked and kept."""
     parts = [(theme, seed) for theme in THEMES for seed in range(seeds)]
     counts: Counter[tuple[str, str]] = Counter()
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
         for of_one in pool.map(_checked, *zip(*parts, strict=True), chunksize=4):
             counts += of_one
     lines = [f"| fault | {' | '.join(PROMISES)} |", "|---" * (1 + len(PROMISES)) + "|"]
@@ -132,7 +132,7 @@ def rewrite(document: Path) -> None:
     """Put the table of all mutants at the end of a document, in place of the one there."""
     text, head, _ = document.read_text().rpartition("|---|---|---|\n")
     # Not forked: threads of torch are in this process.
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
         rows = []
         for line in pool.map(_row_of, [mutant.name for mutant in mutants()]):
             print(line, flush=True)
@@ -150,14 +150,15 @@ def _all_mutants() -> list[Mutant]:
     return mutants()
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Have one process of many compute in one thread, and log nothing."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
 
 
 def main(arguments: list[str]) -> None:
     """Do what the first lines of this file say."""
-    _quiet()
+    quiet()
     match arguments:
         case []:
             rewrite(DOCUMENT)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import multiprocessing
 import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -19,10 +17,11 @@ import torch
 from tests.simulation.call_errors import ErrorSimulation, RankKilledSimulation
 from tests.simulation.fault_simulation import FaultSimulation, WriteBackSimulation
 from tests.simulation.log import Weakening
+from tests.simulation.many import go_through
 from tests.simulation.moves import KINDS, MoveSimulation
 from tests.simulation.mutants import Mutant, mutants
 from tests.simulation.plan import MOVING_KINDS
-from tests.simulation.search import DOCUMENT, killer, replayed
+from tests.simulation.search import DOCUMENT, THEMES, killer, replayed
 from tests.simulation.second_process import SecondProcessSimulation
 from tests.simulation.session import Memory, Protocol, Settings
 from tests.simulation.simulator import FOUND, TYPED, Simulation
@@ -134,28 +133,12 @@ def test_schedules_of_one_of_several_directories_that_is_moved() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3000)
-def test_more_schedules_of_directories_that_are_moved(capsys: pytest.CaptureFixture[str]) -> None:
-    seeds = [range(i, i + 5) for i in range(1000, 1200, 5)]
-    counts: Counter[str] = Counter()
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
-        for of_some in executor.map(moved, seeds):
-            counts += of_some
-    report(counts, capsys)
-    assert counts["schedules"] >= 9000
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(3600)
 def test_many_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    counts: Counter[str] = Counter()
-    seeds = [(range(i, i + 30), range(i // 5, i // 5 + 6)) for i in range(1000, 2500, 30)]
-    # Not forked: this process may have threads of other tests.
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
-        for of_some in executor.map(run_seeds, *zip(*seeds, strict=True)):
-            counts += of_some
-    report(counts, capsys)
-    assert counts["schedules"] >= 100_000
+    outcome = go_through(range(1000, 1240))
+    report(outcome.counts, capsys)
+    assert sum(outcome.counts[theme] for theme in THEMES) >= 100_000
+    assert all(outcome.counts[theme] > 2000 for theme in THEMES)
 
 
 def small(commit_every: int | None, **settings: Any) -> Settings:
