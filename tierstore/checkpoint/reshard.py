@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tierstore.run.file_names import (
 from tierstore.run.recovery import erase, erase_commits, find_whole_run
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder
-from tierstore.storage.paths import Entry, get_file, has_file
+from tierstore.storage.paths import Entry, get_file, has_file, is_there
 
 logger = logging.getLogger("tierstore")
 
@@ -121,7 +122,7 @@ def _commits_of_ranks(directories: Sequence[str], rank: int) -> dict[int, str]:
         with looking_into(directory):
             if _has_commits(directory / rank_folder(rank)):
                 return {rank: str(directory)}  # A search for other ranks takes time.
-            for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
+            for folder in sorted(directory.iterdir()) if is_there(directory) else ():
                 other = folder_rank(folder.name)
                 if other is not None and _has_commits(folder):
                     found[other] = str(directory)
@@ -129,7 +130,7 @@ def _commits_of_ranks(directories: Sequence[str], rank: int) -> dict[int, str]:
 
 
 def _has_commits(folder: Path) -> bool:
-    if folder.is_symlink() or not folder.is_dir():
+    if not is_there(folder) or not stat.S_ISDIR(os.lstat(folder).st_mode):
         return False
     return any(manifest_revision(path.name) for path in folder.iterdir())
 
@@ -186,7 +187,7 @@ def _world_size(ranks: Sequence[Rank]) -> int | None:
 
 def _is_of_other_ranks(run: Path, world_size: int) -> bool:
     """Return whether rank 0 was in a job of another number of ranks that has commits."""
-    ranks = read_ranks(Reader(run)) if run.exists() else []
+    ranks = read_ranks(Reader(run)) if has_file(Entry.of(run)) else []
     found = [(rank.identity, rank.commits) for rank in ranks if rank.identity]
     if not found or found[0][0].rank or found[0][0].world_size == world_size:
         return False
@@ -239,7 +240,7 @@ def end_reshard(run: Path) -> None:
 def _leftovers(directory: Path) -> list[str]:
     """Return the names of checkpoints of a reshard in a directory, whole or not."""
     with looking_into(directory):
-        names = os.listdir(directory) if directory.is_dir() else []
+        names = os.listdir(directory) if is_there(directory) else []
     return [name for name in names if _LEFTOVER.fullmatch(name)]
 
 
@@ -290,5 +291,5 @@ def _remove_ranks(directories: Sequence[Path], storages: Mapping[int, Storage]) 
     for directory in directories:
         for rank in storages:
             folder = directory / rank_folder(rank)
-            if folder.exists():
+            if has_file(Entry.of(folder)):
                 shutil.rmtree(folder)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from tierstore.run.opening import lock
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.run.striping import Striping
 from tierstore.storage.base import Storage
-from tierstore.storage.paths import Entry, get_file, has_file
+from tierstore.storage.paths import Entry, get_file, has_file, is_there
 from tierstore.storage.select import open_storage
 from tierstore.units import SECTOR_BYTES
 
@@ -170,9 +171,9 @@ def rank_directory(directory: Path, rank: int) -> Path:
                 f"{path} is a symbolic link: remove it, or name another directory"
             )
         for existing in (directory, path):
-            if existing.exists():
+            if is_there(existing):
                 _check_owner(existing)
-        if directory.exists() and not path.exists():
+        if is_there(directory) and not is_there(path):
             _check_empty(directory)
         _check_filesystem(directory)
     return path
@@ -203,9 +204,10 @@ def _check_empty(directory: Path) -> None:
 
 
 def _check_owner(path: Path) -> None:
-    if not path.is_dir():
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
         raise RunDirectoryError(f"{path} is not a directory: name an empty or a new one")
-    owner = path.stat().st_uid
+    owner = found.st_uid
     if owner != os.geteuid():
         raise RunDirectoryError(
             f"{path} belongs to user {owner}, this process runs as user {os.geteuid()}: "
@@ -215,7 +217,7 @@ def _check_owner(path: Path) -> None:
 
 def _check_filesystem(directory: Path) -> None:
     """Refuse filesystems in memory, which do not survive a restart."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    existing = next(filter(is_there, (directory, *directory.absolute().parents)))
     device = existing.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -79,7 +79,7 @@ def make_directory(directory: Path) -> None:
         RunDirectoryError: it cannot be made, or is not a directory.
     """
     try:
-        absent = takewhile(lambda path: not path.exists(), (directory, *directory.parents))
+        absent = takewhile(lambda path: not is_there(path), (directory, *directory.parents))
         for candidate in reversed(list(absent)):
             # Another process may have made it since.
             with suppress(FileExistsError):
@@ -235,6 +235,18 @@ def has_file(entry: Entry) -> bool:
             os.lstat(entry.name, dir_fd=entry.directory)
         except (FileNotFoundError, NotADirectoryError):
             return False
+    return True
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a path leads to something, or raise OSError if the disk does not tell.
+
+    From Python 3.14 on, ``Path.exists()`` is False then.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     return True
 
 
