@@ -146,10 +146,7 @@ class StoredEntries:
             value = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
             self.read(self.parts(key, Chunk((0,) * value.ndim, tuple(value.shape)), value))
             return value
-        info = self._metadata.storage_data[MetadataIndex(key)]
-        self._check_size(key, info.length)
-        with self._open(info.relative_path) as file:
-            data = file.read(info.offset, info.length)
+        data = self.raw(key)
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:  # A pickle of unknown classes can make torch raise anything.
@@ -158,6 +155,13 @@ class StoredEntries:
                 "make: save it as plain numbers, text, lists or tensors (of a numpy scalar, its "
                 "item())"
             ) from error
+
+    def raw(self, key: str) -> bytes:
+        """Return the bytes of a value that is no tensor; errors as in value()."""
+        info = self._metadata.storage_data[MetadataIndex(key)]
+        self._check_size(key, info.length)
+        with self._open(info.relative_path) as file:
+            return file.read(info.offset, info.length)
 
     def path_of(self, key: str) -> EntryPath:
         """Return the path of a value in the state dict; ``(key,)`` if ``.metadata`` has none.

@@ -125,7 +125,10 @@ def convert(
         raise CheckpointError("name at least one source")
     if not dry_run:
         refuse_destination(target, source_paths, known=_is_known(target), force=force)
-    reading = Reading(on_progress=lambda done, total: on_progress("checked", done, total))
+    reading = Reading(
+        on_progress=lambda done, total: on_progress("checked", done, total),
+        optimizer=only != "model",
+    )
     contents = _read(source_paths, from_, reading)
     if only == "model":
         contents = _only_model(contents)

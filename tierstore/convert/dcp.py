@@ -74,7 +74,7 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 
 
 def _read(path: Path, reading: Reading) -> Contents:
-    entries, metadata = _checked(path, reading)
+    entries, metadata = checked_entries(path, reading)
     paths = {key: entries.path_of(key) for key in entries.keys}
     model, others = _model_paths(paths, ())
     contents = _of_model(entries, metadata, model, ())
@@ -95,8 +95,12 @@ def _read(path: Path, reading: Reading) -> Contents:
     )
 
 
-def _checked(path: Path, reading: Reading) -> tuple[StoredEntries, Metadata]:
-    """Return the entries of a directory without faults."""
+def checked_entries(path: Path, reading: Reading) -> tuple[StoredEntries, Metadata]:
+    """Return the entries of a directory without faults.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
     reader = Reader(path, reading.on_progress)
     if reading.check:
         _, contents = verify_contents(reader)
@@ -177,7 +181,7 @@ def _of_model(
         if first != name:
             aliases[name] = first
         elif name not in masters:
-            found.append(_entry(entries, key, name, MASTER))
+            found.append(stored_entry(entries, key, name, MASTER))
     try:
         values = {name: nested(items) for name, items in leaves.items()}
     except (ValueError, TypeError) as error:
@@ -185,7 +189,8 @@ def _of_model(
     return Contents(source="dcp", entries=found, values=values, aliases=aliases, lost=lost)
 
 
-def _entry(entries: StoredEntries, key: str, name: str, state: str) -> Entry:
+def stored_entry(entries: StoredEntries, key: str, name: str, state: str) -> Entry:
+    """Return the entry of a tensor of a DCP directory."""
     stored = entries.tensor(key)
     assert stored is not None
 
@@ -215,7 +220,7 @@ def _optimizer_states(
         if len(path) == 4:
             name, state = str(path[2]), str(path[3])
         if entries.tensor(key) is not None and state != "step":
-            states.append(_entry(entries, key, name, state))
+            states.append(stored_entry(entries, key, name, state))
             continue
         value = entries.value(key)
         if isinstance(value, torch.Tensor | int | float):

@@ -14,6 +14,7 @@ from typing import Protocol
 from tierstore.convert import (
     dcp,
     deepspeed,
+    megatron,
     safetensors_files,
     tierstore_runs,
     tierstore_writer,
@@ -64,6 +65,7 @@ FORMATS: dict[str, Format] = {
         write=tierstore_writer.Writer,
     ),
     "deepspeed": Format(recognizes=deepspeed.recognizes, read=deepspeed.read),
+    "megatron": Format(recognizes=megatron.recognizes, read=megatron.read),
     "dcp": Format(recognizes=dcp.recognizes, read=dcp.read, write=dcp.Writer),
     "torch": Format(
         recognizes=torch_files.recognizes,

@@ -18,6 +18,9 @@ class Reading:
     The structure is checked in any case."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with the number of bytes that were checked, and of all bytes to check."""
+    optimizer: bool = True
+    """Whether the optimizer is wanted. If not, a reader may leave out the states, and what it would
+    refuse of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ _FIELDS: dict[type, dict[str, Any]] = {
 _FIELDS[dcp.Metadata]["storage_data"] = dict[dcp.MetadataIndex, _StorageInfo]
 _FIELDS[dcp.StorageMeta]["checkpoint_id"] = str | PurePosixPath | PureWindowsPath | None
 _FIELDS[dcp.StorageMeta]["modules"] = list[str] | None  # Older versions of torch have none.
+# Of Megatron: shapes of tensors that it saves flattened. Only some versions of torch keep it.
+_FIELDS[dcp.Metadata]["mcore_data"] = dict[str, Any] | None
 _FIELDS[_StorageInfo]["transform_descriptors"] = list[str] | tuple[str, ...] | None
 
 

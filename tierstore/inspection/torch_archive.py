@@ -7,6 +7,7 @@ inert stand-ins.
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import sys
@@ -14,9 +15,11 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
+from typing_extensions import override
 
 from tierstore.errors import CorruptionError
 from tierstore.inspection.reader import File, Reader
@@ -83,6 +86,51 @@ def read_torch_file(reader: Reader, name: str, *, check: bool) -> Any:
             return _read_whole(file, check=check)
     except CorruptionError as error:
         raise CorruptionError(f"{reader.root / name}: {error}") from error
+
+
+class _Memory(File):
+    """A file that was read as a whole."""
+
+    def __init__(self, data: bytes) -> None:
+        self.reader = Reader(Path())
+        self.name = ""
+        self.nbytes = len(data)
+        self._data = data
+
+    @override
+    def stream(self) -> BinaryIO:
+        return io.BytesIO(self._data)
+
+    @override
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        found = self._data[offset : offset + len(buffer)]
+        if len(found) < len(buffer):
+            raise CorruptionError(f"ends at byte {len(self._data)}")
+        buffer[:] = found
+
+
+def read_torch_bytes(data: bytes, where: str) -> Any:
+    """Return what the content of a small file of torch.save holds; see read_torch_file().
+
+    Args:
+        data: the content.
+        where: names it in errors.
+
+    Raises:
+        CorruptionError: it is damaged, or not what torch.save writes.
+    """
+    try:
+        return _read_whole(_Memory(data), check=True)
+    except CorruptionError as error:
+        raise CorruptionError(f"{where}: {error}") from error
+
+
+def small_tensor(tensor: StoredTensor, data: bytes) -> torch.Tensor:
+    """Return a tensor that read_torch_bytes() found in ``data``, as a tensor of its own."""
+    elements = torch.frombuffer(bytearray(data[tensor.offset :]), dtype=torch.uint8)
+    size = tensor.dtype.itemsize
+    elements = elements[: len(elements) // size * size].view(tensor.dtype)
+    return elements.as_strided(tensor.shape, tensor.strides).clone()
 
 
 def _read_whole(file: File, *, check: bool) -> Any:

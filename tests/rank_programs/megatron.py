@@ -1,0 +1,22 @@
+"""A checkpoint of Megatron, written by several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.megatron import Truth, write_fsdp_dtensor, write_torch_dist
+
+
+def write(kind: str, root: Path, truth: Truth) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)])
+
+    writer = write_torch_dist if kind == "torch_dist" else write_fsdp_dtensor
+    writer(root, truth, place=place)
