@@ -31,6 +31,23 @@ print(before, max(most, anonymous()))
 """
 
 
+# Makes a run with a state of this many bytes, a quarter of which is one tensor.
+MAKE_RUN = """
+import sys
+import torch
+from torch import nn
+import muon, tierstore
+elements = int(sys.argv[2]) // 12
+rows = {"wide": 2, **{f"layers.{i}": 64 for i in range(6)}}
+columns = {name: elements // (4 if name == "wide" else 8) // n for name, n in rows.items()}
+parameters = [(name, nn.Parameter(torch.randn(n, columns[name]))) for name, n in rows.items()]
+for _, parameter in parameters:
+    parameter.grad = parameter.detach()
+with tierstore.TierStore(sys.argv[1]) as store:
+    muon.Muon([{"params": parameters, "algorithm": "adamw"}], store=store).step()
+"""
+
+
 @pytest.mark.parametrize(
     ("nbytes", "formats"),
     [
@@ -55,10 +72,25 @@ def test_anonymous_memory(nbytes: int, formats: list[str], tmp_path: Path) -> No
     with open(source, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + nbytes)
+    require_bounded(source, formats, memory)
+
+
+@pytest.mark.parametrize(
+    "nbytes", [2**28, pytest.param(2**33, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+def test_anonymous_memory_with_runs(nbytes: int, tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    arguments = [sys.executable, "-c", MAKE_RUN, str(source), str(nbytes)]
+    subprocess.run(arguments, check=True, cwd=ROOT)
+    require_bounded(source, ["dcp", "tierstore"], 256 * 2**20)
+
+
+def require_bounded(source: Path, formats: list[str], memory: int) -> None:
+    """Convert a source to one format after the other; remove each when it was read."""
     for to in formats:
-        name = "out.pt" if to == "torch" else to
+        made = source.parent / ("out.pt" if to == "torch" else to)
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(source), str(tmp_path / name), to, str(memory)],
+            [sys.executable, "-c", PROGRAM, str(source), str(made), to, str(memory)],
             capture_output=True,
             text=True,
             cwd=ROOT,
@@ -71,4 +103,4 @@ def test_anonymous_memory(nbytes: int, formats: list[str], tmp_path: Path) -> No
             shutil.rmtree(source)
         else:
             source.unlink()
-        source = tmp_path / name
+        source = made
