@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import muon
 import tierstore
 from tests.support import stock_reader
 from tests.support.commands import call
@@ -202,79 +201,9 @@ def test_hostile_pickles_run_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-# ---------------------------------------------------- optimizers of others, by their published rule
-
-
 def one_matrix(groups: Sequence[dict[str, Any]], state: dict[int, Any]) -> dict[str, Any]:
     model = {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(4.0)}
     return {"model": model, "optimizer": {"state": state, "param_groups": list(groups)}}
-
-
-def test_kellerjordan(tmp_path: Path) -> None:
-    momentum, average = torch.randn(3, 4), torch.randn(4)
-    file = one_matrix(
-        [
-            {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "use_muon": True, "params": [0]},
-            {
-                "lr": 3e-4,
-                "betas": (0.9, 0.95),
-                "eps": 1e-10,
-                "weight_decay": 0.0,
-                "use_muon": False,
-                "params": [1],
-            },
-        ],
-        {
-            0: {"momentum_buffer": momentum},
-            1: {"exp_avg": average, "exp_avg_sq": average**2, "step": 7},
-        },
-    )
-    torch.save(file, tmp_path / "in.pt")
-    convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
-    found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]
-    assert torch.equal(found["state"][0]["momentum_buffer"], momentum)
-    assert found["state"][1]["step"] == 7
-    one, two = found["param_groups"]
-    assert (one["algorithm"], one["adjust_lr_fn"], one["lr"]) == ("muon", "original", 0.02)
-    assert (two["algorithm"], two["betas"], two["eps"]) == ("adamw", (0.9, 0.95), 1e-10)
-
-
-def moonlight() -> tuple[dict[str, Any], torch.Tensor]:
-    momentum, average = torch.randn(3, 4), torch.randn(4)
-    group = {
-        "lr": 1e-3,
-        "wd": 0.1,
-        "momentum": 0.95,
-        "nesterov": True,
-        "ns_steps": 5,
-        "adamw_betas": (0.9, 0.95),
-        "adamw_eps": 1e-8,
-        "params": [0, 1],
-    }
-    state = {
-        0: {"use_muon": True, "momentum_buffer": momentum},
-        1: {"use_muon": False, "moment1": average, "moment2": average**2, "step": 7},
-    }
-    return one_matrix([group], state), momentum
-
-
-def test_moonlight(tmp_path: Path) -> None:
-    file, momentum = moonlight()
-    torch.save(file, tmp_path / "in.pt")
-    code, _, error = call("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--to", "torch")
-    assert (code, "it was multiplied by 1 - momentum" in error) == (0, True)
-    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert len(loaded["tierstore"]["notes"]) == 1
-    found = loaded["optimizer"]
-    torch.testing.assert_close(found["state"][0]["momentum_buffer"], momentum * 0.05)
-    assert found["state"][1].keys() == {"exp_avg", "exp_avg_sq", "step"}
-    one, two = found["param_groups"]
-    assert one["adjust_lr_fn"] == "match_rms_adamw"
-    assert (one["weight_decay"], two["betas"]) == (0.1, (0.9, 0.95))
-    weight = nn.Parameter(loaded["model"]["w"])
-    optimizer = muon.Muon([{"params": [weight]}], lr=1.0)
-    optimizer.load_state_dict({"state": {0: found["state"][0]}, "param_groups": [one]})
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize(("convention", "factor"), [("average", 1.0), ("heavy-ball", 0.1)])

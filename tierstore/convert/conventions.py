@@ -14,6 +14,7 @@ from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 
 MOMENTUM = "momentum_buffer"
+_ERROR_BITS = "error_bits"
 
 
 def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -> str | None:
@@ -26,17 +27,25 @@ def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -
     Returns:
         AVERAGE also for groups without Muon's momentum; None if the keys do not tell.
     """
-    keys = hyperparameters.keys()
+    keys = hyperparameters.keys() - {"params", "param_names", "names"}
     if MOMENTUM not in states or "dampening" in keys:  # The latter is SGD.
         return AVERAGE
     if "algorithm" in keys or "adjust_lr_fn" in keys:  # muon.Muon, torch.optim.Muon.
         return AVERAGE
-    if "adamw_betas" in keys:  # Moonlight, Motif.
+    if keys in (_MOONLIGHT, _MOTIF):
         return HEAVY_BALL
-    if keys - {"params"} == {"lr", "momentum", "weight_decay", "use_muon"}:  # KellerJordan.
+    if keys == _KELLERJORDAN:
         return AVERAGE
     return None
 
+
+# The keys of param groups. Other optimizers have some of them and another convention, so that only
+# all of them tell one.
+_KELLERJORDAN = {"lr", "momentum", "weight_decay", "use_muon"}
+_OF_ONE_GROUP = {"lr", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"}
+_MOONLIGHT = {*_OF_ONE_GROUP, "wd"}
+_MOTIF = {*_OF_ONE_GROUP, "weight_decay", "none_grad", "use_muon"}
+_LR_RATIO = "adamw_lr_ratio"  # KellerJordan before 2025, which had either convention.
 
 _OTHER_NAMES = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
 _OF_MUON = ("momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps")
@@ -52,15 +61,46 @@ def standard_hyperparameters(
         is_muon: whether its parameters are Muon's, in an optimizer that has others, too.
         convention: of its momentum, which tells the rule for the learning rate.
     """
-    left_out = ["params", "param_names", "names", "use_muon"]
+    group = dict(group)
+    ratio = group.pop(_LR_RATIO, None)
+    decay = group.pop("adamw_wd", None)
+    left_out = ["params", "param_names", "names", "use_muon", "none_grad"]
     if is_muon is not None:
         left_out += _OF_MUON[3:] if is_muon else _OF_MUON[:3]
     found = {_OTHER_NAMES.get(k, k): v for k, v in group.items() if k not in left_out}
+    if is_muon is False and ratio is not None:
+        found |= {"lr": found["lr"] * ratio, "weight_decay": decay}
     if is_muon is not None:
         found["algorithm"] = "muon" if is_muon else "adamw"
     if is_muon:
-        found["adjust_lr_fn"] = "match_rms_adamw" if convention == HEAVY_BALL else "original"
+        is_original = convention != HEAVY_BALL or ratio is not None
+        found["adjust_lr_fn"] = "original" if is_original else "match_rms_adamw"
+        if ratio is not None:
+            found.setdefault("weight_decay", 0.0)
     return found
+
+
+def with_whole_values(contents: Contents) -> Contents:
+    """Return contents without bits of weights that the weights have.
+
+    Raises:
+        CheckpointError: flashoptim has split a weight, or quantized a state.
+    """
+    weights = contents.weights
+    for entry in contents.entries:
+        if "::" in entry.state:
+            raise CheckpointError(
+                f"{entry.state!r} of {entry.parameter!r} is a part of a state that flashoptim has "
+                "quantized: make the optimizer with compress_state_dict=False and save again"
+            )
+        weight = weights.get(entry.parameter)
+        if entry.state == _ERROR_BITS and weight is not None and weight.dtype.itemsize < 4:
+            raise CheckpointError(
+                f"the weight of {entry.parameter!r} lacks the bits that flashoptim keeps in "
+                f"{_ERROR_BITS!r}: save the model with optimizer.get_fp32_model_state_dict(model)"
+            )
+    entries = [entry for entry in contents.entries if entry.state != _ERROR_BITS]
+    return replace(contents, entries=entries)
 
 
 def as_average(contents: Contents, given: str | None) -> Contents:

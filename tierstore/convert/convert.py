@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from tierstore.convert.contents import Contents, merge
-from tierstore.convert.conventions import as_average
+from tierstore.convert.conventions import as_average, with_whole_values
 from tierstore.convert.destination import (
     make_durable,
     refuse_destination,
@@ -133,7 +133,7 @@ def convert(
     if only == "model":
         contents = _only_model(contents)
     contents = _filtered(contents, include, exclude)
-    contents = as_average(contents, momentum_convention)
+    contents = as_average(with_whole_values(contents), momentum_convention)
     options = Options(
         dtype=dtype,
         shard_bytes=None if shard_size is None else parse_bytes(shard_size),

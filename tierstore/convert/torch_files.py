@@ -113,9 +113,10 @@ class _Found:
         """Return the contents of all files together."""
         model = _model(self.models)
         groups = [
-            (held.file, held.value["state"], group)
+            (held.file, held.value["state"], part)
             for held in self.optimizers
             for group in held.value["param_groups"]
+            for part in _by_flag(held.value["state"], group)
         ]
         names = _names(groups, model)
         entries = list(model.entries)
@@ -130,7 +131,7 @@ class _Found:
             for key in [key for key, value in group.items() if not _is_hyperparameter(value)]:
                 lost.append(f"{key!r} of a param group is not carried: it has unknown objects")
             group = {k: _small(file, v) for k, v in group.items() if _is_hyperparameter(v)}
-            found += _groups(group, states)
+            found.append(_group(group, states))
             for name, values in states.items():
                 numbers = {}
                 for key, value in values.items():
@@ -242,20 +243,32 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
     return max(shapes, key=len, default=None)
 
 
-def _groups(group: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-    """Return a group, in two if a group of Moonlight has parameters of Muon and AdamW."""
-    flags = {name: state.get("use_muon", group.get("use_muon")) for name, state in states.items()}
-    found = []
-    for flag in dict.fromkeys(flags.values()) or [group.get("use_muon")]:
-        members = [name for name in states if flags[name] == flag]
-        keys = {key for name in members for key in states[name]}
-        convention = convention_of(group, keys)
-        is_muon = flag if isinstance(flag, bool) else None
-        values = standard_hyperparameters(group, is_muon=is_muon, convention=convention)
-        found.append(
-            Group(hyperparameters=values, parameters=members, momentum_convention=convention)
-        )
-    return found
+def _by_flag(
+    state: Mapping[Any, Mapping[str, Any]], group: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield a group, in two if it has parameters of Muon and of AdamW, as Moonlight's has.
+
+    Each of the two has its parameters in the order of the model, and the group does not.
+    """
+    flags = [state.get(number, {}).get("use_muon") for number in group["params"]]
+    for flag in dict.fromkeys(flags) or [None]:
+        part = dict(group)
+        for key in ("params", "param_names"):
+            items = part.get(key)
+            if isinstance(items, list) and len(items) == len(flags):
+                pairs = zip(items, flags, strict=True)
+                part[key] = [item for item, its_flag in pairs if its_flag == flag]
+        yield part
+
+
+def _group(group: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
+    """Return a group of parameters of one algorithm."""
+    flags = {state["use_muon"] for state in states.values() if "use_muon" in state}
+    flag = next(iter(flags), group.get("use_muon"))
+    convention = convention_of(group, {key for state in states.values() for key in state})
+    is_muon = flag if isinstance(flag, bool) else None
+    values = standard_hyperparameters(group, is_muon=is_muon, convention=convention)
+    return Group(hyperparameters=values, parameters=list(states), momentum_convention=convention)
 
 
 def _small(file: StoredFile, value: Any) -> Any:
