@@ -27,23 +27,31 @@ from tierstore.convert import destination as destination_module
 from tierstore.convert.convert import convert
 from tierstore.convert.pipeline import Piece
 
+FIXTURES = Path(__file__).parent / "fixtures"
 SOURCES = ["run", "published", "plain"]
+"""Of the fixture ``originals``."""
+FOREIGN = ["deepspeed/zero3-adamw/checkpoint", "universal/zero1-adamw", "universal/zero3-adamw"]
+"""Folders of FIXTURES."""
+
+
+def original_of(kind: str, originals: Path) -> Path:
+    return FIXTURES / kind if kind in FOREIGN else originals / kind
 
 
 def files_of(source: Path) -> list[Path]:
     return sorted(path for path in source.rglob("*") if path.is_file() and path.name != "lock")
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", [*SOURCES, *FOREIGN])
 def test_damaged_sources(kind: str, originals: Path, tmp_path: Path) -> None:
-    mutate_source(originals / kind, tmp_path, count=25)
+    mutate_source(original_of(kind, originals), tmp_path, count=25 if kind in SOURCES else 10)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", [*SOURCES, *FOREIGN])
 def test_many_damaged_sources(kind: str, originals: Path, tmp_path: Path) -> None:
-    mutate_source(originals / kind, tmp_path, count=700)
+    mutate_source(original_of(kind, originals), tmp_path, count=700)
 
 
 def mutate_source(original: Path, tmp_path: Path, count: int) -> None:
@@ -179,21 +187,24 @@ def test_full_disk_is_told_before_the_first_byte(
     [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), MemoryError()],
     ids=repr,
 )
+@pytest.mark.parametrize("to", ["dcp", "torch", "universal"])
 def test_errors_while_writing(
-    raised: BaseException, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raised: BaseException, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(piece: Piece) -> None:
-        raise raised
-
+    """The error comes after the first piece, when a file is half written."""
     real = module._digests
-    monkeypatch.setattr(
-        module,
-        "_digests",
-        lambda entries, memory, put, progress: real(entries, memory, fail, progress),
-    )
+
+    def digests(entries: Any, memory: int, put: Callable[[Piece], None], progress: Any) -> Any:
+        def fail(piece: Piece) -> None:
+            put(piece)
+            raise raised
+
+        return real(entries, memory, fail, progress)
+
+    monkeypatch.setattr(module, "_digests", digests)
     expected = tierstore.StorageError if isinstance(raised, OSError) else type(raised)
     with no_trace(tmp_path), pytest.raises(expected):
-        convert(plain, tmp_path / "out", to="dcp")
+        convert(FIXTURES / "universal/zero1-adamw", tmp_path / "out", to=to)
 
 
 def test_a_write_that_was_lost_is_noticed(

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2-adamw-cpu": {"ranks": 2, "stage": 2, "optimizer": "adamw", "offload": "cpu"},
     "zero2-muon-cpu": {"ranks": 2, "stage": 2, "optimizer": "muon", "offload": "cpu"},
     "zero3-adamw": {"ranks": 2, "stage": 3, "optimizer": "adamw", "zero": {"sub_group_size": 100}},
+    "zero3-adamw-one-group": {"ranks": 2, "stage": 3, "optimizer": "adamw", "one_group": True},
+    "zero3-own-adamw": {
+        "ranks": 2,
+        "stage": 3,
+        "optimizer": "adamw",
+        "own_adam": True,
+        "zero": {"sub_group_size": 100},
+    },
     "zero3-muon": {"ranks": 2, "stage": 3, "optimizer": "muon"},
     "zero3-muon-cpu": {"ranks": 2, "stage": 3, "optimizer": "muon", "offload": "cpu"},
     "zero3-adamw-nvme": {"ranks": 2, "optimizer": "adamw", **_NVME, "zero": _ALONE},
@@ -59,17 +67,50 @@ FIXTURES = (
 )
 """The cases that tests without peers read."""
 
+UNIVERSAL_FIXTURES = ("zero1-adamw", "zero3-adamw")
+"""Those of them that they read as universal checkpoints, too."""
 
-def run_deepspeed(folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Have DeepSpeed write cases; return their folders by name."""
+
+def run_deepspeed(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+    """Have DeepSpeed run cases; return their folders by name."""
     by_ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    paths = {name: folder / name for name in names}
+    paths = {name: folder / name for name in cases}
     for name, path in paths.items():
-        fields = dict(CASES[name])
+        fields = dict(cases[name])
         by_ranks[fields.pop("ranks")].append({"directory": str(path), **fields})
-    for ranks, cases in by_ranks.items():
-        run_cases(folder, ranks, cases)
+    for ranks, fields_of_cases in by_ranks.items():
+        run_cases(folder, ranks, fields_of_cases)
     return paths
+
+
+def to_universal(checkpoint: Path, out: Path) -> None:
+    """Have DeepSpeed's own tool make a universal checkpoint of the only step of another one.
+
+    Raises:
+        RuntimeError: the tool failed.
+    """
+    (step,) = (path for path in checkpoint.iterdir() if path.is_dir())
+    arguments = [
+        "--input_folder",
+        str(step),
+        "--output_folder",
+        str(out / f"{step.name}_universal"),
+    ]
+    arguments += [
+        "--inject_missing_state",
+        "--num_extract_workers",
+        "1",
+        "--num_merge_workers",
+        "1",
+    ]
+    out.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"ds_to_universal failed:\n{done.stderr[-4000:]}")
 
 
 def run_cases(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> None:

@@ -39,7 +39,10 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option("--to", help="Format to write: tierstore, dcp, torch or safetensors.")
+        str,
+        typer.Option(
+            "--to", help="Format to write: tierstore, dcp, torch, safetensors or universal."
+        ),
     ],
     from_: Annotated[
         str | None, typer.Option("--from", help="Format of the sources, if not recognized.")

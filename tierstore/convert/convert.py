@@ -93,7 +93,8 @@ def convert(
         only: "model" leaves out the optimizer and the step.
         include: patterns as in the shell; parameters that match none of them are left out.
         exclude: likewise; parameters that match one are left out.
-        dtype: of the weights. In a run, the dtype of the parameters: masters stay float32.
+        dtype: of the weights. In a run and for "universal", the dtype of the parameters: masters
+            stay float32.
         shard_size: about how many bytes a file of weights holds, for "safetensors".
         bare_keys: leave out "model." in the keys of the model, as torchtitan does; for "dcp".
         momentum_convention: "average" or "heavy-ball", of Muon's momentum in the sources, where

@@ -20,6 +20,8 @@ from tierstore.convert import (
     tierstore_writer,
     torch_files,
     torch_writer,
+    universal,
+    universal_writer,
 )
 from tierstore.convert.contents import Contents
 from tierstore.convert.entries import Entry
@@ -66,6 +68,11 @@ FORMATS: dict[str, Format] = {
     ),
     "deepspeed": Format(recognizes=deepspeed.recognizes, read=deepspeed.read),
     "megatron": Format(recognizes=megatron.recognizes, read=megatron.read),
+    "universal": Format(
+        recognizes=universal.recognizes,
+        read=universal.read,
+        write=universal_writer.Writer,
+    ),
     "dcp": Format(recognizes=dcp.recognizes, read=dcp.read, write=dcp.Writer),
     "torch": Format(
         recognizes=torch_files.recognizes,

@@ -199,7 +199,7 @@ def _model(models: Sequence[_Value]) -> Contents:
         for key, name in plain_names(held.value).items():
             value = held.value[key]
             if not isinstance(value, StoredTensor):
-                if _holds_only_plain(value):
+                if holds_only_plain(value):
                     values[name] = value
                 else:
                     lost.append(f"{name!r} is not carried: it has objects of unknown classes")
@@ -283,13 +283,14 @@ def _small(file: StoredFile, value: Any) -> Any:
 
 
 def _is_hyperparameter(value: Any) -> bool:
-    return isinstance(value, StoredTensor) or _holds_only_plain(value)
+    return isinstance(value, StoredTensor) or holds_only_plain(value)
 
 
-def _holds_only_plain(value: Any, depth: int = 0) -> bool:
+def holds_only_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether a value of a file has neither tensors nor objects of unknown classes."""
     if isinstance(value, dict | list | tuple | set):
         items = value.values() if isinstance(value, dict) else value
-        return depth < _DEPTH_MAX and all(_holds_only_plain(item, depth + 1) for item in items)
+        return depth < _DEPTH_MAX and all(holds_only_plain(item, depth + 1) for item in items)
     return not isinstance(value, Unread | StoredTensor)
 
 

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import struct
-import sys
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from typing_extensions import override
 
 from tierstore.checkpoint.dcp_writer import portable
 from tierstore.convert.contents import Contents, Group
 from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.options import Options
-from tierstore.convert.pipeline import Piece, bytes_of
+from tierstore.convert.pipeline import Piece
+from tierstore.convert.torch_archive_writer import torch_file
 from tierstore.convert.torch_files import BY_ALGORITHM, TIERSTORE
 from tierstore.layout.parameters import MASTER
 from tierstore.run import tagged_json
 
 FILE = "checkpoint.pt"
 """The name of the file in the temporary directory."""
-
-_ALIGNMENT_BYTES = 64
-_ZIP64_BYTES = 20  # Of an extra field that zipfile writes before ours.
-_HEADER_BYTES = 30
 
 
 class Writer:
@@ -51,21 +42,12 @@ class Writer:
     @contextmanager
     def writing(self, directory: Path) -> Iterator[Callable[[Piece], None]]:
         """Write the pickle, then one member of the archive for each tensor."""
-        with zipfile.ZipFile(directory / FILE, "w", zipfile.ZIP_STORED) as archive:
-            stream = io.BytesIO()
-            pickler = _Pickler(stream, first_number=len(self.entries))
-            pickler.dump(self._state())
-            archive.writestr("archive/data.pkl", stream.getvalue())
-            archive.writestr("archive/byteorder", sys.byteorder)
-            archive.writestr("archive/version", "3\n")
-            members = _Members(archive, self.entries)
-            yield members.put
-            members.finish(pickler.small)
+        with torch_file(directory / FILE, self.entries, self._state) as put:
+            yield put
 
-    def _state(self) -> dict[str, Any]:
-        """Return the dict that the file holds, with stand-ins for the tensors of entries."""
+    def _state(self, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+        """Return the dict that the file holds, with these stand-ins for the tensors of entries."""
         contents = self._contents
-        tensors = {entry.key: _Tensor(str(i), entry) for i, entry in enumerate(self.entries)}
         weights = {
             name: tensors[entry.key]
             for entry in self.entries
@@ -123,114 +105,15 @@ def _state_dict(groups: Sequence[Group], states: Mapping[str, Any]) -> dict[str,
             for number, name in zip(numbers, group.parameters, strict=True)
             if name in states
         }
-        values = {
-            key: str(value) if isinstance(value, torch.dtype) else value
-            for key, value in portable(dict(group.hyperparameters)).items()
-        }
         start += len(numbers)
+        values = plain_hyperparameters(group)
         param_groups.append({**values, "param_names": list(group.parameters), "params": numbers})
     return {"state": packed, "param_groups": param_groups}
 
 
-class _Tensor(NamedTuple):
-    """Stands for a tensor whose elements are the member "data/<key>"."""
-
-    key: str
-    entry: Entry
-
-
-class _Storage(NamedTuple):
-    """Stands for the storage of a tensor."""
-
-    key: str
-    dtype: torch.dtype
-    nbytes: int
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as torch.save does.
-
-    Args:
-        stream: receives the pickle.
-        first_number: the number of the member of the first tensor that is in memory.
-    """
-
-    def __init__(self, stream: io.BytesIO, first_number: int) -> None:
-        super().__init__(stream, protocol=2)
-        self._first_number = first_number
-        self.small: list[torch.Tensor] = []
-        """The tensors in memory, which follow in members of the archive."""
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            self.small.append(obj.detach().contiguous())
-            key = str(self._first_number + len(self.small) - 1)
-            return _rebuilt(_Storage(key, obj.dtype, obj.nbytes), tuple(obj.shape))
-        if isinstance(obj, _Tensor):
-            entry = obj.entry
-            return _rebuilt(_Storage(obj.key, entry.dtype, entry.nbytes), entry.shape)
-        return NotImplemented
-
-    @override
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        kind = _storage_class(obj.dtype)
-        itemsize = 1 if kind is torch.UntypedStorage else obj.dtype.itemsize
-        return ("storage", kind, obj.key, "cpu", obj.nbytes // itemsize)
-
-
-def _storage_class(dtype: torch.dtype) -> Any:
-    """Return the class that torch.save pickles for a dtype; newer dtypes have none."""
-    name = torch.storage._dtype_to_storage_type_map().get(dtype)
-    return torch.UntypedStorage if name is None else getattr(torch, name)
-
-
-def _rebuilt(storage: _Storage, shape: tuple[int, ...]) -> Any:
-    """Return the function that torch.save pickles for a tensor, and its arguments."""
-    strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
-    hooks: OrderedDict[str, Any] = OrderedDict()
-    arguments: tuple[Any, ...] = (storage, 0, shape, tuple(strides), False, hooks)
-    if _storage_class(storage.dtype) is torch.UntypedStorage:
-        return torch._utils._rebuild_tensor_v3, (*arguments, storage.dtype)
-    return torch._utils._rebuild_tensor_v2, arguments
-
-
-class _Members:
-    """Members of the archive, one for each tensor, aligned as torch.save aligns them."""
-
-    def __init__(self, archive: zipfile.ZipFile, entries: Sequence[Entry]) -> None:
-        self._archive = archive
-        self._entries = entries
-        self._number = -1
-        self._member: Any = None
-
-    def put(self, piece: Piece) -> None:
-        """Append the next piece."""
-        while self._number < 0 or self._entries[self._number] is not piece.entry:
-            self._begin_next()
-        self._member.write(bytes_of(piece.tensor))
-
-    def finish(self, small: Sequence[torch.Tensor]) -> None:
-        """Write tensors without elements that are left, and the tensors in memory."""
-        for _ in self._entries[self._number + 1 :]:
-            self._begin_next()
-        for tensor in small:
-            self._begin_next()
-            if tensor.nbytes:
-                self._member.write(bytes_of(tensor))
-        if self._member is not None:
-            self._member.close()
-
-    def _begin_next(self) -> None:
-        if self._member is not None:
-            self._member.close()
-        self._number += 1
-        info = zipfile.ZipInfo(f"archive/data/{self._number}")
-        data = self._archive.start_dir + _HEADER_BYTES + len(info.filename) + _ZIP64_BYTES + 4
-        info.extra = struct.pack("<2sH", b"FB", -data % _ALIGNMENT_BYTES) + bytes(
-            -data % _ALIGNMENT_BYTES
-        )
-        # The sizes and the checksum are written when the member is closed.
-        self._member = self._archive.open(info, "w", force_zip64=True)
+def plain_hyperparameters(group: Group) -> dict[str, Any]:
+    """Return the hyperparameters of a group as values that torch.load(weights_only=True) reads."""
+    return {
+        key: str(value) if isinstance(value, torch.dtype) else value
+        for key, value in portable(dict(group.hyperparameters)).items()
+    }

@@ -7,7 +7,8 @@ A process of each rank runs all cases of its number of ranks:
 ``CASES`` is a JSON file, a list of dicts with the fields of ``Case``. Each case writes below its
 ``directory``: ``checkpoint/`` (by DeepSpeed), ``truth.npz`` (all states, whole, as the
 live engine gathers them, ``<parameter>|<state>``), ``gradients.npz`` (the gradients of one
-further step), ``next.npz`` (the masters after that step), and ``facts.json``.
+further step), ``next.npz`` (the masters after that step), and ``facts.json``. A case that loads a
+universal checkpoint writes ``truth.npz``, ``next.npz`` and ``facts.json``.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ class Case:
     """Further settings of the configuration."""
     big: bool = False
     """Whether the model has matrices that DeepSpeed pages: about 1 MiB on each rank."""
-    universal: bool = False
-    """Whether to load ``checkpoint`` as a universal one, instead of training and saving."""
+    one_group: bool = False
+    """Whether AdamW has one param group instead of two."""
+    own_adam: bool = False
+    """Whether "adamw" is DeepSpeed's own, whose extension takes minutes to build."""
+    lr: float = 0.003
+    """Learning rate of AdamW."""
+    universal: str = ""
+    """A universal checkpoint to load, instead of training and saving."""
 
 
 class Layer(nn.Module):
@@ -131,22 +138,24 @@ def configuration(case: Case, ranks: int) -> dict[str, Any]:
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True}
     if case.optimizer == "muon":
-        parameters: dict[str, Any] = {"muon_lr": 0.02, "adam_lr": 0.003, "momentum": 0.9}
+        parameters: dict[str, Any] = {"muon_lr": 0.02, "adam_lr": case.lr, "momentum": 0.9}
         parameters |= {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-8}
         config["optimizer"] = {"type": "Muon", "params": parameters}
     elif case.optimizer == "adamw":
-        parameters = {"lr": 0.003, "betas": (0.8, 0.95), "eps": 1e-8}
+        parameters = {"lr": case.lr, "betas": (0.8, 0.95), "eps": 1e-8}
         config["optimizer"] = {"type": "AdamW", "params": parameters}
     if case.optimizer != "torch":
-        config["optimizer"]["params"]["torch_adam"] = (
-            True  # DeepSpeed's own takes minutes to build.
-        )
+        config["optimizer"]["params"]["torch_adam"] = not case.own_adam
+    if case.universal:
+        config["checkpoint"] = {"load_universal": True}
     return config | case.config
 
 
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups, with and without weight decay."""
+def groups_of(model: nn.Module, one_group: bool) -> list[dict[str, Any]]:
+    """Return two param groups, with and without weight decay, or one with it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if one_group:
+        return [{"params": trained, "weight_decay": 0.1}]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
@@ -248,17 +257,17 @@ def run(case: Case, rank: int, ranks: int) -> None:
     """Write one case, or load it as a universal checkpoint."""
     import deepspeed
 
-    torch.manual_seed(0)
+    torch.manual_seed(1 if case.universal else 0)
     folder = Path(case.directory)
     folder.mkdir(parents=True, exist_ok=True)
     model = Model(case.big)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    groups = groups_of(model)
+    groups = groups_of(model, case.one_group)
     arguments: dict[str, Any] = {"model_parameters": groups}
     if case.optimizer == "muon":
         arguments = {"model_parameters": list(model.parameters())}
     if case.optimizer == "torch":
-        options = {"lr": 0.003, "betas": (0.8, 0.95), "eps": 1e-8}
+        options = {"lr": case.lr, "betas": (0.8, 0.95), "eps": 1e-8}
         arguments = {"optimizer": torch.optim.AdamW(groups, **options)}
     engine = deepspeed.initialize(model=model, config=configuration(case, ranks), **arguments)[0]
     trained = {n: p for n, p in engine.module.named_parameters() if n in shapes}
@@ -272,12 +281,16 @@ def run(case: Case, rank: int, ranks: int) -> None:
             numpy.savez_compressed(folder / name, **{k: v.numpy() for k, v in tensors.items()})
 
     if case.universal:
-        path, _ = engine.load_checkpoint(str(folder), tag="universal")
+        path, client_state = engine.load_checkpoint(case.universal)
         if path is None:
             raise RuntimeError("DeepSpeed loaded nothing")
-        save("loaded.npz", truth_of(engine, case, trained))
+        save("truth.npz", truth_of(engine, case, trained))
         train(STEPS)
-        save("loaded-next.npz", masters_of(engine, case, trained))
+        save("next.npz", masters_of(engine, case, trained))
+        facts = {"seen": client_state["seen"], "step": engine.global_steps}
+        facts["frozen"] = engine.module.frozen.weight.tolist()
+        if rank == 0:
+            (folder / "facts.json").write_text(json.dumps(facts))
         engine.destroy()
         return
     for step in range(STEPS):

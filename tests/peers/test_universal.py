@@ -1,0 +1,148 @@
+"""DeepSpeed loads the universal checkpoints that are written, and trains on as the source did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+
+from tests.peers.deepspeed_cases import CASES, run_deepspeed, to_universal
+from tests.peers.programs.deepspeed_writer import STEPS
+from tests.support.deepspeed_truth import assert_is_truth
+from tests.support.published import tensors_in
+from tests.support.universal_files import model_states_in
+from tierstore.convert.convert import convert
+
+# Source -> stages that load it. torch.optim.AdamW has one subgroup in stage 3: DeepSpeed gives all
+# subgroups one tensor as their step, and each increments it.
+STAGES = {
+    "zero1-adamw-1": (1, 2),
+    "zero2-adamw": (1, 2),
+    "zero3-adamw-one-group": (2, 3),
+    "zero3-own-adamw": (2, 3),
+}
+LOADS = [
+    f"{source} zero{stage} {ranks}"
+    for source, stages in STAGES.items()
+    for stage in stages
+    for ranks in (1, 2)
+]
+OTHER_LR = 0.5
+"""In the configuration: the learning rate of the checkpoint counts."""
+
+
+def case_of(load: str, universal: Path) -> dict[str, Any]:
+    source, stage, ranks = load.split(" ")
+    kept = {key: CASES[source][key] for key in ("one_group", "own_adam") if key in CASES[source]}
+    zero = {"sub_group_size": 100} if source == "zero3-own-adamw" and stage == "zero3" else {}
+    fields = {"ranks": int(ranks), "stage": int(stage[-1]), "optimizer": "adamw", "zero": zero}
+    return {**fields, **kept, "lr": OTHER_LR, "universal": str(universal)}
+
+
+class Loaded(NamedTuple):
+    """Folders of a case by what was loaded."""
+
+    whole: dict[str, Path]
+    zeroed: dict[str, Path]
+    """Without the first moments."""
+
+
+@pytest.fixture(scope="module")
+def loaded(deepspeed: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    folder = tmp_path_factory.mktemp("universal")
+    cases: dict[str, Any] = {}
+    for source in STAGES:
+        convert(deepspeed[source] / "checkpoint", folder / source, to="universal")
+        shutil.copytree(folder / source, folder / f"{source} zeroed")
+        for path in (folder / f"{source} zeroed").glob("*/zero/*/exp_avg.pt"):
+            value = torch.load(path)
+            torch.save({**value, "param": torch.zeros_like(value["param"])}, path)
+    for load in LOADS:
+        source = load.split(" ")[0]
+        cases[load] = case_of(load, folder / source)
+        cases[f"{load} zeroed"] = case_of(load, folder / f"{source} zeroed")
+    paths = run_deepspeed(folder / "loaded", cases)
+    return Loaded(
+        {load: paths[load] for load in LOADS}, {load: paths[f"{load} zeroed"] for load in LOADS}
+    )
+
+
+def differences(found: Path, source: Path) -> list[float]:
+    """Return by how much the next update of each parameter differs from that of the source."""
+    before, after = numpy.load(source / "truth.npz"), numpy.load(source / "next.npz")
+    changed = numpy.load(found / "next.npz")
+    assert set(changed.files) == set(after.files)
+    found_differences = []
+    for name in after.files:
+        update = after[name] - before[f"{name}|master"]
+        difference = numpy.linalg.norm(changed[name] - after[name]) / numpy.linalg.norm(update)
+        found_differences.append(float(difference))
+    return found_differences
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_deepspeed_loads_every_state_and_goes_on(
+    deepspeed: dict[str, Path], loaded: Loaded, load: str
+) -> None:
+    source = deepspeed[load.split(" ")[0]]
+    expected, found = (numpy.load(path / "truth.npz") for path in (source, loaded.whole[load]))
+    assert set(found.files) == set(expected.files)
+    for key in expected.files:
+        assert numpy.array_equal(found[key], expected[key]), key
+    facts = json.loads((loaded.whole[load] / "facts.json").read_text())
+    assert (facts["seen"], facts["step"]) == (7, STEPS + 1)
+    assert max(differences(loaded.whole[load], source)) < 1e-5
+    assert min(differences(loaded.zeroed[load], source)) > 0.1
+
+
+def test_deepspeed_does_not_load_what_is_not_trained(
+    deepspeed: dict[str, Path], loaded: Loaded, tmp_path: Path
+) -> None:
+    """When this fails, docs/guide/convert.md need not say how to load it."""
+    convert(deepspeed["zero2-adamw"] / "checkpoint", tmp_path / "out", to="universal")
+    saved = model_states_in(tmp_path / "out")["module"]["frozen.weight"]
+    facts = json.loads((loaded.whole["zero2-adamw zero2 1"] / "facts.json").read_text())
+    assert facts["frozen"] != saved.tolist()
+
+
+def test_subgroups_of_torchs_adamw_share_their_step_count(
+    deepspeed: dict[str, Path], tmp_path: Path
+) -> None:
+    """In stage 3, also with what DeepSpeed's own tool writes; when this fails, change the docs."""
+    source = deepspeed["zero3-adamw"]
+    convert(source / "checkpoint", tmp_path / "ours", to="universal")
+    to_universal(source / "checkpoint", tmp_path / "own")
+    case = {**CASES["zero3-adamw"], "ranks": 1}
+    cases = {name: {**case, "universal": str(tmp_path / name)} for name in ("ours", "own")}
+    paths = run_deepspeed(tmp_path / "loaded", cases)
+    ours, own = (numpy.load(paths[name] / "next.npz") for name in ("ours", "own"))
+    for key in own.files:
+        # The second group, of vectors, gets the weight decay of the first from DeepSpeed's tool.
+        assert numpy.array_equal(ours[key], own[key]) == (own[key].ndim > 1), key
+    found = sorted(differences(paths["ours"], source))
+    assert found[0] < 1e-5  # Of the first subgroup.
+    assert found[-1] > 0.01
+
+
+@pytest.mark.parametrize("name", ["zero1-adamw", "zero2-adamw", "zero3-adamw", "zero3-own-adamw"])
+def test_what_deepspeeds_own_tool_writes_is_read(
+    deepspeed: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    to_universal(deepspeed[name] / "checkpoint", tmp_path / "in")
+    conversion = convert(tmp_path / "in", tmp_path / "out", to="dcp")
+    assert (conversion.source, conversion.step) == ("universal", STEPS)
+    assert_is_truth(tensors_in(tmp_path / "out"), deepspeed[name])
+
+
+@pytest.mark.parametrize("name", ["zero2-muon", "zero3-muon"])
+def test_deepspeeds_own_tool_refuses_muon(
+    deepspeed: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    """When this fails, DeepSpeed has learned it: look whether it loads ``momentum_buffer``, too."""
+    with pytest.raises(RuntimeError, match="KeyError: 'exp_avg'"):
+        to_universal(deepspeed[name] / "checkpoint", tmp_path / "in")
