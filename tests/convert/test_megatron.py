@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_other_layouts_of_torch_dist(options: dict[str, Any], tmp_path: Path) ->
     converted(folder, tmp_path / "out", truth)
 
 
-@pytest.mark.parametrize(("muon", "experts"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("muon", "experts"), [(False, True), (True, False)])
 def test_fsdp_dtensor(muon: bool, experts: bool, tmp_path: Path) -> None:
     truth = Truth(muon=muon, experts=experts)
     folder = write_fsdp_dtensor(tmp_path / "in", truth, swiglu=not muon)
@@ -100,6 +101,7 @@ def test_fsdp_dtensor(muon: bool, experts: bool, tmp_path: Path) -> None:
     assert_equal(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "out"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["torch_dist", "fsdp_dtensor"])
 def test_chunks_of_several_ranks(kind: str, pool: RankPool, tmp_path: Path) -> None:
     truth = Truth(experts=True)
@@ -277,3 +279,30 @@ def test_objects_of_the_common_state_are_never_made(tmp_path: Path) -> None:
     torch.save({**common, "args": Hostile()}, folder / "common.pt")
     convert(tmp_path / "in", tmp_path / "out", to="dcp")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.long)])
+def test_damaged_files(count: int, tmp_path: Path) -> None:
+    """Damage is an error with a name, or is not noticed: never a traceback, never a half result."""
+    numbers = random.Random(count)
+    write_torch_dist(tmp_path / "originals/0", Truth(muon=True))
+    write_torch_dist(tmp_path / "originals/1", Truth(), common_file=True)
+    write_fsdp_dtensor(tmp_path / "originals/2", Truth())
+    refused = 0
+    for number in range(count):
+        source = Path(shutil.copytree(tmp_path / f"originals/{number % 3}", tmp_path / "source"))
+        path = numbers.choice(sorted(path for path in source.rglob("*") if path.is_file()))
+        data = bytearray(path.read_bytes())
+        if numbers.random() < 0.2:
+            del data[numbers.randrange(len(data)) :]
+        else:
+            data[numbers.randrange(len(data))] ^= 1 << numbers.randrange(8)
+        path.write_bytes(data)
+        with no_trace(tmp_path):
+            code, _, error = call("convert", source, tmp_path / "o.pt", "--to", "torch")
+            (tmp_path / "o.pt").unlink(missing_ok=True)
+        assert code in (0, 1, 2), (number, path, error)
+        assert code == 0 or error.startswith("tierstore: "), (number, path, error)
+        refused += code != 0
+        shutil.rmtree(source)
+    assert refused > count / 4
