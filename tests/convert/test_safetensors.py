@@ -134,14 +134,14 @@ def test_filters_and_files_of_a_trainer(tmp_path: Path) -> None:
     source = tmp_path / "trainer"
     source.mkdir()
     save_file(weights(), source / "model.safetensors")
-    (source / "optimizer.pt").write_bytes(b"x")
+    (source / "scheduler.pt").write_bytes(b"x")
     (source / "config.json").write_text("{}")
     code, _, error = call(
         *("convert", source, tmp_path / "out.pt", "--to", "torch"),
         *("--include", "[hw]*", "--exclude", "half"),
     )
     assert code == 0
-    assert error == ("tierstore: not carried: 'optimizer.pt' beside the weights is not carried\n")
+    assert error == ("tierstore: not carried: 'scheduler.pt' beside the weights is not carried\n")
     assert torch.load(tmp_path / "out.pt")["model"].keys() == {"wide"}
 
 

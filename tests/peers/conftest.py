@@ -7,21 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.peers.deepspeed_cases import CASES, run_deepspeed
+from tests.peers import deepspeed_cases, huggingface_cases
+
+PACKAGES = ("accelerate", "deepspeed", "transformers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    absent = importlib.util.find_spec("deepspeed") is None
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.peers)
             item.add_marker(pytest.mark.timeout(1800))
             if absent:
-                item.add_marker(pytest.mark.skip("DeepSpeed is not installed: `make test-peers`"))
+                item.add_marker(pytest.mark.skip(f"{absent} not installed: `make test-peers`"))
 
 
 @pytest.fixture(scope="session")
 def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Name of a case -> its folder, written by DeepSpeed."""
-    return run_deepspeed(tmp_path_factory.mktemp("deepspeed"), CASES)
+    return deepspeed_cases.run_deepspeed(
+        tmp_path_factory.mktemp("deepspeed"), deepspeed_cases.CASES
+    )
+
+
+@pytest.fixture(scope="session")
+def huggingface(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name of a case -> its folder, written by Trainer or accelerate."""
+    return huggingface_cases.run_huggingface(
+        tmp_path_factory.mktemp("huggingface"), huggingface_cases.CASES
+    )

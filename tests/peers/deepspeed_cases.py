@@ -1,16 +1,14 @@
-"""The checkpoints that DeepSpeed writes in tests, and the start of its ranks."""
+"""The checkpoints that DeepSpeed writes in tests."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.peers.ranks import run_all
 
 PROGRAM = Path(__file__).parent / "programs" / "deepspeed_writer.py"
 
@@ -73,14 +71,7 @@ UNIVERSAL_FIXTURES = ("zero1-adamw", "zero3-adamw")
 
 def run_deepspeed(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
     """Have DeepSpeed run cases; return their folders by name."""
-    by_ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    paths = {name: folder / name for name in cases}
-    for name, path in paths.items():
-        fields = dict(cases[name])
-        by_ranks[fields.pop("ranks")].append({"directory": str(path), **fields})
-    for ranks, fields_of_cases in by_ranks.items():
-        run_cases(folder, ranks, fields_of_cases)
-    return paths
+    return run_all(PROGRAM, folder, cases)
 
 
 def to_universal(checkpoint: Path, out: Path) -> None:
@@ -111,35 +102,3 @@ def to_universal(checkpoint: Path, out: Path) -> None:
     )
     if done.returncode:
         raise RuntimeError(f"ds_to_universal failed:\n{done.stderr[-4000:]}")
-
-
-def run_cases(folder: Path, ranks: int, cases: list[dict[str, Any]]) -> None:
-    """Run ``deepspeed_writer.py`` in a process for each rank.
-
-    Raises:
-        RuntimeError: a rank failed; the message is the end of its output.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"cases-{ranks}.json"
-    path.write_text(json.dumps(cases))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        # Builds of DeepSpeed's extensions are kept beside the interpreter.
-        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
-        # Compiling Newton-Schulz takes minutes on two cores.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    logs = [folder / f"rank-{rank}-of-{ranks}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        arguments = [sys.executable, str(PROGRAM), str(path), str(rank), str(ranks), str(port)]
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(arguments, stdout=output, stderr=output, env=environment)
-            )
-    failed = [rank for rank, process in enumerate(processes) if process.wait()]
-    if failed:
-        raise RuntimeError(f"rank {failed[0]} failed:\n{logs[failed[0]].read_text()[-4000:]}")

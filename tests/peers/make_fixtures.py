@@ -9,28 +9,32 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.peers.deepspeed_cases import (
-    CASES,
-    FIXTURES,
-    UNIVERSAL_FIXTURES,
-    run_deepspeed,
-    to_universal,
-)
+from tests.peers import deepspeed_cases, huggingface_cases
+from tests.peers.deepspeed_cases import UNIVERSAL_FIXTURES, to_universal
 
 ROOT = Path(__file__).resolve().parents[1] / "convert" / "fixtures"
 
-# What a peer writes beside a checkpoint, and no reader needs.
-LEFT_OUT = shutil.ignore_patterns("zero_to_*.py", "nvme")
+# What a peer writes beside a checkpoint, and no reader needs. Arguments have paths of the machine.
+LEFT_OUT = shutil.ignore_patterns(
+    "zero_to_*.py", "nvme", "rng_state*", "random_states*", "training_args*"
+)
 
 
 def main() -> None:
-    """Write all fixtures below a folder, and copy them."""
-    folder = Path(sys.argv[1])
-    for name, path in run_deepspeed(folder, {name: CASES[name] for name in FIXTURES}).items():
-        target = ROOT / "deepspeed" / name
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(path, target, ignore=LEFT_OUT)
-    for name in UNIVERSAL_FIXTURES:
+    """Write all fixtures below a folder, or those of some peers, and copy them."""
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:]
+    writers = {
+        "deepspeed": (deepspeed_cases.run_deepspeed, deepspeed_cases),
+        "huggingface": (huggingface_cases.run_huggingface, huggingface_cases),
+    }
+    for peer in wanted or writers:
+        write, known = writers[peer]
+        cases = {name: known.CASES[name] for name in known.FIXTURES}
+        for name, path in write(folder / peer, cases).items():
+            target = ROOT / peer / name
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(path, target, ignore=LEFT_OUT)
+    for name in UNIVERSAL_FIXTURES if "deepspeed" in (wanted or writers) else ():
         target = ROOT / "universal" / name
         shutil.rmtree(target, ignore_errors=True)
         to_universal(ROOT / "deepspeed" / name / "checkpoint", target)

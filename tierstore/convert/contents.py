@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from tierstore.convert.entries import BUFFER, Entry
+from tierstore.convert.torch_names import Shape, match_distinct, match_names
 from tierstore.errors import CheckpointError
 from tierstore.layout.parameters import MASTER
 
@@ -29,12 +30,22 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unnamed:
+    """Optimizers whose parameters have numbers instead of names."""
+
+    shapes: Sequence[Sequence[Shape | None]]
+    """Of the parameters of each group; None where no state tells."""
+    named: Callable[[Sequence[Sequence[str]]], Contents]
+    """Return the contents, given the names of the parameters of each group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """What one source holds, or several together."""
 
     source: str
     """The formats, for messages."""
-    entries: Sequence[Entry]
+    entries: Sequence[Entry] = ()
     groups: Sequence[Group] = ()
     scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parameter -> name -> number of its optimizer state, such as "step"."""
@@ -44,6 +55,11 @@ class Contents:
     """Further name of a tied tensor of the model -> the name of its entry."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Parameter -> its dtype in the model, where the master has another."""
+    order: Mapping[str, Shape] | None = None
+    """Parameter -> shape in the order of the model, if the source tells the order. A source with
+    an order and no entries has precedence."""
+    unnamed: Unnamed | None = None
+    """Optimizers that merge() gives names."""
     step: int | None = None
     extra: Any = None
     """The ``extra`` of a commit."""
@@ -76,9 +92,10 @@ def merge(sources: Sequence[Contents]) -> Contents:
     """Return what several sources hold together.
 
     Raises:
-        CheckpointError: a name occurs twice, the sources are of different steps, or an optimizer
-            state has no param group.
+        CheckpointError: a name occurs twice, the sources are of different steps, an optimizer
+            state has no param group, or the names of its parameters do not follow.
     """
+    sources = [*sources, *_named(sources)]
     entries = list(chain.from_iterable(source.entries for source in sources))
     groups = list(chain.from_iterable(source.groups for source in sources))
     _refuse_twice((entry.key for entry in entries), lambda key: f"{key[1]} of {key[0]!r}")
@@ -102,6 +119,35 @@ def merge(sources: Sequence[Contents]) -> Contents:
         lost=list(chain.from_iterable(source.lost for source in sources)),
     )
     return _classified(merged)
+
+
+def _named(sources: Sequence[Contents]) -> list[Contents]:
+    """Return the contents of the optimizers without names."""
+    unnamed = [source.unnamed for source in sources if source.unnamed is not None]
+    if not unnamed:
+        return []
+    shapes = [group for optimizer in unnamed for group in optimizer.shapes]
+    grouped = {name for source in sources for name in source.grouped}
+    weights = {
+        entry.parameter: entry.shape
+        for source in sources
+        for entry in source.weights.values()
+        if entry.dtype.is_floating_point or entry.dtype.is_complex
+    }
+    orders = [source.order for source in sources if source.order is not None and not source.entries]
+    for name, shape in chain.from_iterable(order.items() for order in orders):
+        if weights and weights.get(name) != shape:
+            raise CheckpointError(
+                f"the source of the order has {name!r} of shape {list(shape)}, and the model "
+                + (f"has shape {list(weights[name])}" if name in weights else "has no such tensor")
+            )
+    if not orders and all(source.order is not None for source in sources if source.weights):
+        orders = [source.order for source in sources if source.order is not None]
+    match = match_names if orders else match_distinct
+    candidates = chain.from_iterable(order.items() for order in orders or [weights])
+    names = match(shapes, [item for item in candidates if item[0] not in grouped])
+    rest = iter(names)
+    return [u.named(list(islice(rest, len(u.shapes)))) for u in unnamed]
 
 
 def _classified(contents: Contents) -> Contents:

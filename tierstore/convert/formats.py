@@ -14,6 +14,7 @@ from typing import Protocol
 from tierstore.convert import (
     dcp,
     deepspeed,
+    huggingface,
     megatron,
     safetensors_files,
     tierstore_runs,
@@ -67,6 +68,7 @@ FORMATS: dict[str, Format] = {
         write=tierstore_writer.Writer,
     ),
     "deepspeed": Format(recognizes=deepspeed.recognizes, read=deepspeed.read),
+    "huggingface": Format(recognizes=huggingface.recognizes, read=huggingface.read),
     "megatron": Format(recognizes=megatron.recognizes, read=megatron.read),
     "universal": Format(
         recognizes=universal.recognizes,

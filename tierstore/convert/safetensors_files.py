@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -41,8 +42,11 @@ _HEADER_BYTES_MAX = 100_000_000  # As the library has it.
 _METADATA = "__metadata__"
 _DIMENSIONS_MAX = 64
 
-# Files of a trainer beside the weights.
-_TRAINER = ("optimizer", "scheduler", "rng_state", "scaler", "random_states", "custom_checkpoint")
+TRAINER = (
+    *("optimizer", "scheduler", "scaler", "rng_state", "random_states", "custom_checkpoint"),
+    *("sampler", "dl_state_dict", "training_args"),
+)
+"""How names of files of a trainer beside the weights begin."""
 
 
 def recognizes(path: Path) -> bool:
@@ -67,50 +71,70 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 
 
 def _read(path: Path) -> Contents:
-    lost: list[str] = []
-    if path.is_dir():
-        reader = Reader(path)
-        names, expected = _files_in(reader)
-        lost = [
-            f"{name!r} beside the weights is not carried"
-            for name in reader.list()
-            if name.startswith(_TRAINER)
-        ]
-    else:
+    if not path.is_dir():
         path = path.resolve()
-        reader, names, expected = Reader(path.parent), [path.name], None
+        return read_files(Reader(path.parent), {path.name: None})
+    reader = Reader(path)
+    lost = [
+        f"{name!r} beside the weights is not carried"
+        for name in reader.list()
+        if name.startswith(TRAINER)
+    ]
+    return replace(read_files(reader, _files_in(reader)), lost=lost)
+
+
+def read_files(reader: Reader, files: Mapping[str, Collection[str] | None]) -> Contents:
+    """Return the weights in files of one directory.
+
+    Args:
+        reader: of the directory.
+        files: name -> the tensors that an index says it has; None: there is no index.
+
+    Raises:
+        CorruptionError: a file is damaged, or not the one that the index names.
+    """
     entries: list[Entry] = []
-    for name in names:
+    for name, expected in files.items():
         found = list(_entries(reader, name))
-        if expected is not None and {e.parameter for e in found} != expected[name]:
+        if expected is not None and {e.parameter for e in found} != set(expected):
             raise CorruptionError(
                 f"{reader.root / name}: does not have the tensors that the index says"
             )
         entries += found
-    return Contents(source="safetensors", entries=entries, lost=lost)
+    return Contents(source="safetensors", entries=entries)
 
 
-def _files_in(reader: Reader) -> tuple[list[str], dict[str, set[str]] | None]:
+def _files_in(reader: Reader) -> Mapping[str, Collection[str] | None]:
     """Return the files of a directory, and the tensors that its index gives each."""
     present = [name for name in reader.list() if name.endswith(_SUFFIX)]
     indices = [name for name in reader.list() if name.endswith(f"{_SUFFIX}.index.json")]
     if len(present) == 1 and not indices:
-        return present, None
+        return {present[0]: None}
     if len(indices) != 1:
         raise CheckpointError(
             f"{reader.root} has {len(present)} files of weights and {len(indices)} indices: name "
             "the files that belong together"
         )
-    where = f"{reader.root / indices[0]}"
-    expected: dict[str, set[str]] = {}
+    return read_index(reader, indices[0])
+
+
+def read_index(reader: Reader, index: str) -> dict[str, set[str]]:
+    """Return the files that an index names, sorted, and the tensors that it gives each.
+
+    Raises:
+        CorruptionError: it is damaged, or names a file that is not beside it.
+    """
+    where = f"{reader.root / index}"
+    suffix = index.removesuffix(".index.json").rpartition(".")[2]
+    files: dict[str, set[str]] = {}
     with body_errors(where):
-        for tensor, name in parse_json(reader.get(indices[0]))["weight_map"].items():
-            require(type(name) is str, name.endswith(_SUFFIX))
-            expected.setdefault(name, set()).add(tensor)
-    wrong = next((name for name in expected if wrong_name(name) or "/" in name), None)
+        for tensor, name in parse_json(reader.get(index))["weight_map"].items():
+            require(type(name) is str, name.endswith(f".{suffix}"))
+            files.setdefault(name, set()).add(tensor)
+    wrong = next((name for name in files if wrong_name(name) or "/" in name), None)
     if wrong is not None:
         raise CorruptionError(f"{where}: names the file {wrong!r}, which is not beside it")
-    return sorted(expected), expected
+    return dict(sorted(files.items()))
 
 
 def _entries(reader: Reader, name: str) -> Iterator[Entry]:

@@ -6,17 +6,18 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tierstore.checkpoint.model_contents import plain_names
-from tierstore.convert.contents import Contents, Group
+from tierstore.convert.contents import Contents, Group, Unnamed
 from tierstore.convert.conventions import convention_of, standard_hyperparameters
 from tierstore.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Reading
-from tierstore.convert.torch_names import match_names
+from tierstore.convert.torch_names import Shape
 from tierstore.errors import CheckpointError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, Unread, read_torch_file
@@ -33,6 +34,7 @@ BY_ALGORITHM = "optimizers"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 _RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # Moonlight, Motif.
+_META = "torch._utils._rebuild_meta_tensor_no_storage"
 _STRIDED_BYTES_MAX = 256 * 2**20
 _DEPTH_MAX = 50
 _SMALL_NUMEL_MAX = 1024
@@ -50,14 +52,26 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
         CorruptionError: a file is damaged, or was not written by torch.save.
         CheckpointError: a file has nothing to convert, or parameters without names.
     """
+    resolved = [path.resolve() for path in paths]  # A link that the user names is followed.
+    return read_files(
+        [(Reader(path.parent, reading.on_progress), path.name) for path in resolved], reading
+    )
+
+
+def read_files(files: Sequence[tuple[Reader, str]], reading: Reading) -> list[Contents]:
+    """Read files, given the readers of their directories; links are not followed.
+
+    Raises:
+        CorruptionError, CheckpointError: as in read().
+    """
     found = _Found()
-    for given in paths:
-        path = given.resolve()  # A link that the user names is followed, others are not.
-        reader = Reader(path.parent, reading.on_progress)
-        value = read_torch_file(reader, path.name, check=reading.check)
-        file = StoredFile(reader, path.name)
-        found.take(_Value(file, value), str(given))
-    return [found.contents()]
+    for reader, name in files:
+        value = read_torch_file(reader, name, check=reading.check)
+        found.take(_Value(StoredFile(reader, name), value), f"{reader.root / name}")
+    orders = [Contents(source="torch", order=found.order)] if found.order else []
+    if orders and not found.models and not found.optimizers:
+        return orders
+    return [found.contents(optimizer=reading.optimizer), *orders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,8 @@ class _Found:
 
     models: list[_Value] = field(default_factory=list)
     optimizers: list[_Value] = field(default_factory=list)
+    order: dict[str, Shape] = field(default_factory=dict)
+    """Parameter -> shape, of files with tensors on the device "meta", which have no elements."""
     lost: list[str] = field(default_factory=list)
     step: int | None = None
     extra: Any = None
@@ -83,6 +99,11 @@ class _Found:
         file, value = held.file, held.value
         if not isinstance(value, dict):
             raise CheckpointError(f"{where} holds neither a state dict nor a dict of them")
+        shapes = _meta_shapes(value)
+        if shapes:
+            plain = plain_names(shapes)
+            self.order |= {plain[name]: shape for name, shape in shapes.items()}
+            return
         if _is_optimizer(value):
             self.optimizers.append(held)
             return
@@ -109,53 +130,97 @@ class _Found:
             else:
                 self.lost.append(f"{key!r} is not carried: neither the model nor an optimizer")
 
-    def contents(self) -> Contents:
-        """Return the contents of all files together."""
+    def contents(self, *, optimizer: bool) -> Contents:
+        """Return the contents of all files together.
+
+        Args:
+            optimizer: whether an optimizer without names is wanted.
+        """
         model = _model(self.models)
         groups = [
-            (held.file, held.value["state"], part)
+            _StoredGroup(held.file, held.value["state"], part)
             for held in self.optimizers
             for group in held.value["param_groups"]
             for part in _by_flag(held.value["state"], group)
         ]
-        names = _names(groups, model)
-        entries = list(model.entries)
-        found: list[Group] = []
-        scalars: dict[str, dict[str, float]] = {}
-        lost = [*model.lost, *self.lost]
-        for (file, state, group), members in zip(groups, names, strict=True):
-            states = {
-                name: dict(state.get(number, {}))
-                for name, number in zip(members, group["params"], strict=True)
-            }
-            for key in [key for key, value in group.items() if not _is_hyperparameter(value)]:
-                lost.append(f"{key!r} of a param group is not carried: it has unknown objects")
-            group = {k: _small(file, v) for k, v in group.items() if _is_hyperparameter(v)}
-            found.append(_group(group, states))
-            for name, values in states.items():
-                numbers = {}
-                for key, value in values.items():
-                    if key == "step" and isinstance(value, StoredTensor):
-                        numbers[key] = float(_small(file, value))
-                    elif isinstance(value, StoredTensor):
-                        entries.append(tensor_entry(file, name, str(_RENAMED.get(key, key)), value))
-                    elif isinstance(value, int | float) and key != "use_muon":
-                        numbers[key] = float(value)
-                    elif value is not None and key != "use_muon":
-                        lost.append(
-                            f"{key!r} of {name!r} is not carried: neither tensor nor number"
-                        )
-                if numbers:
-                    scalars[name] = numbers
+        names = _given_names(groups)
+        unnamed = None
+        if names is None and optimizer:
+            unnamed = Unnamed(
+                shapes=[group.shapes for group in groups], named=partial(_optimizer, groups)
+            )
+        states = _optimizer(groups, names) if names is not None else _optimizer([], [])
         return replace(
             model,
-            entries=entries,
-            groups=found,
-            scalars=scalars,
+            entries=[*model.entries, *states.entries],
+            groups=states.groups,
+            scalars=states.scalars,
+            unnamed=unnamed,
             step=self.step,
             extra=self.extra,
-            lost=lost,
+            lost=[*model.lost, *self.lost, *states.lost],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredGroup:
+    """A param group in a file."""
+
+    file: StoredFile
+    states: Mapping[Any, Any]
+    """Number or name of a parameter -> its states, of the whole optimizer."""
+    values: Mapping[str, Any]
+
+    @property
+    def shapes(self) -> list[Shape | None]:
+        """The shapes of its parameters; None where no state tells."""
+        return [_shape(self.states.get(number, {})) for number in self.values["params"]]
+
+
+def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -> Contents:
+    """Return groups and states of their parameters, given the names of these."""
+    entries: list[Entry] = []
+    found: list[Group] = []
+    scalars: dict[str, dict[str, float]] = {}
+    lost: list[str] = []
+    for stored, members in zip(groups, names, strict=True):
+        file = stored.file
+        states = {
+            name: dict(stored.states.get(number, {}))
+            for name, number in zip(members, stored.values["params"], strict=True)
+        }
+        for key, value in stored.values.items():
+            if not _is_hyperparameter(value):
+                lost.append(f"{key!r} of a param group is not carried: it has unknown objects")
+        group = {k: _small(file, v) for k, v in stored.values.items() if _is_hyperparameter(v)}
+        found.append(_group(group, states))
+        for name, values in states.items():
+            numbers = {}
+            for key, value in values.items():
+                if key == "step" and isinstance(value, StoredTensor):
+                    numbers[key] = float(_small(file, value))
+                elif isinstance(value, StoredTensor):
+                    entries.append(tensor_entry(file, name, str(_RENAMED.get(key, key)), value))
+                elif isinstance(value, int | float) and key != "use_muon":
+                    numbers[key] = float(value)
+                elif value is not None and key != "use_muon":
+                    lost.append(f"{key!r} of {name!r} is not carried: neither tensor nor number")
+            if numbers:
+                scalars[name] = numbers
+    return Contents(source="torch", entries=entries, groups=found, scalars=scalars, lost=lost)
+
+
+def _meta_shapes(values: Mapping[Any, Any]) -> dict[str, Shape]:
+    """Return name -> shape, if all values are tensors on the device "meta"; else nothing."""
+    shapes: dict[str, Shape] = {}
+    for name, value in values.items():
+        if not isinstance(value, Unread) or value.name != _META or len(value.arguments) < 2:
+            return {}
+        shape = value.arguments[1]
+        if type(shape) is not tuple or not all(type(size) is int for size in shape):
+            return {}
+        shapes[str(name)] = shape
+    return shapes
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -207,38 +272,42 @@ def _model(models: Sequence[_Value]) -> Contents:
                 aliases[name] = first[value]
             else:
                 entries.append(tensor_entry(held.file, str(name), MASTER, value))
-    return Contents(source="torch", entries=entries, values=values, aliases=aliases, lost=lost)
-
-
-def _names(groups: Sequence[tuple[StoredFile, Any, Any]], model: Contents) -> list[list[str]]:
-    """Return the names of the parameters of each group."""
-    named: list[list[str]] = []
-    shapes: list[list[tuple[int, ...] | None]] = []
-    for _, state, group in groups:
-        given = group.get("param_names")
-        if all(isinstance(number, str) for number in group["params"]):
-            given = group["params"]
-        if isinstance(given, list) and len(given) == len(group["params"]):
-            named.append([str(name) for name in given])
-        else:
-            shapes.append([_shape(state.get(number, {})) for number in group["params"]])
-    if shapes and named:
-        raise CheckpointError("some param groups have names of parameters, and others do not")
-    if named:
-        flat = [name for names in named for name in names]
-        if len(set(flat)) < len(flat):
-            raise CheckpointError("two parameters of the optimizers have one name")
-        plain = plain_names(flat)
-        return [[plain[name] for name in names] for names in named]
-    tensors = [
-        (entry.parameter, entry.shape)
-        for entry in model.entries
+    order = {
+        entry.parameter: entry.shape
+        for entry in entries
         if entry.dtype.is_floating_point or entry.dtype.is_complex
-    ]
-    return match_names(shapes, tensors) if shapes else []
+    }
+    return Contents(
+        source="torch",
+        entries=entries,
+        values=values,
+        aliases=aliases,
+        order=order if models else None,
+        lost=lost,
+    )
 
 
-def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _given_names(groups: Sequence[_StoredGroup]) -> list[list[str]] | None:
+    """Return the names of the parameters of each group; None if they have numbers."""
+    named: list[list[str]] = []
+    for group in groups:
+        numbers, given = group.values["params"], group.values.get("param_names")
+        if all(isinstance(number, str) for number in numbers):
+            given = numbers
+        if isinstance(given, list) and len(given) == len(numbers):
+            named.append([str(name) for name in given])
+    if named and len(named) < len(groups):
+        raise CheckpointError("some param groups have names of parameters, and others do not")
+    if len(named) < len(groups):
+        return None
+    flat = [name for names in named for name in names]
+    if len(set(flat)) < len(flat):
+        raise CheckpointError("two parameters of the optimizers have one name")
+    plain = plain_names(flat)
+    return [[plain[name] for name in names] for names in named]
+
+
+def _shape(state: Mapping[str, Any]) -> Shape | None:
     shapes = [value.shape for value in state.values() if isinstance(value, StoredTensor)]
     return max(shapes, key=len, default=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from tierstore.errors import CheckpointError
@@ -11,8 +12,9 @@ Shape = tuple[int, ...]
 _POSITIONS_MAX = 4096
 
 _ADVICE = (
-    "save the optimizer with names, as torch.optim.AdamW(model.named_parameters()) does, or with "
-    "torch.distributed.checkpoint.state_dict"
+    "name a further source that tells their order, written by torch.save({name: p.to('meta') for "
+    "name, p in model.named_parameters() if p.requires_grad}, 'names.pt'); or save the optimizer "
+    "with names, as torch.optim.AdamW(model.named_parameters()) does; or convert --only model"
 )
 
 
@@ -66,3 +68,32 @@ def match_names(
         link, number, name = link
         found[number].insert(0, name)
     return found
+
+
+def match_distinct(
+    groups: Sequence[Sequence[Shape | None]], tensors: Sequence[tuple[str, Shape]]
+) -> list[list[str]]:
+    """Return the names of the parameters of each group, of a model whose order is not known.
+
+    Args:
+        groups: as in match_names().
+        tensors: name and shape of the tensors of the model, in any order.
+
+    Raises:
+        CheckpointError: a parameter has no shape, or another number of tensors than one has it.
+    """
+    names: dict[Shape | None, list[str]] = defaultdict(list)
+    for name, known in tensors:
+        names[known].append(name)
+    wanted = Counter(shape for group in groups for shape in group)
+    for shape, count in wanted.items():
+        found = names[shape]
+        if count == 1 and len(found) == 1:
+            continue
+        what = "no shape" if shape is None else f"the shape {list(shape)}"
+        raise CheckpointError(
+            f"the {sum(map(len, groups))} parameters of the optimizer have no names, no source "
+            f"tells the order of the parameters in the model, and {count} of them have {what}, as "
+            f"{len(found)} tensors of the model have: {_ADVICE}"
+        )
+    return [[names[shape][0] for shape in group] for group in groups]

@@ -1,0 +1,50 @@
+"""What Trainer and accelerate write now is carried bit for bit, and training goes on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tierstore
+from tests.peers.huggingface_cases import READ
+from tests.support.continuation import differences
+from tests.support.deepspeed_truth import assert_is_truth, truth_of
+from tests.support.huggingface_files import converted, sources_of
+from tierstore.convert.convert import convert
+
+
+@pytest.mark.parametrize("to", ["tierstore", "dcp", "torch"])
+@pytest.mark.parametrize("name", READ)
+def test_every_tensor_is_carried(
+    huggingface: dict[str, Path], name: str, to: str, tmp_path: Path
+) -> None:
+    _, tensors = converted(huggingface[name], tmp_path / "out", to)
+    assert_is_truth(tensors, huggingface[name])
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_weight_is_carried(huggingface: dict[str, Path], name: str, tmp_path: Path) -> None:
+    convert(sources_of(huggingface[name]), tmp_path / "out", to="safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in truth_of(huggingface[name]).items():
+        if key.startswith("model."):
+            assert torch.equal(found[key.removeprefix("model.")], value)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_next_update_is_the_same(
+    huggingface: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    converted(huggingface[name], tmp_path / "out", "dcp")
+    found = differences(tmp_path / "out", huggingface[name])
+    assert max({**found["adamw"], **found["muon"]}.values()) < 1e-5
+    without = differences(tmp_path / "out", huggingface[name], momentum=False)
+    assert min({**without["adamw"], **without["muon"]}.values()) > 0.05
+
+
+def test_files_of_single_ranks_are_refused(huggingface: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(tierstore.CheckpointError, match="of single ranks of FSDP"):
+        convert(huggingface["fsdp-ranks"] / "checkpoint", tmp_path / "out", to="dcp")
