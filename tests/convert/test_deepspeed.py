@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import tierstore
-from tests.support.continuation import MUON_TOLERANCE, differences
+from tests.support.continuation import MUON_TOLERANCE, differences, run_differences
 from tests.support.conversions import no_trace
-from tests.support.deepspeed_files import change, fragment_address
+from tests.support.deepspeed_files import change, classes_of_deepspeed, fragment_address
 from tests.support.deepspeed_truth import assert_is_truth, key_of, truth_of
 from tests.support.published import tensors_in
+from tests.support.universal_files import model_states_in
 from tierstore.convert.convert import Conversion, convert
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
@@ -118,6 +119,17 @@ def test_the_next_update_is_that_of_deepspeed(name: str, tmp_path: Path) -> None
     assert min(without["muon"].values(), default=1) > 0.5
 
 
+@pytest.mark.parametrize("name", ["zero2-muon", "zero2-muon-cpu", "zero2-fp32-1", "zero3-adamw"])
+def test_the_first_step_of_a_run_is_that_of_deepspeed(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name / "checkpoint"
+    found = run_differences(source, tmp_path / "run", FIXTURES / name)
+    assert max(found["adamw"].values()) < 1e-5
+    assert max(found["muon"].values(), default=0) < MUON_TOLERANCE
+    without = run_differences(source, tmp_path / "other", FIXTURES / name, momentum=False)
+    assert min(without["adamw"].values()) > 0.1
+    assert min(without["muon"].values(), default=1) > 0.5
+
+
 @pytest.mark.parametrize("name", ["zero2-muon", "zero3-adamw"])
 def test_files_of_several_nodes_are_merged(
     name: str, copied: Callable[[str], Path], tmp_path: Path
@@ -135,14 +147,27 @@ def test_files_of_several_nodes_are_merged(
 
 
 @pytest.mark.parametrize("prefix", ["", "fp16_"])
-def test_names_of_files_without_bf16(
-    prefix: str, copied: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = copied("zero2-muon")
+def test_models_in_fp16(prefix: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """After DeepSpeed's source, which does not train in fp16 on a CPU."""
+    folder = copied("zero1-adamw")
+
+    def make_half(value: Any) -> None:
+        module = value["module"]
+        module |= {name: tensor.half() for name, tensor in module.items() if name != "positions"}
+
+    def scale(value: Any) -> None:
+        value["optimizer_state_dict"]["loss_scaler"].cur_scale = 128.0
+
+    change(folder / "mp_rank_00_model_states.pt", make_half)
     for path in folder.glob("bf16_*"):
+        change(path, scale)
         path.rename(folder / path.name.replace("bf16_", prefix))
-    _, tensors = to_dcp(folder, tmp_path / "out")
-    assert_is_truth(tensors, FIXTURES / "zero2-muon")
+    conversion, tensors = to_dcp(folder, tmp_path / "out")
+    assert_is_truth(tensors, FIXTURES / "zero1-adamw")
+    assert conversion.lost == ["the loss scale of fp16, 128.0, is not carried"]
+    convert(folder, tmp_path / "universal", to="universal")
+    dtypes = model_states_in(tmp_path / "universal")["tierstore"]["dtypes"]
+    assert set(dtypes.values()) == {torch.float16}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +213,7 @@ def test_a_latest_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
 # ------------------------------------------------- layouts built after DeepSpeed's sources
 
 
-def swap(folder: Path, *, momentum: bool) -> None:
+def swap(folder: Path, *, momentum: bool, momentum_dtype: torch.dtype = torch.bfloat16) -> None:
     """Move elements of subgroup 0 to files, as offload to NVMe does."""
     for rank in range(2):
         target = folder / "offloaded_tensors" / f"rank{rank:02d}"
@@ -204,8 +229,9 @@ def swap(folder: Path, *, momentum: bool) -> None:
             empty.ds_id = identity  # type: ignore[attr-defined]
             masters[0] = empty
             for name in [n for n, t in states.items() if t.ndim and (momentum or "exp" in n)]:
-                moved[f"{name}-{identity}.tensor.swp"] = states[name]
-                states[name] = torch.empty(0, dtype=states[name].dtype)
+                dtype = momentum_dtype if name == "momentum_buffer" else torch.float32
+                moved[f"{name}-{identity}.tensor.swp"] = states[name].to(dtype)
+                states[name] = torch.empty(0, dtype=dtype)
             for name, tensor in moved.items():
                 data = tensor.detach().view(torch.uint8).numpy().tobytes()
                 (target / name).write_bytes(data + bytes(-len(data) % 1024))
@@ -231,6 +257,58 @@ def test_optimizer_on_nvme(
         refused(folder, tmp_path, tierstore.CorruptionError, "subgroup 0")
     path.unlink()
     refused(folder, tmp_path, tierstore.CorruptionError, path.name)
+
+
+def split_subgroup(folder: Path) -> None:
+    """Make two subgroups of subgroup 0; its first two parameters are in the first one."""
+    with classes_of_deepspeed():
+        model = torch.load(next(folder.glob("*model_states.pt")), weights_only=False)
+    shapes = model["param_shapes"][0]
+    names = list(shapes)
+    halves = [{name: shapes[name] for name in part} for part in (names[:2], names[2:])]
+    border = sum(-(-shape.numel() // 2) for shape in halves[0].values())
+
+    def edit_model(value: Any) -> None:
+        value["param_shapes"][:1] = halves
+
+    def edit_states(value: Any) -> None:
+        optimizer = value["optimizer_state_dict"]
+        masters = optimizer["fp32_flat_groups"]
+        parts = [masters[0][:border].clone(), masters[0][border:].clone()]
+        for number, part in enumerate(parts):
+            part.ds_id = f"{number}_{number}"
+        masters[:1] = parts
+        inner = optimizer["optimizer_state_dict"]
+        momentum = inner["state"][0]["momentum_buffer"]
+        inner["state"] = {
+            0: {"momentum_buffer": momentum[:border].clone()},
+            1: {"momentum_buffer": momentum[border:].clone()},
+            2: inner["state"][1],
+        }
+        for group, params in zip(inner["param_groups"], ([0, 1], [2]), strict=True):
+            group["params"] = params
+
+    for path in folder.glob("*model_states.pt"):
+        change(path, edit_model)
+    for path in folder.glob("*optim_states.pt"):
+        change(path, edit_states)
+
+
+@pytest.mark.parametrize("to", ["dcp", "tierstore", "torch"])
+def test_momentum_of_two_dtypes(to: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """That of a subgroup on NVMe is float32, that of another one has the dtype of the gradients."""
+    folder = copied("zero3-muon")
+    split_subgroup(folder)
+    swap(folder, momentum=True, momentum_dtype=torch.float32)
+    convert(folder, tmp_path / "first.pt", to=to)
+    _, tensors = to_dcp(tmp_path / "first.pt", tmp_path / "out")
+    assert_is_truth(tensors, FIXTURES / "zero3-muon")
+    of_muon = [tensor.dtype for key, tensor in tensors.items() if key.endswith("momentum_buffer")]
+    # muon.Muon has one dtype for a group, so a run has the wider one.
+    two = [torch.float32] * (4 if to == "tierstore" else 2) + [torch.bfloat16] * 2
+    assert sorted(map(str, of_muon)) == sorted(map(str, two[:4]))
+    found = run_differences(folder, tmp_path / "run", FIXTURES / "zero3-muon")
+    assert max(found["muon"].values()) < MUON_TOLERANCE
 
 
 def test_partitions_that_begin_at_parameters(copied: Callable[[str], Path], tmp_path: Path) -> None:

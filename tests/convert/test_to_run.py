@@ -144,6 +144,21 @@ def test_dtype_of_the_parameters(tmp_path: Path) -> None:
         assert torch.equal(parameter, weight.to(torch.bfloat16))
 
 
+def test_momentum_with_the_dtype_of_each_parameter(tmp_path: Path) -> None:
+    dtypes = {"a": torch.bfloat16, "b": torch.float32}
+    weights = [(name, nn.Parameter(torch.randn(4, 4).to(d))) for name, d in dtypes.items()]
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon([{"params": weights, "algorithm": "muon"}], store=store)
+        for _, parameter in weights:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        expected = store.read_states()
+    convert(tmp_path / "run", tmp_path / "again", to="tierstore")
+    with tierstore.TierStore(tmp_path / "again", resume=True) as store:
+        assert muon.Muon([{"params": weights, "algorithm": "muon"}], store=store).restore() == 1
+        assert_equal(store.read_states(), expected)
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "weights.pt")
     weight = nn.Parameter(torch.randn(5, 4))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.peers.deepspeed_cases import CASES
-from tests.support.continuation import MUON_TOLERANCE, differences
+from tests.support.continuation import MUON_TOLERANCE, differences, run_differences
 from tests.support.deepspeed_truth import assert_is_truth
 from tests.support.published import tensors_in
 from tierstore.convert.convert import convert
@@ -27,5 +27,18 @@ def test_the_next_update_is_the_same(deepspeed: dict[str, Path], name: str, tmp_
     assert max(found["adamw"].values()) < 1e-5
     assert max(found["muon"].values(), default=0) < MUON_TOLERANCE
     without = differences(tmp_path / "out", deepspeed[name], momentum=False)
+    assert min(without["adamw"].values()) > 0.1
+    assert min(without["muon"].values(), default=1) > 0.5
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "elastic" not in name])
+def test_the_first_step_of_a_run_is_the_same(
+    deepspeed: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    source = deepspeed[name] / "checkpoint"
+    found = run_differences(source, tmp_path / "run", deepspeed[name])
+    assert max(found["adamw"].values()) < 1e-5
+    assert max(found["muon"].values(), default=0) < MUON_TOLERANCE
+    without = run_differences(source, tmp_path / "other", deepspeed[name], momentum=False)
     assert min(without["adamw"].values()) > 0.1
     assert min(without["muon"].values(), default=1) > 0.5

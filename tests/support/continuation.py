@@ -11,7 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import muon
+import tierstore
 from tests.support.published import tensors_in
+from tierstore.convert.convert import convert
 
 MUON_TOLERANCE = 0.05
 """Largest relative difference of an update of Muon: torch.optim.Muon iterates in bfloat16 and
@@ -62,8 +65,71 @@ def differences(
         optimizer.state[parameter] = state
         optimizer.step()
         expected = torch.from_numpy(after[name])
-        # Weight decay is the larger part of the change of a large matrix, and needs no state.
-        update = expected - before * (1 - values["lr"] * values["weight_decay"])
-        difference = (parameter.detach() - expected).norm() / update.norm()
-        found[algorithm][name] = float(difference)
+        found[algorithm][name] = _difference(parameter.detach(), before, expected, values)
+    return found
+
+
+def _difference(
+    found: torch.Tensor, before: torch.Tensor, expected: torch.Tensor, values: dict[str, Any]
+) -> float:
+    # Weight decay is the larger part of the change of a large matrix, and needs no state.
+    update = expected - before * (1 - values["lr"] * values["weight_decay"])
+    return float((found - expected).norm() / update.norm())
+
+
+def run_differences(
+    source: Path, run: Path, folder: Path, *, momentum: bool = True
+) -> dict[str, dict[str, float]]:
+    """Return the same for the first step of ``muon.Muon`` after ``restore()`` in a run.
+
+    Args:
+        source: the checkpoint that is converted to a run, and to a file that names its groups.
+        run: where the run is made.
+        folder: of a case, as for differences().
+        momentum: likewise.
+    """
+    convert(source, run, to="tierstore")
+    convert(source, run.with_suffix(".pt"), to="torch")
+    optimizer_state = torch.load(run.with_suffix(".pt"))["optimizer"]
+    saved = optimizer_state["param_groups"]
+    momenta = [state.get("momentum_buffer") for state in optimizer_state["state"].values()]
+    is_wide = any(tensor is not None and tensor.dtype == torch.float32 for tensor in momenta)
+    gradients, after = numpy.load(folder / "gradients.npz"), numpy.load(folder / "next.npz")
+    dtype = torch.float32 if "fp32" in folder.name else torch.bfloat16
+    zeros = {name: torch.zeros(gradients[name].shape, dtype=dtype) for name in after.files}
+    parameters = {name: nn.Parameter(tensor) for name, tensor in zeros.items()}
+    groups = [
+        {
+            "params": [(name, parameters[name]) for name in group["param_names"]],
+            "algorithm": group.get("algorithm", "adamw"),
+        }
+        for group in saved
+    ]
+    found: dict[str, dict[str, float]] = {"muon": {}, "adamw": {}}
+    with tierstore.TierStore(run, resume=True) as store:
+        momentum_dtype = torch.float32 if is_wide else None
+        optimizer = muon.Muon(groups, store=store, momentum_dtype=momentum_dtype)
+        assert optimizer.restore() == 3
+
+        def masters() -> dict[str, torch.Tensor]:
+            states = store.read_states()
+            whole = {name: states[name].get("master", p) for name, p in parameters.items()}
+            return {name: tensor.detach().clone() for name, tensor in whole.items()}
+
+        if not momentum:
+            states = {name: dict(values) for name, values in store.read_states().items()}
+            for values in states.values():
+                for key in {"momentum_buffer", "exp_avg"} & values.keys():
+                    values[key] = torch.zeros_like(values[key])
+            store.write_states(states)
+        before = masters()
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(gradients[name]).to(dtype)
+        optimizer.step()
+        changed = masters()
+        for group in optimizer.param_groups:
+            for name in group["param_names"]:
+                expected = torch.from_numpy(after[name])
+                difference = _difference(changed[name], before[name], expected, group)
+                found[group["algorithm"]][name] = difference
     return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,9 +74,10 @@ class Writer:
         self._groups: list[list[ParameterSpec]] = []
         for group in contents.groups:
             specs = []
-            for name in group.parameters:
-                dtype = options.dtype or contents.dtypes.get(name)
-                spec, entries = _paged(name, by_parameter[name], dtype)
+            dtypes = {n: options.dtype or contents.dtypes.get(n) for n in group.parameters}
+            momentum_dtype = _common_momentum_dtype(by_parameter, dtypes)
+            for name, dtype in dtypes.items():
+                spec, entries = _paged(name, by_parameter[name], dtype, momentum_dtype)
                 specs.append(spec)
                 self.entries += entries
             _require_same_states(specs)
@@ -144,8 +146,33 @@ class Writer:
         return int(max(counts, default=0.0))
 
 
+def _common_momentum_dtype(
+    by_parameter: Mapping[str, Sequence[Entry]], dtypes: Mapping[str, torch.dtype | None]
+) -> torch.dtype | None:
+    """Return the dtype for the momentum of all parameters of a group; None: it stays as it is.
+
+    muon.Muon has one dtype for a group, or that of each parameter. DeepSpeed has several if only
+    some parameters are on NVMe.
+
+    Args:
+        by_parameter: the entries of each parameter.
+        dtypes: parameter of the group -> its dtype; None: that of its master.
+    """
+    found = set()
+    is_own = True
+    for name, dtype in dtypes.items():
+        entries = {entry.state: entry for entry in by_parameter[name]}
+        if MOMENTUM in entries and MASTER in entries:
+            found.add(entries[MOMENTUM].dtype)
+            is_own &= entries[MOMENTUM].dtype == (dtype or entries[MASTER].dtype)
+    return None if is_own or len(found) < 2 else functools.reduce(torch.promote_types, found)
+
+
 def _paged(
-    name: str, entries: Sequence[Entry], dtype: torch.dtype | None
+    name: str,
+    entries: Sequence[Entry],
+    dtype: torch.dtype | None,
+    momentum_dtype: torch.dtype | None,
 ) -> tuple[ParameterSpec, list[Entry]]:
     """Return the spec of a parameter, and its entries with the dtypes of a page."""
     found = {entry.state: entry for entry in entries}
@@ -162,7 +189,11 @@ def _paged(
     for state, entry in found.items():
         wide = torch.promote_types(entry.dtype, torch.float32)
         narrow = entry.dtype.is_floating_point and entry.dtype != wide
-        paged.append(entry.cast(wide) if narrow and not is_muon else entry)
+        if is_muon and momentum_dtype is not None and state == MOMENTUM:
+            entry = entry.cast(momentum_dtype)
+        elif narrow and not is_muon:
+            entry = entry.cast(wide)
+        paged.append(entry)
         if (
             entry.shape != master.shape
             or not state.isidentifier()
