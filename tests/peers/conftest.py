@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.peers import deepspeed_cases, huggingface_cases
+from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_cases
 
-PACKAGES = ("accelerate", "deepspeed", "transformers")
+PACKAGES = ("accelerate", "deepspeed", "torch_checkpointing", "transformers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,4 +36,12 @@ def huggingface(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Name of a case -> its folder, written by Trainer or accelerate."""
     return huggingface_cases.run_huggingface(
         tmp_path_factory.mktemp("huggingface"), huggingface_cases.CASES
+    )
+
+
+@pytest.fixture(scope="session")
+def torch_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Name of a case -> its folder, written by torch_checkpointing."""
+    return torch_checkpointing_cases.run_torch_checkpointing(
+        tmp_path_factory.mktemp("torch_checkpointing"), torch_checkpointing_cases.CASES
     )

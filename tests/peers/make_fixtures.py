@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.peers import deepspeed_cases, huggingface_cases
+from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_cases
 from tests.peers.deepspeed_cases import UNIVERSAL_FIXTURES, to_universal
 
 ROOT = Path(__file__).resolve().parents[1] / "convert" / "fixtures"
@@ -26,6 +26,10 @@ def main() -> None:
     writers = {
         "deepspeed": (deepspeed_cases.run_deepspeed, deepspeed_cases),
         "huggingface": (huggingface_cases.run_huggingface, huggingface_cases),
+        "torch_checkpointing": (
+            torch_checkpointing_cases.run_torch_checkpointing,
+            torch_checkpointing_cases,
+        ),
     }
     for peer in wanted or writers:
         write, known = writers[peer]

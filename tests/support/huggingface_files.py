@@ -17,12 +17,21 @@ def sources_of(folder: Path) -> list[Path]:
     return [checkpoint, folder / "names.pt"] if needs_names else [checkpoint]
 
 
-def converted(folder: Path, out: Path, to: str) -> tuple[Conversion, dict[str, torch.Tensor]]:
+def converted(
+    folder: Path, out: Path, to: str, *, names: bool = True
+) -> tuple[Conversion, dict[str, torch.Tensor]]:
     """Convert a case; return what was carried, under the keys of DCP.
 
     Files of torch.save are read with torch.load, all others through a conversion to DCP.
+
+    Args:
+        folder: of the case.
+        out: the destination.
+        to: its format.
+        names: whether to name the file of names, too, where no other one tells an order.
     """
-    conversion = convert(sources_of(folder), out, to=to)
+    sources = sources_of(folder) if names else [folder / "checkpoint"]
+    conversion = convert(sources, out, to=to)
     if to == "dcp":
         return conversion, tensors_in(out)
     if to != "torch":

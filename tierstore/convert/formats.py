@@ -19,6 +19,7 @@ from tierstore.convert import (
     safetensors_files,
     tierstore_runs,
     tierstore_writer,
+    torch_checkpointing,
     torch_files,
     torch_writer,
     universal,
@@ -68,6 +69,9 @@ FORMATS: dict[str, Format] = {
         write=tierstore_writer.Writer,
     ),
     "deepspeed": Format(recognizes=deepspeed.recognizes, read=deepspeed.read),
+    "torch_checkpointing": Format(
+        recognizes=torch_checkpointing.recognizes, read=torch_checkpointing.read
+    ),
     "huggingface": Format(recognizes=huggingface.recognizes, read=huggingface.read),
     "megatron": Format(recognizes=megatron.recognizes, read=megatron.read),
     "universal": Format(

@@ -18,7 +18,7 @@ from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.run.sealed import body_errors, is_count, parse_json, require
 
-_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(pt|bin)")
+_OPTIMIZER = re.compile(r"optimizer\.pt|optimizer(_\d+)?\.bin")
 _OPTIMIZER_FOLDER = re.compile(r"optimizer_\d+")
 
 # Weights, in the order of preference: with a full state dict of FSDP, Trainer writes them twice.

@@ -23,6 +23,7 @@ from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import Piece, bytes_of
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
+from tierstore.inspection.torch_archive import StoredTensor
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import MASTER, dtype_name
 from tierstore.run.sealed import body_errors, is_count, parse_json, require
@@ -138,6 +139,19 @@ def read_index(reader: Reader, index: str) -> dict[str, set[str]]:
 
 
 def _entries(reader: Reader, name: str) -> Iterator[Entry]:
+    file = StoredFile(reader, name)
+    for key, tensor in stored_tensors(reader, name).items():
+        whole = Chunk((0,) * len(tensor.shape), tensor.shape)
+        read = read_stored(tensor.dtype, [StoredChunk(whole, file, tensor.offset)])
+        yield Entry(parameter=key, state=MASTER, dtype=tensor.dtype, shape=tensor.shape, read=read)
+
+
+def stored_tensors(reader: Reader, name: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, as its header says.
+
+    Raises:
+        CorruptionError: the header is damaged.
+    """
     where = f"{reader.root / name}"
     try:
         with reader.open(name) as file:
@@ -159,14 +173,13 @@ def _entries(reader: Reader, name: str) -> Iterator[Entry]:
             require(start == end, stop - start == math.prod(shape) * dtype.itemsize)
             end = stop
         require(end == nbytes)
-    file_ = StoredFile(reader, name)
+    found = {}
     for key, tensor in tensors.items():
         dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
-        whole = Chunk((0,) * len(shape), shape)
-        stored = [StoredChunk(whole, file_, 8 + len(header) + tensor["data_offsets"][0])]
-        yield Entry(
-            parameter=key, state=MASTER, dtype=dtype, shape=shape, read=read_stored(dtype, stored)
-        )
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        offset = 8 + len(header) + tensor["data_offsets"][0]
+        found[key] = StoredTensor(offset, dtype, shape, strides)
+    return found
 
 
 # ------------------------------------------------------------------------------- writing

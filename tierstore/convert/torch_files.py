@@ -74,6 +74,34 @@ def read_files(files: Sequence[tuple[Reader, str]], reading: Reading) -> list[Co
     return [found.contents(optimizer=reading.optimizer), *orders]
 
 
+def sorted_contents(
+    file: StoredFile, value: Any, reading: Reading, *, ordered: bool
+) -> list[Contents]:
+    """Return the contents of a value that is, or has as items, a model and optimizers.
+
+    Args:
+        file: the file of its tensors; one of ShardedTensor knows its own.
+        value: the value.
+        reading: ``optimizer`` counts.
+        ordered: whether the tensors of the model are in the order of the model.
+
+    Raises:
+        CheckpointError: it has neither a model nor an optimizer.
+    """
+    found = _Found()
+    found.take(_Value(file, value), f"{file.path.parent}")
+    contents = found.contents(optimizer=reading.optimizer)
+    return [contents if ordered else replace(contents, order=None)]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor(StoredTensor):
+    """A tensor whose elements are in several places, also of several files."""
+
+    parts: tuple[StoredChunk, ...] = ()
+    """Chunks that tile it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     """A value, and the file that its tensors are in."""
@@ -365,6 +393,14 @@ def holds_only_plain(value: Any, depth: int = 0) -> bool:
 
 def tensor_entry(file: StoredFile, name: str, state: str, tensor: StoredTensor) -> Entry:
     """Return the entry of a tensor in a file of torch.save."""
+    if isinstance(tensor, ShardedTensor):
+        return Entry(
+            parameter=name,
+            state=state,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            read=read_stored(tensor.dtype, tensor.parts),
+        )
     whole = Chunk((0,) * len(tensor.shape), tensor.shape)
     strides = [math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape))]
     inner = [d for d, size in enumerate(tensor.shape) if size > 1]

@@ -133,6 +133,23 @@ def small_tensor(tensor: StoredTensor, data: bytes) -> torch.Tensor:
     return elements.as_strided(tensor.shape, tensor.strides).clone()
 
 
+def read_pickle(data: bytes, where: str) -> Any:
+    """Return what a pickle of plain values holds; objects of any class become Unread.
+
+    Args:
+        data: the pickle.
+        where: the name of the file in errors.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data), {}).load()
+    except Exception as error:  # Damage can make a pickle raise anything.
+        reason = error if isinstance(error, CorruptionError) else type(error).__name__
+        raise CorruptionError(f"{where}: cannot be read: {reason}") from error
+
+
 def _read_whole(file: File, *, check: bool) -> Any:
     try:
         return _read(file, check=check)
@@ -280,6 +297,11 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         if function.name == _WITH_ATTRIBUTES:
             maker, _, inner, state = arguments
             made = self._make(maker, inner)
+            if type(state) is tuple and len(state) == 2:  # Of objects with slots.
+                state = {**(state[0] or {}), **(state[1] or {})}
+            if type(made) is Unread:  # A DTensor, say, with the local tensor as an attribute.
+                made.state = state
+                return made
             return replace(made, attributes=state) if type(state) is dict else made
         return Unread(function.name, arguments) if known is None else known(*arguments)
 
