@@ -158,7 +158,7 @@ def test_only_checkpoints_are_replaced(plain: Path, tmp_path: Path) -> None:
     (out / "thesis.tex").write_text("years of work")
     with no_trace(tmp_path):
         code, _, error = call("convert", plain, out, "--to", "dcp", "--force")
-        assert (code, "is not a checkpoint, and is not replaced" in error) == (2, True)
+        assert (code, "it is not a checkpoint; name another" in error) == (2, True)
         for inner in (plain / "out", tmp_path):
             code, _, error = call("convert", plain, inner, "--to", "dcp", "--force")
             assert (code, "are in each other" in error) == (2, True)

@@ -100,8 +100,9 @@ def convert(
         momentum_convention: "average" or "heavy-ball", of Muon's momentum in the sources, where
             their files do not tell.
         strict: refuse to leave anything out that the sources hold.
-        force: replace a checkpoint at the destination.
-        dry_run: write nothing.
+        force: replace a checkpoint at the destination, of a format that is written and with no
+            other files beside it.
+        dry_run: write nothing. What would be refused is refused.
         on_progress: called with "checked", "converted" or "verified", the number of bytes done,
             and of all bytes.
 
@@ -124,8 +125,7 @@ def convert(
     _check_choice("momentum_convention", momentum_convention, ("average", "heavy-ball"))
     if not source_paths:
         raise CheckpointError("name at least one source")
-    if not dry_run:
-        refuse_destination(target, source_paths, known=_is_known(target), force=force)
+    old = refuse_destination(target, source_paths, force=force)
     reading = Reading(
         on_progress=lambda done, total: on_progress("checked", done, total),
         optimizer=only != "model",
@@ -156,15 +156,15 @@ def convert(
     )
     if strict and conversion.lost:
         raise NotCarriedError(f"{conversion.lost[0]} (and {len(conversion.lost) - 1} more)")
+    require_room(target, writer.nbytes)
     if dry_run:
         return conversion
-    require_room(target, writer.nbytes)
-    with temporary_directory(target) as directory:
+    with temporary_directory(target, exchanged=old is not None) as directory:
         digests = _write(writer, directory, budget, conversion.nbytes, on_progress)
         make_durable(directory)
         made = directory / format_.file
         _verify(made, to, writer, digests, budget, conversion.nbytes, on_progress)
-        take_name(made, target)
+        take_name(made, target, old)
     return replace(conversion, digests=digests)
 
 
@@ -179,14 +179,6 @@ def _writable(to: str) -> Format:
         known = ", ".join(name for name, known in FORMATS.items() if known.write)
         raise CheckpointError(f"the format to write must be one of {known}, got {to!r}")
     return format_
-
-
-def _is_known(path: Path) -> bool:
-    try:
-        recognized(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 # ------------------------------------------------------------------------------- reading
