@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,9 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierstore.checkpoint import dcp_reader
-from tierstore.checkpoint.dcp_reader import read_box
+from tierstore.checkpoint.dcp_reader import StoredEntries, read_box
+from tierstore.layout.chunks import Chunk
 
 
 class Bytes:
@@ -81,3 +91,49 @@ def test_a_column_of_long_rows_is_read_alone() -> None:
         read_box(file.read_into, 0, torch.float32, (4, 1000), (0, 500), target)
     assert torch.equal(target, stored[:, 500:502])
     assert sum(nbytes for _, nbytes in file.reads) == 4 * 8
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Shape of a tensor, and chunks that tile it, of other rows in each column."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    chunks = [Chunk((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 8)) if shape else 0):
+        number = draw(st.integers(0, len(chunks) - 1))
+        offsets, sizes = list(chunks[number].offsets), list(chunks[number].sizes)
+        dimension = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, sizes[dimension]))
+        first = [*sizes]
+        first[dimension] = cut
+        chunks[number] = Chunk(tuple(offsets), tuple(first))
+        offsets[dimension] += cut
+        sizes[dimension] -= cut
+        chunks.append(Chunk(tuple(offsets), tuple(sizes)))
+    return shape, draw(st.permutations(chunks))
+
+
+@settings(deadline=None)
+@given(tilings(), st.data())
+def test_parts_are_those_that_dcp_finds_among_all_chunks(
+    case: tuple[tuple[int, ...], list[Chunk]], data: st.DataObject
+) -> None:
+    shape, chunks = case
+    stored = TensorStorageMetadata(
+        properties=TensorProperties(dtype=torch.float32),
+        size=torch.Size(shape),
+        chunks=[ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in chunks],
+    )
+    metadata = Metadata(state_dict_metadata={"key": stored}, storage_data={})
+    slices: Any = SimpleNamespace(metadata=metadata)
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(
+        data.draw(st.integers(0, size - offset))
+        for size, offset in zip(shape, offsets, strict=True)
+    )
+    target = torch.empty(sizes)
+    found = StoredEntries(Path(), slices).parts("key", Chunk(offsets, sizes), target)
+    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    expected = create_read_items_for_chunk_list("key", stored, [wanted])
+    assert sorted((item for item, _ in found), key=repr) == sorted(expected, key=repr)
+    for item, part in found:
+        assert tuple(part.shape) == tuple(item.lengths)

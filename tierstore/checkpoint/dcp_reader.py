@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +38,29 @@ Part = tuple[ReadItem, torch.Tensor]
 """A part of a stored chunk, and the tensor to fill with it."""
 
 
+class _Rows:
+    """The chunks of one tensor by the rows that they have.
+
+    Args:
+        chunks: of the tensor.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkStorageMetadata]) -> None:
+        by_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, chunk in enumerate(chunks):
+            start, size = (chunk.offsets[0], chunk.sizes[0]) if chunk.sizes else (0, 1)
+            by_rows[start, start + size].append(number)
+        self._rows = sorted(by_rows.items())
+
+    def overlapping(self, chunk: Chunk) -> list[int]:
+        """Return the numbers of the chunks that have rows of another chunk."""
+        start, size = (chunk.offsets[0], chunk.sizes[0]) if chunk.sizes else (0, 1)
+        count = bisect_left(self._rows, start + size, key=lambda rows: rows[0][0])
+        return [
+            number for (_, end), numbers in self._rows[:count] if end > start for number in numbers
+        ]
+
+
 class StoredEntries:
     """The entries that ``.metadata`` names.
 
@@ -48,6 +73,7 @@ class StoredEntries:
         self.path = path
         self._metadata = slices.metadata
         self._slices = slices
+        self._rows_of: dict[str, _Rows] = {}
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(slices.metadata, is_coordinator=True)
 
@@ -72,10 +98,23 @@ class StoredEntries:
         wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         stored = self._metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
-        return [
-            (item, Chunk(tuple(item.dest_offsets), tuple(item.lengths)).select(target))
-            for item in create_read_items_for_chunk_list(key, stored, [wanted])
-        ]
+        # DCP compares each chunk, of which stacked layers and experts have tens of thousands.
+        numbers = self._rows(key).overlapping(chunk)
+        near = dataclasses.replace(stored, chunks=[stored.chunks[number] for number in numbers])
+        parts = []
+        for item in create_read_items_for_chunk_list(key, near, [wanted]):
+            assert item.storage_index.index is not None
+            index = dataclasses.replace(item.storage_index, index=numbers[item.storage_index.index])
+            part = Chunk(tuple(item.dest_offsets), tuple(item.lengths)).select(target)
+            parts.append((dataclasses.replace(item, storage_index=index), part))
+        return parts
+
+    def _rows(self, key: str) -> _Rows:
+        if key not in self._rows_of:
+            stored = self._metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            self._rows_of[key] = _Rows(stored.chunks)
+        return self._rows_of[key]
 
     def read(self, parts: Sequence[Part]) -> None:
         """Read parts of stored chunks.
