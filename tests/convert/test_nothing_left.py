@@ -35,6 +35,7 @@ FOREIGN = [
     "huggingface/accelerate-two-bin/checkpoint",
     "huggingface/fsdp-full/checkpoint",
     "huggingface/fsdp-sharded/checkpoint",
+    "huggingface/fsdp-ranks/checkpoint",
     "torch_checkpointing/sharded/checkpoint",
 ]
 """Folders of FIXTURES."""

@@ -19,6 +19,10 @@ from tests.support.deepspeed_truth import assert_is_truth
 from tests.support.huggingface_files import converted
 from tests.support.published import tensors_in
 from tierstore.convert.convert import convert
+from tierstore.convert.entries import StoredFile
+from tierstore.convert.rank_files import Held, parts_of_dtensors, whole
+from tierstore.inspection.reader import Reader
+from tierstore.inspection.torch_archive import StoredTensor, Unread
 
 FIXTURES = Path(__file__).parent / "fixtures" / "torch_checkpointing"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -103,13 +107,88 @@ def test_ranks_that_hold_the_same(copied: Callable[[str], Path], tmp_path: Path)
     assert_is_truth(tensors_in(tmp_path / "out"), FIXTURES / "lone-safetensors")
 
 
-def test_parts_without_metadata_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_dtensors_describe_themselves(copied: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copied("sharded")
     (folder / "metadata.pkl").unlink()
-    refused(folder, tmp_path, tierstore.CheckpointError, "by several ranks without metadata.pkl")
-    for path in folder.glob("*_1.pt"):
-        path.unlink()
-    refused(folder, tmp_path, tierstore.CheckpointError, "is a part, and no metadata.pkl says")
+    convert(folder, tmp_path / "out", to="dcp")
+    assert_is_truth(tensors_in(tmp_path / "out"), FIXTURES / "sharded")
+    shutil.rmtree(tmp_path / "out")
+    (folder / "model_1.pt").unlink()
+    refused(folder, tmp_path, tierstore.CorruptionError, "are in no chunk")
+
+
+def test_plain_tensors_of_several_ranks_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copied("lone")
+    shutil.copy(folder / "model_0.pt", folder / "model_1.pt")
+    refused(folder, tmp_path, tierstore.CheckpointError, "is no DTensor and in the files of")
+
+
+def dtensor(
+    mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: list[Unread], **more: Any
+) -> Unread:
+    """Return a DTensor of shape [8] as files have it."""
+    axes = tuple(Unread("_FlatLayout", state={"shape": (n,)}) for n in mesh)
+    layout = Unread("_MeshLayout", state={"axes": axes})
+    spec = {
+        "mesh": Unread("Mesh", state={"_layout": layout, "_coordinate_on_dim": coordinate}),
+        "placements": tuple(placements),
+        "tensor_meta": Unread("TensorMeta", arguments=((8,), (1,), torch.float32)),
+        **more,
+    }
+    local = StoredTensor(0, torch.float32, (2,), (1,))
+    return Unread("x", state={"_local_tensor": local, "_spec": Unread("Spec", state=spec)})
+
+
+def placement(name: str, **fields: int) -> Unread:
+    return Unread(f"torch.distributed.tensor.placement_types.{name}", state=fields)
+
+
+@pytest.mark.parametrize(
+    ("placements", "starts"),
+    [
+        ([placement("Shard", dim=0), placement("Shard", dim=0)], [0, 2, 4, 6]),
+        # FSDP of tensor parallel parameters: the second dimension of the mesh cuts first.
+        (
+            [placement("_StridedShard", dim=0, split_factor=2), placement("Shard", dim=0)],
+            [0, 4, 2, 6],
+        ),
+    ],
+)
+def test_parts_on_a_mesh(placements: list[Unread], starts: list[int]) -> None:
+    coordinates = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    held = [
+        Held(rank, StoredFile(Reader(Path()), f"{rank}"), dtensor((2, 2), one, placements))
+        for rank, one in enumerate(coordinates)
+    ]
+    parts = parts_of_dtensors(("w",), held)
+    assert [part.pieces[0].whole.offsets[0] for part in parts.values()] == starts
+    assert all(part.local_shape == (2,) for part in parts.values())
+
+
+def test_an_unusual_order_of_shards_is_refused() -> None:
+    order = (Unread("ShardOrderEntry", arguments=(0, (1, 0))),)
+    shards = [placement("Shard", dim=0), placement("Shard", dim=0)]
+    value = dtensor((2, 2), (0, 0), shards, shard_order=order)
+    with pytest.raises(tierstore.CheckpointError, match="of another form than torch"):
+        whole([Held(0, StoredFile(Reader(Path()), "0"), value)], parts_of_dtensors)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {"_spec": None},
+        {"_spec": Unread("DTensorSpec", state={"mesh": Unread("DeviceMesh", state={"mesh": 3})})},
+    ],
+)
+def test_dtensors_of_another_form_are_refused(state: Any) -> None:
+    local = StoredTensor(0, torch.float32, (2,), (1,))
+    value = Unread("wrapper", state={**(state or {}), "_local_tensor": local})
+    held = Held(0, StoredFile(Reader(Path()), "model_0.pt"), value)
+    with pytest.raises(tierstore.CheckpointError, match="of another form than torch"):
+        whole([held], parts_of_dtensors)
 
 
 def test_files_of_all_ranks_are_needed(copied: Callable[[str], Path], tmp_path: Path) -> None:
@@ -118,14 +197,11 @@ def test_files_of_all_ranks_are_needed(copied: Callable[[str], Path], tmp_path: 
     refused(folder, tmp_path, tierstore.CorruptionError, "model_1.pt")
 
 
-def test_an_item_without_description_is_not_carried(
-    copied: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_item_without_description(copied: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copied("sharded")
     change(folder, lambda metadata: metadata["metadata"].pop("optimizer"))
-    conversion = convert(folder, tmp_path / "out", to="dcp")
-    assert {entry.state for entry in conversion.entries} == {"master"}
-    assert "'optimizer' is not carried: metadata.pkl does not describe it" in conversion.lost
+    convert(folder, tmp_path / "out", to="dcp")
+    assert_is_truth(tensors_in(tmp_path / "out"), FIXTURES / "sharded")
 
 
 def test_numbers_of_parameters_are_not_matched_with_sorted_names(
@@ -201,7 +277,7 @@ def test_parts_at_stated_offsets(copied: Callable[[str], Path], tmp_path: Path) 
         ),
         (
             lambda m: m["metadata"]["model"]["nested_path_to_metadata"].pop('["up.weight"]'),
-            "lacks it",
+            "is not in metadata.pkl",
         ),
     ],
 )

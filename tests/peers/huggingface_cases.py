@@ -29,10 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-READ = [name for name in CASES if name != "fsdp-ranks"]
-"""The cases that are converted."""
-
-FIXTURES = [name for name in READ if name not in ("trainer-llama-11", "accelerate")]
+FIXTURES = [name for name in CASES if name not in ("trainer-llama-11", "accelerate")]
 """The cases that tests without peers read."""
 
 

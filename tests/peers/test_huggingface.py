@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tierstore
-from tests.peers.huggingface_cases import READ
+from tests.peers.huggingface_cases import CASES
 from tests.support.continuation import differences
 from tests.support.deepspeed_truth import assert_is_truth, truth_of
 from tests.support.huggingface_files import converted, sources_of
@@ -17,7 +16,7 @@ from tierstore.convert.convert import convert
 
 
 @pytest.mark.parametrize("to", ["tierstore", "dcp", "torch"])
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", CASES)
 def test_every_tensor_is_carried(
     huggingface: dict[str, Path], name: str, to: str, tmp_path: Path
 ) -> None:
@@ -25,7 +24,7 @@ def test_every_tensor_is_carried(
     assert_is_truth(tensors, huggingface[name])
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", CASES)
 def test_every_weight_is_carried(huggingface: dict[str, Path], name: str, tmp_path: Path) -> None:
     convert(sources_of(huggingface[name]), tmp_path / "out", to="safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -34,7 +33,7 @@ def test_every_weight_is_carried(huggingface: dict[str, Path], name: str, tmp_pa
             assert torch.equal(found[key.removeprefix("model.")], value)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", CASES)
 def test_the_next_update_is_the_same(
     huggingface: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
@@ -43,8 +42,3 @@ def test_the_next_update_is_the_same(
     assert max({**found["adamw"], **found["muon"]}.values()) < 1e-5
     without = differences(tmp_path / "out", huggingface[name], momentum=False)
     assert min({**without["adamw"], **without["muon"]}.values()) > 0.05
-
-
-def test_files_of_single_ranks_are_refused(huggingface: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(tierstore.CheckpointError, match="of single ranks of FSDP"):
-        convert(huggingface["fsdp-ranks"] / "checkpoint", tmp_path / "out", to="dcp")

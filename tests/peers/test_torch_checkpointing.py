@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tierstore
-from tests.peers.torch_checkpointing_cases import FIXTURES
+from tests.peers.torch_checkpointing_cases import CASES
 from tests.support.continuation import differences
 from tests.support.deepspeed_truth import assert_is_truth, truth_of
 from tests.support.huggingface_files import converted
@@ -17,7 +16,7 @@ from tierstore.convert.convert import convert
 
 
 @pytest.mark.parametrize("to", ["tierstore", "dcp", "torch"])
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_tensor_is_carried(
     torch_checkpointing: dict[str, Path], name: str, to: str, tmp_path: Path
 ) -> None:
@@ -25,7 +24,7 @@ def test_every_tensor_is_carried(
     assert_is_truth(tensors, torch_checkpointing[name])
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", CASES)
 def test_every_weight_is_carried(
     torch_checkpointing: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
@@ -36,7 +35,7 @@ def test_every_weight_is_carried(
             assert torch.equal(found[key.removeprefix("model.")], value)
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_next_update_is_the_same(
     torch_checkpointing: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
@@ -45,11 +44,3 @@ def test_the_next_update_is_the_same(
     assert max(found["adamw"].values()) < 1e-5
     without = differences(tmp_path / "out", torch_checkpointing[name], momentum=False)
     assert min(without["adamw"].values()) > 0.05
-
-
-def test_parts_without_metadata_are_refused(
-    torch_checkpointing: dict[str, Path], tmp_path: Path
-) -> None:
-    source = torch_checkpointing["sharded-undescribed"] / "checkpoint"
-    with pytest.raises(tierstore.CheckpointError, match=r"without metadata\.pkl"):
-        convert(source, tmp_path / "out", to="dcp")

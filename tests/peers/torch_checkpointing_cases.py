@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 FIXTURES = [name for name in CASES if name != "sharded-undescribed"]
-"""The cases that are converted, by tests without the peer, too."""
+"""The cases that tests without the peer read."""
 
 
 def run_torch_checkpointing(

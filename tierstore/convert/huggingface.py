@@ -7,15 +7,19 @@ Docs: docs/internals/foreign-formats.md.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tierstore.convert import dcp, safetensors_files, torch_files
 from tierstore.convert.contents import Contents
+from tierstore.convert.entries import StoredFile
 from tierstore.convert.options import Reading
+from tierstore.convert.rank_files import Held, fitting, parts_of_dtensors, whole
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
+from tierstore.inspection.torch_archive import read_torch_file
 from tierstore.run.sealed import body_errors, is_count, parse_json, require
 
 _OPTIMIZER = re.compile(r"optimizer\.pt|optimizer(_\d+)?\.bin")
@@ -30,12 +34,13 @@ _WEIGHTS = (
 )
 _INDEX = ".index.json"
 
+# Files of single ranks of FSDP2, which accelerate writes with use_dcp=False.
+_OF_RANK = re.compile(r"((?:pytorch_model_fsdp|optimizer)(?:_\d+)?)_rank(\d+)\.bin")
+
+_XLA, _SAGEMAKER = "of FSDP on XLA", "of model parallelism on SageMaker"
 _REFUSED = {
-    "of single ranks of FSDP: save with FULL_STATE_DICT, or with SHARDED_STATE_DICT and DCP": (
-        re.compile(r"(optimizer|pytorch_model_fsdp)(_\d+)?_rank\d+\.bin")
-    ),
-    "of FSDP on XLA": re.compile(r"rank\d+-of-\d+-.*"),
-    "of model parallelism on SageMaker": re.compile(r"optimizer\.(pt|bin)_.*"),
+    _XLA: re.compile(r"rank\d+-of-\d+-.*"),
+    _SAGEMAKER: re.compile(r"optimizer\.(pt|bin)_.*"),
     "of PEFT, of which only weights are read (with --from safetensors)": (
         re.compile(r"adapter_model\..*")
     ),
@@ -47,8 +52,8 @@ def recognizes(path: Path) -> bool:
     """Return whether a path is a directory with more than weights in safetensors."""
     if not path.is_dir():
         return False
-    patterns = [_OPTIMIZER, _OPTIMIZER_FOLDER, _WEIGHTS_FOLDER, _WEIGHTS[0], _WEIGHTS[2]]
-    patterns += list(_REFUSED.values())[:3]
+    patterns = [_OPTIMIZER, _OPTIMIZER_FOLDER, _WEIGHTS_FOLDER, _OF_RANK, _WEIGHTS[0], _WEIGHTS[2]]
+    patterns += [_REFUSED[_XLA], _REFUSED[_SAGEMAKER]]
     return any(pattern.fullmatch(child.name) for child in path.iterdir() for pattern in patterns)
 
 
@@ -78,7 +83,8 @@ def _read(path: Path, reading: Reading) -> Iterator[Contents]:
         raise CheckpointError(f"{path} has no weights, such as model.safetensors")
     optimizers = _matching(names, _OPTIMIZER)
     folders = _matching(names, _OPTIMIZER_FOLDER)
-    found = _read_weights(reader, weights, reading)
+    of_ranks = _matching(names, _OF_RANK)
+    found = [] if of_ranks else _read_weights(reader, weights, reading)
     seen: set[str] = set()
     for contents, name in zip(found, weights, strict=False):
         if seen & contents.weights.keys():
@@ -88,13 +94,15 @@ def _read(path: Path, reading: Reading) -> Iterator[Contents]:
             )
         seen |= contents.weights.keys()
     yield from found
+    yield from _read_ranks(reader, of_ranks, reading)
     if optimizers:
         yield from torch_files.read_files([(reader, name) for name in optimizers], reading)
     yield from dcp.read([_folder(path, name) for name in folders], reading)
     lost = [
         f"{name!r} beside the weights is not carried"
         for name in names
-        if name.startswith(safetensors_files.TRAINER) and name not in (*optimizers, *folders)
+        if name.startswith(safetensors_files.TRAINER)
+        and name not in (*optimizers, *folders, *of_ranks)
     ]
     step = None
     if _STATE in names:
@@ -111,7 +119,7 @@ def _matching(names: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
 
 def _weights(names: Sequence[str]) -> list[str]:
     """Return the files or folders with weights, or the index of such files."""
-    for pattern in (_WEIGHTS_FOLDER, *_WEIGHTS):
+    for pattern in (_OF_RANK, _WEIGHTS_FOLDER, *_WEIGHTS):
         found = _matching(names, pattern)
         if found:
             return [name for name in found if name.endswith(_INDEX)] or found
@@ -148,6 +156,20 @@ def _read_weights(reader: Reader, names: Sequence[str], reading: Reading) -> lis
     return [
         contents for name in names for contents in torch_files.read_files([(reader, name)], reading)
     ]
+
+
+def _read_ranks(reader: Reader, names: Sequence[str], reading: Reading) -> Iterator[Contents]:
+    """Yield the contents of each model and each optimizer in files of single ranks."""
+    held: dict[str, list[Held]] = defaultdict(list)
+    for name in names:
+        match = _OF_RANK.fullmatch(name)
+        assert match is not None
+        value = read_torch_file(reader, name, check=reading.check)
+        held[match[1]].append(Held(int(match[2]), StoredFile(reader, name), value))
+    for ranks in held.values():
+        with fitting(f"{ranks[0].file.path}"):
+            value = whole(ranks, parts_of_dtensors)
+        yield from torch_files.sorted_contents(ranks[0].file, value, reading, ordered=True)
 
 
 def _folder(path: Path, name: str) -> Path:
