@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 import muon
 import tierstore
@@ -189,8 +195,8 @@ SOURCES = {
 }
 
 
-def write(make: Callable[..., Any], path: Path) -> None:
-    """Train, and save as a program does: without names of parameters."""
+def train(make: Callable[..., Any]) -> tuple[nn.Module, Any]:
+    """Train; return the model and its optimizers."""
     model = make_model()
     named = dict(model.named_parameters())
     optimizers = make([named[n] for n in MATRICES], [named[n] for n in OTHERS])
@@ -199,6 +205,12 @@ def write(make: Callable[..., Any], path: Path) -> None:
             named[name].grad = gradient
         for optimizer in optimizers:
             optimizer.step()
+    return model, optimizers
+
+
+def write(make: Callable[..., Any], path: Path) -> None:
+    """Train, and save as a program does: without names of parameters."""
+    model, optimizers = train(make)
     state = [optimizer.state_dict() for optimizer in optimizers]
     torch.save({"model": model.state_dict(), "optimizer": state}, path)
 
@@ -244,6 +256,67 @@ def test_moments_and_hyperparameters(name: str, tmp_path: Path) -> None:
     again = convert(tmp_path / "out.pt", tmp_path / "again.pt", to="torch")
     assert again.notes == []
     assert_moments(tmp_path / "again.pt")
+
+
+def write_dcp(make: Callable[..., Any], path: Path, *, flat: bool) -> None:
+    """Train, and save as programs do that use torch.distributed.checkpoint.state_dict."""
+    model, optimizers = train(make)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    optimizer = get_optimizer_state_dict(model, optimizers, options=options)
+    dcp.save(
+        {"model": get_model_state_dict(model), "optimizer": optimizer},
+        checkpoint_id=path,
+        no_dist=True,
+    )
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_moments_in_dcp(name: str, flat: bool, tmp_path: Path) -> None:
+    """Also what was converted before: its momentum is not taken for a heavy ball again."""
+    source = SOURCES[name]
+    write_dcp(source.make, tmp_path / "in", flat=flat)
+    first = convert(tmp_path / "in", tmp_path / "first", to="dcp")
+    assert len(first.notes) == source.is_changed
+    assert convert(tmp_path / "first", tmp_path / "second", to="dcp").notes == []
+    convert(tmp_path / "second", tmp_path / "out.pt", to="torch")
+    groups = assert_moments(tmp_path / "out.pt")
+    for members, expected in ((MATRICES, source.muon), (OTHERS, source.adamw)):
+        for parameter in members:
+            group = groups[parameter]
+            assert {key: group[key] for key in expected} == expected
+            assert group.get("use_muon") is None
+
+
+def test_a_convention_that_was_given_is_told_by_the_result(tmp_path: Path) -> None:
+    def make(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> Any:
+        groups = [{"params": matrices, "lr": 0.02, "momentum": MU, "use_muon": True}]
+        more = {"params": others, "betas": BETAS, "use_muon": False}
+        return [Rule([*groups, more], heavy_ball=True, moments=OURS, flag_in_state=False)]
+
+    write_dcp(make, tmp_path / "in", flat=True)
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="does not tell"):
+        convert(tmp_path / "in", tmp_path / "out", to="dcp")
+    convert(tmp_path / "in", tmp_path / "out", to="dcp", momentum_convention="heavy-ball")
+    assert convert(tmp_path / "out", tmp_path / "out.pt", to="torch").notes == []
+    assert_moments(tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("torch.optim", "heavy-ball"), ("moonlight", "average")]
+)
+def test_a_convention_that_contradicts_the_files_is_refused(
+    name: str, given: str, tmp_path: Path
+) -> None:
+    write(SOURCES[name].make, tmp_path / "in.pt")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="the files tell"):
+        convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch", momentum_convention=given)
+
+
+def test_a_convention_without_momentum_is_refused(tmp_path: Path) -> None:
+    torch.save(make_model().state_dict(), tmp_path / "in.pt")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="of no use"):
+        convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", momentum_convention="average")
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 
 MOMENTUM = "momentum_buffer"
+RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+"""Name of a state of Moonlight or Motif -> that of torch.optim."""
 _ERROR_BITS = "error_bits"
 
 
@@ -80,6 +82,30 @@ def standard_hyperparameters(
     return found
 
 
+def standard_groups(
+    group: Mapping[str, Any],
+    parameters: Sequence[str],
+    states: Mapping[str, Collection[str]],
+    flags: Mapping[str, bool],
+) -> Iterator[Group]:
+    """Yield a group under the names of torch.optim, in two if it has parameters of Muon and AdamW.
+
+    Args:
+        group: hyperparameters as the optimizer has them.
+        parameters: names.
+        states: parameter -> the names of its states.
+        flags: parameter -> whether it is Muon's, where its state says so, as Moonlight's does.
+    """
+    for flag in dict.fromkeys(flags.get(name) for name in parameters):
+        members = [name for name in parameters if flags.get(name) == flag]
+        is_muon = group.get("use_muon") if flag is None else flag
+        convention = convention_of(group, set().union(*(states.get(name, ()) for name in members)))
+        values = standard_hyperparameters(
+            group, is_muon=is_muon if isinstance(is_muon, bool) else None, convention=convention
+        )
+        yield Group(hyperparameters=values, parameters=members, momentum_convention=convention)
+
+
 def with_whole_values(contents: Contents) -> Contents:
     """Return contents without bits of weights that the weights have.
 
@@ -108,28 +134,43 @@ def as_average(contents: Contents, given: str | None) -> Contents:
 
     Args:
         contents: the contents.
-        given: the convention of the source, if no file tells; it has precedence.
+        given: the convention of the source, if no file tells.
 
     Raises:
-        CheckpointError: the convention is not known.
+        CheckpointError: the convention is not known, or the files contradict the given one.
     """
-    groups = {
-        name: replace(group, momentum_convention=given or group.momentum_convention)
-        for name, group in contents.grouped.items()
+    with_momentum = {entry.parameter for entry in contents.entries if entry.state == MOMENTUM}
+    groups = contents.grouped
+    known = {
+        groups[name].momentum_convention
+        for name in with_momentum & groups.keys()
+        if "dampening" not in groups[name].hyperparameters
     }
+    if given is not None and not known:
+        raise CheckpointError(
+            f"--momentum-convention {given} is of no use: the sources have no {MOMENTUM} of Muon"
+        )
+    if given is not None and known - {None, given}:
+        other = next(iter(known - {None, given}))
+        raise CheckpointError(
+            f"the files tell that {MOMENTUM} is of the convention {other}, not {given}: leave out "
+            "--momentum-convention"
+        )
     entries: list[Entry] = []
     changed = 0
     for entry in contents.entries:
         group = groups.get(entry.parameter)
         if entry.state != MOMENTUM or group is None or "dampening" in group.hyperparameters:
             entries.append(entry)
-        elif group.momentum_convention is None:
+            continue
+        convention = group.momentum_convention or given
+        if convention is None:
             raise CheckpointError(
                 f"the source does not tell whether {MOMENTUM} of {entry.parameter!r} is a running "
                 "average (torch.optim, KellerJordan since 2024-12, DeepSpeed) or a heavy ball "
                 "(Moonlight, Motif): pass --momentum-convention average or heavy-ball"
             )
-        elif group.momentum_convention == HEAVY_BALL:
+        elif convention == HEAVY_BALL:
             entries.append(_scaled(entry, 1.0 - _momentum(group)))
             changed += 1
         else:
@@ -140,7 +181,22 @@ def as_average(contents: Contents, given: str | None) -> Contents:
             f"{MOMENTUM} of {changed} parameters was a heavy ball and is now a running average: it "
             "was multiplied by 1 - momentum"
         )
-    return replace(contents, entries=entries, notes=notes)
+    return replace(
+        contents,
+        entries=entries,
+        groups=[_telling(group, with_momentum) for group in contents.groups],
+        notes=notes,
+    )
+
+
+def _telling(group: Group, with_momentum: Collection[str]) -> Group:
+    """Return a group whose keys tell that its momentum is an average, so that it stays one."""
+    values = group.hyperparameters
+    if "dampening" in values or not any(name in with_momentum for name in group.parameters):
+        return replace(group, momentum_convention=AVERAGE)
+    if convention_of(values, [MOMENTUM]) != AVERAGE:
+        values = {**values, "algorithm": "muon"}
+    return replace(group, hyperparameters=values, momentum_convention=AVERAGE)
 
 
 def _momentum(group: Group) -> float:

@@ -24,7 +24,7 @@ from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
 from tierstore.checkpoint.dcp_writer import Catalog, add_hyperparameters, model_path, state_paths
 from tierstore.checkpoint.saved_values import nested
 from tierstore.convert.contents import Contents, Group
-from tierstore.convert.conventions import convention_of
+from tierstore.convert.conventions import RENAMED, standard_groups
 from tierstore.convert.entries import BUFFER, Entry, pieces
 from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import Piece, bytes_of
@@ -79,14 +79,19 @@ def _read(path: Path, reading: Reading) -> Contents:
     model, others = _model_paths(paths, ())
     contents = _of_model(entries, metadata, model, ())
     states, scalars, lost = _optimizer_states(entries, others)
-    names = [entry.parameter for entry in contents.entries]
-    groups = _groups(entries, others, names, states)
+    flags = {
+        name: bool(numbers.pop("use_muon"))
+        for name, numbers in scalars.items()
+        if "use_muon" in numbers
+    }
+    names = [entry.parameter for entry in (*contents.entries, *states)]
+    groups = _groups(entries, others, names, states, flags)
     extra = json.loads(entries.value(_EXTRA)) if _EXTRA in paths else None
     return Contents(
         source="dcp",
         entries=[*contents.entries, *states],
         groups=groups,
-        scalars=scalars,
+        scalars={name: numbers for name, numbers in scalars.items() if numbers},
         values=contents.values,
         aliases=contents.aliases,
         step=int(entries.value(_STEP)) if _STEP in paths else None,
@@ -220,7 +225,7 @@ def _optimizer_states(
         if len(path) == 4:
             name, state = str(path[2]), str(path[3])
         if entries.tensor(key) is not None and state != "step":
-            states.append(stored_entry(entries, key, name, state))
+            states.append(stored_entry(entries, key, name, RENAMED.get(state, state)))
             continue
         value = entries.value(key)
         if isinstance(value, torch.Tensor | int | float):
@@ -231,9 +236,21 @@ def _optimizer_states(
 
 
 def _groups(
-    entries: StoredEntries, paths: Paths, order: Sequence[str], states: Sequence[Entry]
+    entries: StoredEntries,
+    paths: Paths,
+    order: Sequence[str],
+    states: Sequence[Entry],
+    flags: Mapping[str, bool],
 ) -> list[Group]:
-    """Return the param groups, from their numbers, else from the keys by parameter."""
+    """Return the param groups, from their numbers, else from the keys by parameter.
+
+    Args:
+        entries: of the directory.
+        paths: key -> path of all values that are not of the model.
+        order: names of parameters in the order of the model; others follow in that of the keys.
+        states: of the optimizer.
+        flags: parameter -> whether it is Muon's, where its state says so.
+    """
     numbered: dict[int, list[tuple[EntryPath, Any]]] = defaultdict(list)
     by_name: dict[str, list[tuple[EntryPath, Any]]] = defaultdict(list)
     for key, path in paths.items():
@@ -253,7 +270,8 @@ def _groups(
             values = nested(leaves)
             groups.append((values, list(values.pop("params"))))
         texts: dict[str, int] = {}
-        for name in sorted(by_name, key=list(order).index):
+        position = {name: number for number, name in enumerate(dict.fromkeys(order))}
+        for name in sorted(by_name, key=lambda name: position.get(name, len(position))):
             values = nested(by_name[name])
             text = json.dumps(tagged_json.encode(values))
             if text not in texts:
@@ -265,14 +283,9 @@ def _groups(
     for values, _ in groups:
         values.pop("param_names", None)
     return [
-        Group(
-            hyperparameters=values,
-            parameters=names,
-            momentum_convention=convention_of(
-                values, set().union(*(names_of_states[name] for name in names))
-            ),
-        )
+        group
         for values, names in groups
+        for group in standard_groups(values, names, names_of_states, flags)
     ]
 
 
