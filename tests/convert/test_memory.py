@@ -76,13 +76,21 @@ def test_anonymous_memory(nbytes: int, formats: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "nbytes", [2**28, pytest.param(2**33, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    ("nbytes", "formats"),
+    [
+        (2**28, ["dcp", "tierstore"]),
+        pytest.param(
+            2**33,
+            ["dcp", "tierstore", "universal", "torch"],
+            marks=[pytest.mark.long, pytest.mark.timeout(1800)],
+        ),
+    ],
 )
-def test_anonymous_memory_with_runs(nbytes: int, tmp_path: Path) -> None:
+def test_anonymous_memory_with_runs(nbytes: int, formats: list[str], tmp_path: Path) -> None:
     source = tmp_path / "run"
     arguments = [sys.executable, "-c", MAKE_RUN, str(source), str(nbytes)]
     subprocess.run(arguments, check=True, cwd=ROOT)
-    require_bounded(source, ["dcp", "tierstore"], 256 * 2**20)
+    require_bounded(source, formats, 256 * 2**20)
 
 
 def require_bounded(source: Path, formats: list[str], memory: int) -> None:

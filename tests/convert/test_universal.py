@@ -138,6 +138,20 @@ def test_tensor_parallelism_and_experts_are_refused(
     refused(folder, tmp_path, "mp_rank_01_model_states.pt: checkpoints with tensor parallelism")
 
 
+def test_parameters_that_deepspeeds_tool_mixes_up_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copied("zero1-adamw")
+
+    def edit(value: Any) -> None:
+        value["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+
+    damage_model(folder, edit)
+    refused(
+        folder, tmp_path, "round_robin_gradients: .* convert the checkpoint that it was made of"
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("file", ["fp32", "exp_avg", "exp_avg_sq"])
 def test_missing_files(file: str, name: str, copied: Callable[[str], Path], tmp_path: Path) -> None:

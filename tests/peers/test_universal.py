@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from torch import nn
 
+import muon
+import tierstore
 from tests.peers.deepspeed_cases import CASES, run_deepspeed, to_universal
 from tests.peers.programs.deepspeed_writer import STEPS
-from tests.support.deepspeed_truth import assert_is_truth
+from tests.support.deepspeed_truth import assert_is_truth, truth_of
 from tests.support.published import tensors_in
-from tests.support.universal_files import model_states_in
+from tests.support.universal_files import model_states_in, states_in
 from tierstore.convert.convert import convert
 
 # Source -> stages that load it. torch.optim.AdamW has one subgroup in stage 3: DeepSpeed gives all
@@ -110,6 +113,44 @@ def test_deepspeed_does_not_load_what_is_not_trained(
     assert facts["frozen"] != saved.tolist()
 
 
+def next_masters(run: Path, gradients: Any, step: int) -> dict[str, torch.Tensor]:
+    """Take a step with ``muon.Muon`` in a run at this step, and commit it; return the masters."""
+    zeros = {name: torch.zeros(gradients[name].shape).bfloat16() for name in gradients.files}
+    parameters = {name: nn.Parameter(tensor) for name, tensor in zeros.items()}
+    groups = [
+        {
+            "params": [(n, p) for n, p in parameters.items() if (p.ndim > 1) == has_decay],
+            "algorithm": "adamw",
+        }
+        for has_decay in (True, False)
+    ]
+    with tierstore.TierStore(run, resume=True) as store:
+        optimizer = muon.Muon(groups, store=store)
+        assert optimizer.restore() == step
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(gradients[name]).bfloat16()
+        optimizer.step()
+        return {name: states["master"].clone() for name, states in store.read_states().items()}
+
+
+def test_deepspeed_goes_on_with_a_run(deepspeed: dict[str, Path], tmp_path: Path) -> None:
+    """DeepSpeed begins, ``muon.Muon`` takes a step, and DeepSpeed or ``muon.Muon`` the next one."""
+    source = deepspeed["zero3-own-adamw"]
+    gradients = numpy.load(source / "gradients.npz")
+    convert(source / "checkpoint", tmp_path / "run", to="tierstore")
+    before = next_masters(tmp_path / "run", gradients, STEPS)
+    convert(tmp_path / "run", tmp_path / "universal", to="universal")
+    case = case_of("zero3-own-adamw zero3 2", tmp_path / "universal")
+    found = run_deepspeed(tmp_path / "loaded", {"run": case})["run"]
+    assert json.loads((found / "facts.json").read_text())["step"] == STEPS + 2
+    changed = numpy.load(found / "next.npz")
+    for name, expected in next_masters(tmp_path / "run", gradients, STEPS + 1).items():
+        difference = torch.from_numpy(changed[name]) - expected
+        # Both round masters to float32, after products in another order.
+        roundoff = 2**-24 * expected.norm()
+        assert difference.norm() < 1e-5 * (expected - before[name]).norm() + roundoff, name
+
+
 def test_subgroups_of_torchs_adamw_share_their_step_count(
     deepspeed: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -137,6 +178,19 @@ def test_what_deepspeeds_own_tool_writes_is_read(
     conversion = convert(tmp_path / "in", tmp_path / "out", to="dcp")
     assert (conversion.source, conversion.step) == ("universal", STEPS)
     assert_is_truth(tensors_in(tmp_path / "out"), deepspeed[name])
+
+
+def test_deepspeeds_own_tool_mixes_up_parameters(
+    deepspeed: dict[str, Path], tmp_path: Path
+) -> None:
+    """When this fails, such universal checkpoints need not be refused."""
+    source = deepspeed["zero2-round-robin"]
+    to_universal(source / "checkpoint", tmp_path / "in")
+    expected, found = truth_of(source), states_in(tmp_path / "in")
+    wrong = [key for key, value in expected.items() if not torch.equal(found[key], value)]
+    assert wrong
+    with pytest.raises(tierstore.CheckpointError, match="round_robin_gradients"):
+        convert(tmp_path / "in", tmp_path / "out", to="dcp")
 
 
 @pytest.mark.parametrize("name", ["zero2-muon", "zero3-muon"])

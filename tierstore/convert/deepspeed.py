@@ -29,6 +29,7 @@ from tierstore.convert.deepspeed_engine import (
     numel_of,
     run_of,
     stage_of,
+    zero_settings,
 )
 from tierstore.convert.entries import Entry, StoredFile
 from tierstore.convert.flat import Run, flat_entry
@@ -179,7 +180,7 @@ class _PartitionedGroups(EngineFiles):
         """
         base = self.base(self.first)
         group = base["param_groups"][number] if isinstance(base, dict) else {}
-        offloaded = self._zero_settings().get("offload_optimizer")
+        offloaded = zero_settings(self.first.model).get("offload_optimizer")
         device = offloaded.get("device") if isinstance(offloaded, dict) else None
         return state == _MOMENTUM and bool(group.get("use_muon")) and device in (None, "none")
 
@@ -289,12 +290,7 @@ class _PartitionedGroups(EngineFiles):
         return 0 if address is None else int(address.get("numel"))
 
     def _is_round_robin(self) -> bool:
-        return self._zero_settings().get("round_robin_gradients") is True
-
-    def _zero_settings(self) -> Mapping[str, Any]:
-        config = self.first.model.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        return zero if isinstance(zero, dict) else {}
+        return zero_settings(self.first.model).get("round_robin_gradients") is True
 
 
 class _PartitionedParameters(EngineFiles):

@@ -128,6 +128,13 @@ def stage_of(rank: Rank) -> int:
     return int(value)
 
 
+def zero_settings(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``zero_optimization`` of the configuration that model states have."""
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return zero if isinstance(zero, dict) else {}
+
+
 class EngineFiles:
     """Reader of what all stages have in common. A subclass says where states are.
 

@@ -22,6 +22,7 @@ from tierstore.convert.deepspeed_engine import (
     folder_of,
     mapping_of,
     numbers_in,
+    zero_settings,
 )
 from tierstore.convert.entries import Entry, StoredFile
 from tierstore.convert.options import Reading
@@ -80,7 +81,7 @@ def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
         raise CheckpointError(
             f"{path} lacks files of model states: it has those of ranks {sorted(models)}"
         )
-    return [
+    ranks = [
         Rank(
             number=number,
             reader=reader,
@@ -91,6 +92,14 @@ def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
         )
         for number in sorted(models)
     ]
+    model = ranks[0].model
+    is_cut = WHOLE_MODEL_FILE in names and model.get("dp_world_size") != 1
+    if is_cut and zero_settings(model).get("round_robin_gradients") is True:
+        raise CheckpointError(
+            f"{ranks[0].model_file.path} is of a run with round_robin_gradients: DeepSpeed's tool "
+            "gives parameters the elements of others, so convert the checkpoint that it was made of"
+        )
+    return ranks
 
 
 class _Files(EngineFiles):

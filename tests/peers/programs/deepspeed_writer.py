@@ -287,7 +287,7 @@ def run(case: Case, rank: int, ranks: int) -> None:
         save("truth.npz", truth_of(engine, case, trained))
         train(STEPS)
         save("next.npz", masters_of(engine, case, trained))
-        facts = {"seen": client_state["seen"], "step": engine.global_steps}
+        facts = {"seen": client_state.get("seen"), "step": engine.global_steps}
         facts["frozen"] = engine.module.frozen.weight.tolist()
         if rank == 0:
             (folder / "facts.json").write_text(json.dumps(facts))
