@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +200,14 @@ def test_buckets_are_refused_by_their_keys(tmp_path: Path) -> None:
     assert_weights_alone(tmp_path / "in", tmp_path / "weights", Truth())
 
 
-def test_weights_alone_of_fsdp_dtensor(tmp_path: Path) -> None:
-    write_fsdp_dtensor(tmp_path / "in", Truth(experts=True))
-    assert_weights_alone(tmp_path / "in", tmp_path / "weights", Truth(experts=True))
+@pytest.mark.parametrize("write", [write_torch_dist, write_fsdp_dtensor])
+def test_weights_alone(write: Callable[..., Path], tmp_path: Path) -> None:
+    truth = Truth(experts=True)
+    write(tmp_path / "in", truth)
+    assert_weights_alone(tmp_path / "in", tmp_path / "weights", truth)
+    convert(tmp_path / "in", tmp_path / "o.pt", to="torch", only="model", dtype=torch.bfloat16)
+    expected = {name: master.bfloat16() for name, master in truth.masters.items()}
+    assert_equal(dict(torch.load(tmp_path / "o.pt")["model"]), {**expected, **truth.buffers})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
 | Megatron-LM#3912: `.metadata` without mcore_data | test_megatron.py: test_other_layouts_of_torch_dist |
 | AReaL#1468: flattened_range is not supported | test_megatron.py: test_states_of_no_parameter_are_refused |
 | radixark/Megatron-LM#66: unequal parts of layers and experts | test_megatron.py: test_chunks_of_several_ranks |
-| Megatron-Bridge#1211, Megatron-LM#7473: weights of fsdp_dtensor alone | test_megatron.py: test_weights_alone_of_fsdp_dtensor |
+| Megatron-Bridge#1211, Megatron-LM#7473: weights of fsdp_dtensor alone | test_megatron.py: test_weights_alone |
 | DeepSpeed#6691: resumes as if from scratch, and says nothing | test_safetensors.py: test_weights_begin_a_run, tests/checkpoint/test_begin_refused.py |
 | DeepSpeed#1062, ms-swift#5685, llama.cpp#7428: memory of the size of the checkpoint | test_memory.py |
 """  # noqa: E501

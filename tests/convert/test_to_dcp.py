@@ -234,3 +234,12 @@ def test_dtype_of_the_weights(tmp_path: Path) -> None:
     for key, tensor in before.items():
         cast = key.startswith("model.") and key != "model.mean"
         assert torch.equal(after[key], tensor.to(torch.bfloat16) if cast else tensor), key
+
+
+def test_states_of_no_group_are_refused_with_the_optimizer(tmp_path: Path) -> None:
+    state = {"w": torch.randn(3, 2), "optimizer": {"state": {"w": {"exp_avg": torch.ones(3, 2)}}}}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    with pytest.raises(tierstore.CheckpointError, match="convert the weights with --only model"):
+        convert(tmp_path / "stock", tmp_path / "out", to="dcp")
+    convert(tmp_path / "stock", tmp_path / "out", to="dcp", only="model")
+    assert_equal(tensors_in(tmp_path / "out"), {"model.w": state["w"]})

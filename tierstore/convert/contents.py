@@ -88,8 +88,12 @@ class Contents:
         ]
 
 
-def merge(sources: Sequence[Contents]) -> Contents:
+def merge(sources: Sequence[Contents], *, optimizer: bool = True) -> Contents:
     """Return what several sources hold together.
+
+    Args:
+        sources: the contents.
+        optimizer: whether the states are wanted; if not, those of no group are left out.
 
     Raises:
         CheckpointError: a name occurs twice, the sources are of different steps, an optimizer
@@ -118,7 +122,7 @@ def merge(sources: Sequence[Contents]) -> Contents:
         notes=list(chain.from_iterable(source.notes for source in sources)),
         lost=list(chain.from_iterable(source.lost for source in sources)),
     )
-    return _classified(merged)
+    return _classified(merged, optimizer=optimizer)
 
 
 def _named(sources: Sequence[Contents]) -> list[Contents]:
@@ -150,7 +154,7 @@ def _named(sources: Sequence[Contents]) -> list[Contents]:
     return [u.named(list(islice(rest, len(u.shapes)))) for u in unnamed]
 
 
-def _classified(contents: Contents) -> Contents:
+def _classified(contents: Contents, *, optimizer: bool) -> Contents:
     """Make tensors of the model that no group has buffers, if there are groups.
 
     Raises:
@@ -159,10 +163,10 @@ def _classified(contents: Contents) -> Contents:
     grouped = contents.grouped
     states = [entry for entry in contents.entries if entry.state not in (MASTER, BUFFER)]
     stray = [entry for entry in states if entry.parameter not in grouped]
-    if stray:
+    if stray and optimizer:
         raise CheckpointError(
             f"{stray[0].state} of {stray[0].parameter!r} ({len(stray)} such tensors) belongs to "
-            "no param group of the source: leave it out with --exclude, or convert --only model"
+            "no param group of the source: convert the weights with --only model"
         )
     if not grouped:
         return contents

@@ -198,7 +198,7 @@ def _read(paths: Sequence[Path], from_: str | None, reading: Reading) -> Content
             readable = ", ".join(name for name, known in FORMATS.items() if known.read)
             raise CheckpointError(f"the format to read must be one of {readable}, got {name!r}")
         found += known.read(members, reading)
-    return merge(found)
+    return merge(found, optimizer=reading.optimizer)
 
 
 def _only_model(contents: Contents) -> Contents:

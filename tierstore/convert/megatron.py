@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tierstore.checkpoint.saved_values import nested
 from tierstore.convert.contents import Contents, Group
 from tierstore.convert.conventions import MOMENTUM
 from tierstore.convert.dcp import checked_entries, stored_entry
-from tierstore.convert.entries import Entry
+from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.options import Reading
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
@@ -29,7 +30,7 @@ from tierstore.inspection.torch_archive import StoredTensor, read_torch_bytes, s
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import MASTER
 from tierstore.run.file_names import METADATA_NAME
-from tierstore.run.sealed import body_errors, parse_json
+from tierstore.run.sealed import parse_json
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _CONFIG = "metadata.json"
@@ -117,8 +118,17 @@ def _read(path: Path, reading: Reading) -> Contents:
 def _backend(reader: Reader) -> str:
     """Return the backend that the file beside the tensors names."""
     where = f"{reader.root / _CONFIG}"
-    with body_errors(where):
+    with _form_errors(where):
         return str(parse_json(_content(reader, _CONFIG))["sharded_backend"])
+
+
+@contextmanager
+def _form_errors(where: str) -> Iterator[None]:
+    """Turn the errors of the block about a value of another form into CorruptionError."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"{where} is not what Megatron writes") from error
 
 
 def _content(reader: Reader, name: str) -> bytes:
@@ -169,7 +179,7 @@ def _of_torch_dist(entries: StoredEntries, common: Mapping[str, Any], reading: R
             others.append(key)
         elif match is None and not _BUCKET.fullmatch(key):
             model.append(stored_entry(entries, key, _without_wrappers(key), MASTER))
-        elif match is not None and (reading.optimizer or match[2] in _MASTERS):
+        elif match is not None:
             number, state, name = match.groups()
             by_optimizer[number].append(stored_entry(entries, key, _without_wrappers(name), state))
     states: list[Entry] = []
@@ -179,10 +189,12 @@ def _of_torch_dist(entries: StoredEntries, common: Mapping[str, Any], reading: R
         states += whole
         if number is not None:
             number_of |= {entry.parameter: int(number) for entry in whole}
-    weights, found, dtypes = _paired(entries.path, model, states)
+    weights, found, dtypes = _paired(entries.path, model, states, reading)
     states_of: dict[str, set[str]] = defaultdict(set)
     for entry in found:
         states_of[entry.parameter].add(entry.state)
+    if not reading.optimizer:
+        return _model_alone(weights, states_of, [*others, *common])
     members: dict[str, list[str]] = defaultdict(list)
     hyperparameters: dict[str, dict[str, Any]] = {}
     scalars = {}
@@ -313,8 +325,6 @@ def _of_fsdp_dtensor(entries: StoredEntries, reading: Reading) -> Contents:
     others: list[str] = []
     for key in entries.keys:
         is_tensor = entries.tensor(key) is not None
-        if key.startswith("optimizer.") and not reading.optimizer:
-            continue
         if key.startswith(_META):
             path = entries.path_of(key)
             if len(path) < 4:
@@ -327,7 +337,8 @@ def _of_fsdp_dtensor(entries: StoredEntries, reading: Reading) -> Contents:
             if is_tensor and state != "step":
                 states.append(stored_entry(entries, key, name, state))
             elif state == "step":
-                scalars[_whole_name(name)]["step"] = float(entries.value(key))
+                with _form_errors(f"{entries.path}: {key}"):
+                    scalars[_whole_name(name)]["step"] = float(entries.value(key))
             else:
                 others.append(key)
         elif is_tensor and key.startswith("model."):
@@ -335,10 +346,12 @@ def _of_fsdp_dtensor(entries: StoredEntries, reading: Reading) -> Contents:
             model.append(stored_entry(entries, key, name, MASTER))
         else:
             others.append(key)
-    weights, found, dtypes = _paired(entries.path, model, list(_as_in_the_model(states)))
+    weights, found, dtypes = _paired(entries.path, model, list(_as_in_the_model(states)), reading)
     states_of: dict[str, set[str]] = defaultdict(set)
     for entry in found:
         states_of[entry.parameter].add(entry.state)
+    if not reading.optimizer:
+        return _model_alone(weights, states_of, others)
     members: dict[str, list[str]] = defaultdict(list)
     hyperparameters: dict[str, dict[str, Any]] = {}
     for name in weights:
@@ -351,7 +364,8 @@ def _of_fsdp_dtensor(entries: StoredEntries, reading: Reading) -> Contents:
             )
         known = {*_ADAMW, *_MUON, "step"}
         read = {path: entries.value(key) for path, key in leaves[name] if path[0] in known}
-        meta = nested(list(read.items()))
+        with _form_errors(f"{entries.path}: hyperparameters of {name!r}"):
+            meta = dict(nested(list(read.items())))
         step = meta.get("step")
         if isinstance(step, int | float) and MOMENTUM not in states_of[name]:
             scalars[name].setdefault("step", float(step))
@@ -455,7 +469,7 @@ def _joined(first: Entry, second: Entry) -> Entry:
 
 
 def _paired(
-    path: Path, model: Sequence[Entry], states: Sequence[Entry]
+    path: Path, model: Sequence[Entry], states: Sequence[Entry], reading: Reading
 ) -> tuple[dict[str, Entry], list[Entry], dict[str, torch.dtype]]:
     """Return the weights by name, the states, and dtypes of weights that have another master.
 
@@ -463,6 +477,7 @@ def _paired(
         path: for messages.
         model: the tensors of the model, as they are stored.
         states: the states, as in the model.
+        reading: without the optimizer, states that fit no weight are left out.
 
     Raises:
         CheckpointError: a state is of no weight, or of another shape.
@@ -473,6 +488,8 @@ def _paired(
     for entry in states:
         weight = weights.get(entry.parameter)
         if weight is None or weight.shape != entry.shape:
+            if not reading.optimizer:
+                continue
             what = "no weight" if weight is None else f"a weight of {list(weight.shape)}"
             raise CheckpointError(
                 f"{path} has {entry.state} of {entry.parameter!r} with shape {list(entry.shape)}, "
@@ -495,9 +512,20 @@ def _hyperparameters(group: Mapping[str, Any], states: set[str]) -> dict[str, An
     is_muon = MOMENTUM in states
     names = _MUON if is_muon else _ADAMW
     values = {names[key]: value for key, value in group.items() if key in names}
-    if "betas" in values:
+    if isinstance(values.get("betas"), list):
         values["betas"] = tuple(values["betas"])
     return {**values, "algorithm": "muon" if is_muon else "adamw"}
+
+
+def _model_alone(
+    weights: Mapping[str, Entry], states_of: Mapping[str, set[str]], others: Sequence[str]
+) -> Contents:
+    """Return the model; what has no states is no parameter, if any has states."""
+    entries = [
+        entry if name in states_of or not states_of else replace(entry, state=BUFFER)
+        for name, entry in weights.items()
+    ]
+    return Contents(source="megatron", entries=entries, lost=list(_lost(others)))
 
 
 def _groups(
