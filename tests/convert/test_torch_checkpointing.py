@@ -223,7 +223,7 @@ def test_numbers_of_parameters_are_not_matched_with_sorted_names(
                 geometry[key.replace(f'"{name}"', str(number))] = geometry.pop(key)
 
     change(folder, edit)
-    refused(folder, tmp_path, tierstore.CheckpointError, "no source tells the order")
+    refused(folder, tmp_path, tierstore.CheckpointError, "shapes leave a choice")
 
 
 def other(metadata: dict[str, Any], **values: Any) -> None:

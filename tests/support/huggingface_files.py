@@ -31,7 +31,7 @@ def converted(
         names: whether to name the file of names, too, where no other one tells an order.
     """
     sources = sources_of(folder) if names else [folder / "checkpoint"]
-    conversion = convert(sources, out, to=to)
+    conversion = convert(sources, out, to=to, assume_model_order=True)
     if to == "dcp":
         return conversion, tensors_in(out)
     if to != "torch":

@@ -68,6 +68,13 @@ def convert(
     momentum_convention: Annotated[
         str | None, typer.Option(help="average or heavy-ball, if the sources do not tell.")
     ] = None,
+    assume_model_order: Annotated[
+        bool,
+        typer.Option(
+            "--assume-model-order",
+            help="Param groups without names were filled in the order of the model.",
+        ),
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse to leave anything out; exit with 1.")
     ] = False,
@@ -105,6 +112,7 @@ def convert(
                 shard_size=None if shard_size is None else _size("--shard-size", shard_size),
                 bare_keys=bare_keys,
                 momentum_convention=momentum_convention,
+                assume_model_order=assume_model_order,
                 strict=strict,
                 force=force,
                 dry_run=dry_run,

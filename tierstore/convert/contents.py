@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tierstore.convert.entries import BUFFER, Entry
-from tierstore.convert.torch_names import Shape, match_distinct, match_names
+from tierstore.convert.torch_names import ORDER_ADVICE, Shape, match_distinct, match_names
 from tierstore.errors import CheckpointError
 from tierstore.layout.parameters import MASTER
 
@@ -88,18 +88,22 @@ class Contents:
         ]
 
 
-def merge(sources: Sequence[Contents], *, optimizer: bool = True) -> Contents:
+def merge(
+    sources: Sequence[Contents], *, optimizer: bool = True, assume_model_order: bool = False
+) -> Contents:
     """Return what several sources hold together.
 
     Args:
-        sources: the contents.
+        sources: the contents of each.
         optimizer: whether the states are wanted; if not, those of no group are left out.
+        assume_model_order: whether the param groups of optimizers without names were filled in
+            the order of the model.
 
     Raises:
         CheckpointError: a name occurs twice, the sources are of different steps, an optimizer
             state has no param group, or the names of its parameters do not follow.
     """
-    sources = [*sources, *_named(sources)]
+    sources = [*sources, *_named(sources, assume_model_order=assume_model_order)]
     entries = list(chain.from_iterable(source.entries for source in sources))
     groups = list(chain.from_iterable(source.groups for source in sources))
     _refuse_twice((entry.key for entry in entries), lambda key: f"{key[1]} of {key[0]!r}")
@@ -125,7 +129,7 @@ def merge(sources: Sequence[Contents], *, optimizer: bool = True) -> Contents:
     return _classified(merged, optimizer=optimizer)
 
 
-def _named(sources: Sequence[Contents]) -> list[Contents]:
+def _named(sources: Sequence[Contents], *, assume_model_order: bool) -> list[Contents]:
     """Return the contents of the optimizers without names."""
     unnamed = [source.unnamed for source in sources if source.unnamed is not None]
     if not unnamed:
@@ -147,11 +151,25 @@ def _named(sources: Sequence[Contents]) -> list[Contents]:
             )
     if not orders and all(source.order is not None for source in sources if source.weights):
         orders = [source.order for source in sources if source.order is not None]
-    match = match_names if orders else match_distinct
     candidates = chain.from_iterable(order.items() for order in orders or [weights])
-    names = match(shapes, [item for item in candidates if item[0] not in grouped])
+    tensors = [item for item in candidates if item[0] not in grouped]
+    notes = []
+    if not assume_model_order:
+        names = match_distinct(shapes, tensors)
+    elif orders:
+        names = match_names(shapes, tensors)
+        notes = [
+            f"the optimizer has no names for its {sum(map(len, names))} parameters: they were "
+            "assigned in the order of the model, as --assume-model-order says"
+        ]
+    else:
+        raise CheckpointError(
+            "the parameters of the optimizer have no names, and no source tells the order of the "
+            f"parameters in the model: {ORDER_ADVICE}"
+        )
     rest = iter(names)
-    return [u.named(list(islice(rest, len(u.shapes)))) for u in unnamed]
+    found = [u.named(list(islice(rest, len(u.shapes)))) for u in unnamed]
+    return [replace(found[0], notes=[*notes, *found[0].notes]), *found[1:]]
 
 
 def _classified(contents: Contents, *, optimizer: bool) -> Contents:

@@ -73,6 +73,7 @@ def convert(
     shard_size: int | str | None = None,
     bare_keys: bool = False,
     momentum_convention: str | None = None,
+    assume_model_order: bool = False,
     strict: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -99,6 +100,9 @@ def convert(
         bare_keys: leave out "model." in the keys of the model, as torchtitan does; for "dcp".
         momentum_convention: "average" or "heavy-ball", of Muon's momentum in the sources, where
             their files do not tell.
+        assume_model_order: the param groups of optimizers that were saved without names of
+            parameters were filled in the order of the model. Files cannot prove it, and moments
+            go to other parameters if it is false.
         strict: refuse to leave anything out that the sources hold.
         force: replace a checkpoint at the destination, of a format that is written and with no
             other files beside it.
@@ -130,7 +134,7 @@ def convert(
         on_progress=lambda done, total: on_progress("checked", done, total),
         optimizer=only != "model",
     )
-    contents = _read(source_paths, from_, reading)
+    contents = _read(source_paths, from_, reading, assume_model_order=assume_model_order)
     if only == "model":
         contents = _only_model(contents)
     contents = _filtered(contents, include, exclude)
@@ -184,7 +188,9 @@ def _writable(to: str) -> Format:
 # ------------------------------------------------------------------------------- reading
 
 
-def _read(paths: Sequence[Path], from_: str | None, reading: Reading) -> Contents:
+def _read(
+    paths: Sequence[Path], from_: str | None, reading: Reading, *, assume_model_order: bool
+) -> Contents:
     """Return the contents of all sources together."""
     by_format: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
@@ -198,7 +204,7 @@ def _read(paths: Sequence[Path], from_: str | None, reading: Reading) -> Content
             readable = ", ".join(name for name, known in FORMATS.items() if known.read)
             raise CheckpointError(f"the format to read must be one of {readable}, got {name!r}")
         found += known.read(members, reading)
-    return merge(found, optimizer=reading.optimizer)
+    return merge(found, optimizer=reading.optimizer, assume_model_order=assume_model_order)
 
 
 def _only_model(contents: Contents) -> Contents:

@@ -34,6 +34,10 @@ BY_ALGORITHM = "optimizers"
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
 _RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # Moonlight, Motif.
+_SHAPED = (  # States that always have the shape of their parameter; factored ones have not.
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
+    *("moment1", "moment2", "square_avg", "acc_delta", "grad_avg", "sum", "prev"),
+)
 _META = "torch._utils._rebuild_meta_tensor_no_storage"
 _STRIDED_BYTES_MAX = 256 * 2**20
 _DEPTH_MAX = 50
@@ -336,8 +340,12 @@ def _given_names(groups: Sequence[_StoredGroup]) -> list[list[str]] | None:
 
 
 def _shape(state: Mapping[str, Any]) -> Shape | None:
-    shapes = [value.shape for value in state.values() if isinstance(value, StoredTensor)]
-    return max(shapes, key=len, default=None)
+    """Return the shape of a parameter, if its states tell one."""
+    tensors = [
+        value for key, value in state.items() if str(key).removesuffix("::quantized") in _SHAPED
+    ]
+    shapes = {value.shape for value in tensors if isinstance(value, StoredTensor)}
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 def _by_flag(

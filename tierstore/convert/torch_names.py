@@ -12,9 +12,13 @@ Shape = tuple[int, ...]
 _POSITIONS_MAX = 4096
 
 _ADVICE = (
-    "name a further source that tells their order, written by torch.save({name: p.to('meta') for "
-    "name, p in model.named_parameters() if p.requires_grad}, 'names.pt'); or save the optimizer "
-    "with names, as torch.optim.AdamW(model.named_parameters()) does; or convert --only model"
+    "Save the optimizer with names, as torch.optim.AdamW(model.named_parameters()) does; or "
+    "convert --only model; or, if you know that each param group was filled in the order of "
+    "model.named_parameters(), pass --assume-model-order"
+)
+ORDER_ADVICE = (
+    "name a further source that tells the order, written by torch.save({name: p.to('meta') for "
+    "name, p in model.named_parameters() if p.requires_grad}, 'names.pt')"
 )
 
 
@@ -23,8 +27,8 @@ def match_names(
 ) -> list[list[str]]:
     """Return the names of the parameters of each group.
 
-    A program adds parameters to groups in the order of the model, so a group is a subsequence of
-    the model in which all shapes fit. Only an assignment that is the only one is returned.
+    The user says that groups were filled in the order of the model, so a group is a subsequence
+    of the model in which all shapes fit. Only an assignment that is the only one is returned.
 
     Args:
         groups: the shapes of the parameters of each group, None where no state tells.
@@ -54,13 +58,17 @@ def match_names(
                     following[after] = (before + count, chosen)
         ways = following
         if len(ways) > _POSITIONS_MAX:
-            raise CheckpointError(f"the parameters of the optimizer have no names: {_ADVICE}")
+            raise CheckpointError(
+                f"the parameters of the optimizer have no names, and too many groups to find them. "
+                f"{_ADVICE}"
+            )
     count, choices = ways.get(tuple(map(len, groups)), (0, None))
     if count != 1:
         problem = "fit no tensors" if count == 0 else "fit tensors in several ways"
         raise CheckpointError(
-            f"the {wanted} parameters of the optimizer have no names, and by their shapes they "
-            f"{problem} of the model: {_ADVICE}"
+            f"the {wanted} parameters of the optimizer have no names, and in the order of the "
+            f"model they {problem} of the model by their shapes: {ORDER_ADVICE}; or save the "
+            "optimizer with names"
         )
     found: list[list[str]] = [[] for _ in groups]
     link: object = choices
@@ -73,7 +81,10 @@ def match_names(
 def match_distinct(
     groups: Sequence[Sequence[Shape | None]], tensors: Sequence[tuple[str, Shape]]
 ) -> list[list[str]]:
-    """Return the names of the parameters of each group, of a model whose order is not known.
+    """Return the names of the parameters of each group, whatever their order.
+
+    Optimizers may sort their groups, so that an assignment is accepted only if it is the only one
+    over all permutations: each shape occurs once.
 
     Args:
         groups: as in match_names().
@@ -82,18 +93,18 @@ def match_distinct(
     Raises:
         CheckpointError: a parameter has no shape, or another number of tensors than one has it.
     """
-    names: dict[Shape | None, list[str]] = defaultdict(list)
+    names: dict[Shape, list[str]] = defaultdict(list)
     for name, known in tensors:
         names[known].append(name)
     wanted = Counter(shape for group in groups for shape in group)
     for shape, count in wanted.items():
-        found = names[shape]
+        found = [] if shape is None else names[shape]
         if count == 1 and len(found) == 1:
             continue
-        what = "no shape" if shape is None else f"the shape {list(shape)}"
+        where = f"the shape {list(shape or ())}, as {len(found)} tensors of the model have"
+        what = "states that tell no shape" if shape is None else where
         raise CheckpointError(
-            f"the {sum(map(len, groups))} parameters of the optimizer have no names, no source "
-            f"tells the order of the parameters in the model, and {count} of them have {what}, as "
-            f"{len(found)} tensors of the model have: {_ADVICE}"
+            f"the {sum(map(len, groups))} parameters of the optimizer have no names, and shapes "
+            f"leave a choice or none: {count} of them have {what}. {_ADVICE}"
         )
-    return [[names[shape][0] for shape in group] for group in groups]
+    return [[names[shape][0] for shape in group if shape is not None] for group in groups]
