@@ -146,6 +146,84 @@ def test_files_of_several_nodes_are_merged(
     refused([first, first], tmp_path, tierstore.CheckpointError, "both have the file")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_that_are_only_a_path(
+    name: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As with ``--deepspeed_config settings.json`` of a program."""
+    folder = copied(name)
+
+    def change_config(value: Any) -> None:
+        value["ds_config"] = "settings.json"
+
+    for path in folder.glob("*model_states.pt"):
+        change(path, change_config)
+    if name == "zero2-round-robin":  # It cuts no parameter, as partitions of parameters do not.
+        refused(folder, tmp_path, tierstore.CheckpointError, "whether round_robin_gradients was")
+        return
+    _, tensors = to_dcp(folder, tmp_path / "out")
+    assert_is_truth(tensors, FIXTURES / name)
+
+
+def test_files_of_different_steps_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def older(value: Any) -> None:
+        value["global_steps"] -= 1
+
+    def older_states(value: Any) -> None:
+        for state in value["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            state["step"] = state["step"] - 1
+
+    folder = copied("zero3-adamw")
+    change(next(folder.glob("zero_pp_rank_1_*model_states.pt")), older)
+    refused(folder, tmp_path, tierstore.CheckpointError, "global_steps is 3 and 2")
+    shutil.rmtree(folder)
+    folder = copied("zero3-adamw")
+    change(next(folder.glob("*zero_pp_rank_1_*optim_states.pt")), older_states)
+    refused(folder, tmp_path, tierstore.CheckpointError, "of different steps")
+
+
+def test_nodes_whose_latest_steps_differ_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    nodes = []
+    for number in range(2):
+        node = tmp_path / f"node {number}"
+        node.mkdir()
+        folder = node / f"step{number}"
+        copied("zero3-adamw").rename(folder)
+        for path in folder.glob(f"*zero_pp_rank_{1 - number}_*"):
+            path.unlink()
+        (node / "latest").write_text(folder.name)
+        nodes.append(node)
+    refused(nodes, tmp_path, tierstore.CheckpointError, "different steps, .'step0', 'step1'")
+
+
+def test_a_latest_step_that_is_a_link_is_not_followed(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copied("zero2-muon")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "latest").write_text("step3")
+    (tmp_path / "mine" / "step3").symlink_to(folder)
+    refused(tmp_path / "mine", tmp_path, tierstore.CheckpointError, "is a link")
+
+
+@pytest.mark.parametrize("name", ["zero1-adamw", "zero3-adamw"])
+def test_ranks_with_other_dtypes_are_refused(
+    name: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def cast(value: Any) -> None:
+        state = value["optimizer_state_dict"]
+        (key,) = {"single_partition_of_fp32_groups", "fp32_flat_groups"} & state.keys()
+        state[key] = [tensor.double() for tensor in state[key]]
+
+    folder = copied(name)
+    change(next(folder.glob("*zero_pp_rank_1_*optim_states.pt")), cast)
+    refused(folder, tmp_path, tierstore.CheckpointError, "is float64, and rank 0 has float32")
+
+
 @pytest.mark.parametrize("prefix", ["", "fp16_"])
 def test_models_in_fp16(prefix: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
     """After DeepSpeed's source, which does not train in fp16 on a CPU."""

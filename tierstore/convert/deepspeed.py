@@ -49,6 +49,7 @@ _REFUSED = {
 _LATEST = "latest"
 _SWAPPED = "offloaded_tensors"
 _AIO_ALIGNED_BYTES = 1024
+_AIO_PARALLELISM_MAX = 1023
 _MOMENTUM = "momentum_buffer"
 
 
@@ -73,7 +74,14 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 
 def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:
     """Read the files of all ranks, without the tensors."""
-    readers = [Reader(folder_of(path, _LATEST) or path, reading.on_progress) for path in paths]
+    folders = [folder_of(path, _LATEST) or path for path in paths]
+    tags = {folder.name for folder, path in zip(folders, paths, strict=True) if folder != path}
+    if len(tags) > 1:
+        raise CheckpointError(
+            f"the files {_LATEST!r} of the sources name different steps, {sorted(tags)}: name the "
+            "folders of one step that all nodes have"
+        )
+    readers = [Reader(folder, reading.on_progress) for folder in folders]
     places: dict[str, Reader] = {}
     for reader in readers:
         for name in reader.list():
@@ -117,9 +125,29 @@ def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:
         )
     for rank in ranks:
         _check_count(rank, len(ranks))
+    _refuse_different(
+        "global_steps",
+        {str(places[n].root / n): values[n].get("global_steps") for n in models.values()},
+    )
     if stage_of(ranks[0]) == 3 and sorted(models) != sorted(optimizers):
         raise CheckpointError(f"{paths[0]} lacks model_states files of ZeRO-3 ranks")
     return ranks
+
+
+def _refuse_different(what: str, found: Mapping[str, Any]) -> None:
+    """Refuse files that do not agree.
+
+    Args:
+        what: the value that is compared.
+        found: path -> value.
+    """
+    (first, value), *others = found.items()
+    for path, other in others:
+        if other != value:
+            raise CheckpointError(
+                f"{first} and {path} are of different steps: {what} is {value} and {other}. Name "
+                "the folders of one step that all ranks have saved"
+            )
 
 
 def _check_count(rank: Rank, count: int) -> None:
@@ -160,8 +188,12 @@ class _PartitionedGroups(EngineFiles):
                 states[name] = [self._state(rank, number, name) for rank in self.ranks]
         places = {
             state: self._whole(number, fragments, tensors)
-            if self._is_whole(number, state)
+            if self._is_whole(number, state, tensors, masters)
             else fragments
+            for state, tensors in states.items()
+        }
+        dtypes = {
+            state: self.common_dtype(f"{state} of group {number}", [t.dtype for t in tensors])
             for state, tensors in states.items()
         }
         for parameter, shape in self.shapes[number].items():
@@ -171,18 +203,29 @@ class _PartitionedGroups(EngineFiles):
                     piece = own.get(parameter)
                     if piece is not None:
                         runs.append(run_of(rank.file, tensor, piece))
-                yield flat_entry(parameter, state, tensors[0].dtype, shape, runs)
+                yield flat_entry(parameter, state, dtypes[state], shape, runs)
 
-    def _is_whole(self, number: int, state: str) -> bool:
+    def _is_whole(
+        self,
+        number: int,
+        state: str,
+        tensors: Sequence[StoredTensor],
+        masters: Sequence[StoredTensor],
+    ) -> bool:
         """Return whether a rank has a state of whole parameters where it has a part of them.
 
         So it is with Muon's momentum, unless the optimizer is offloaded: Newton-Schulz needs it.
         """
         base = self.base(self.first)
         group = base["param_groups"][number] if isinstance(base, dict) else {}
-        offloaded = zero_settings(self.first.model).get("offload_optimizer")
+        if state != _MOMENTUM or not group.get("use_muon"):
+            return False
+        settings = zero_settings(self.first.model)
+        if settings is None:
+            return any(map(lambda a, b: numel_of(a) != numel_of(b), tensors, masters))
+        offloaded = settings.get("offload_optimizer")
         device = offloaded.get("device") if isinstance(offloaded, dict) else None
-        return state == _MOMENTUM and bool(group.get("use_muon")) and device in (None, "none")
+        return device in (None, "none")
 
     def _whole(
         self,
@@ -224,7 +267,8 @@ class _PartitionedGroups(EngineFiles):
 
         They follow from the order of the parameters, and they are in the files, too. Both must
         agree, except with ``round_robin_gradients``, where the files state another order than
-        that of the elements.
+        that of the elements. If the files have no settings, the layout tells it: partitions that
+        begin at parameters cut none, and have other sizes.
 
         Args:
             number: of the group.
@@ -232,7 +276,7 @@ class _PartitionedGroups(EngineFiles):
         """
         derived = self._derived(number, lean)
         stated = [self._stated(rank, number) for rank in self.ranks]
-        if derived == stated or self._is_round_robin():
+        if derived == stated or self._is_round_robin(number, derived, stated, lean):
             return derived
         # Partitions that begin at parameters: each is padded to the largest one.
         for rank, own, elements in zip(self.ranks, stated, lean, strict=True):
@@ -289,8 +333,26 @@ class _PartitionedGroups(EngineFiles):
         address = mappings[number].get(name) if isinstance(mappings, list) else None
         return 0 if address is None else int(address.get("numel"))
 
-    def _is_round_robin(self) -> bool:
-        return zero_settings(self.first.model).get("round_robin_gradients") is True
+    def _is_round_robin(
+        self,
+        number: int,
+        derived: Sequence[Mapping[str, Fragment]],
+        stated: Sequence[Mapping[str, Fragment]],
+        lean: Sequence[int],
+    ) -> bool:
+        settings = zero_settings(self.first.model)
+        if settings is not None:
+            return settings.get("round_robin_gradients") is True
+        names = [name for own in stated for name in own]
+        is_cut = len(set(names)) < len(names)
+        fits = [sum(piece.numel for piece in own.values()) for own in derived] == list(lean)
+        if is_cut == fits:
+            return is_cut
+        raise CheckpointError(
+            f"{self.first.model_file.path}: does not tell whether round_robin_gradients was set, "
+            f"on which the order of the elements of group {number} depends: load the checkpoint in "
+            "DeepSpeed with a config that is a dict, and save it again"
+        )
 
 
 class _PartitionedParameters(EngineFiles):
@@ -324,7 +386,7 @@ class _PartitionedParameters(EngineFiles):
                 names.append(name)
         for state in names:
             sources = [self._source(rank, number, state, starts[-1]) for rank in self.ranks]
-            dtype = sources[0][1]
+            dtype = self.common_dtype(f"{state} of subgroup {number}", [s[1] for s in sources])
             for (parameter, shape), part, start in zip(shapes.items(), parts, starts, strict=False):
                 runs = []
                 for rank, (file, _, offset) in enumerate(sources):
@@ -385,6 +447,8 @@ class _PartitionedParameters(EngineFiles):
 
     def _parallelism(self) -> int:
         config = self.first.model.get("ds_config")
-        settings = config.get("aio") if isinstance(config, dict) else None
+        if not isinstance(config, dict):
+            return _AIO_PARALLELISM_MAX
+        settings = config.get("aio")
         value = settings.get("intra_op_parallelism", 1) if isinstance(settings, dict) else 1
-        return value if type(value) is int and 0 < value < 1024 else 1
+        return value if type(value) is int and 0 < value <= _AIO_PARALLELISM_MAX else 1

@@ -18,7 +18,7 @@ from tierstore.convert.torch_files import TIERSTORE, holds_only_plain, tensor_en
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
 from tierstore.inspection.torch_archive import StoredTensor, Unread
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.parameters import MASTER, dtype_name
 from tierstore.run import tagged_json
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -46,14 +46,20 @@ def folder_of(path: Path, latest: str) -> Path | None:
 
     Returns:
         None if the path is not a directory.
+
+    Raises:
+        CheckpointError: the folder is a link.
     """
     if not path.is_dir():
         return None
     file = path / latest
     if file.is_file() and file.stat().st_size < 256:
         tag = file.read_bytes().decode(errors="replace").strip()
-        if wrong_name(tag) is None and "/" not in tag and (path / tag).is_dir():
-            return path / tag
+        folder = path / tag
+        if wrong_name(tag) is None and "/" not in tag and folder.is_dir():
+            if folder.is_symlink():
+                raise CheckpointError(f"{folder} is a link, which is not followed: name its target")
+            return folder
     return path
 
 
@@ -128,10 +134,16 @@ def stage_of(rank: Rank) -> int:
     return int(value)
 
 
-def zero_settings(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``zero_optimization`` of the configuration that model states have."""
+def zero_settings(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return ``zero_optimization`` of the configuration that model states have.
+
+    Returns:
+        None if they have the path of a configuration at most.
+    """
     config = model.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None
+    zero = config.get("zero_optimization")
     return zero if isinstance(zero, dict) else {}
 
 
@@ -194,8 +206,34 @@ class EngineFiles:
         found: dict[str, dict[str, float]] = {}
         for number, shapes in enumerate(self.shapes):
             numbers = numbers_in(self.states_of(self.first, number), self.first.file)
+            for rank in self.ranks[1:]:
+                others = numbers_in(self.states_of(rank, number), rank.file)
+                if others and others != numbers:
+                    raise CheckpointError(
+                        f"{self.first.file.path} and {rank.file.path} are of different steps: they "
+                        f"have {numbers} and {others}. Name the folders of one step that all ranks "
+                        "have saved"
+                    )
             found |= {name: dict(numbers) for name in shapes if numbers}
         return found
+
+    def common_dtype(self, what: str, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+        """Return the dtype of the parts of all ranks.
+
+        Args:
+            what: names the tensor in errors.
+            dtypes: one for each rank.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        for rank, dtype in zip(self.ranks, dtypes, strict=True):
+            if dtype != dtypes[0]:
+                raise CheckpointError(
+                    f"{rank.file.path}: {what} is {dtype_name(dtype)}, and rank 0 has "
+                    f"{dtype_name(dtypes[0])}: the files are not of one run"
+                )
+        return dtypes[0]
 
     def base(self, rank: Rank) -> Any:
         """Return what the optimizer that DeepSpeed wraps saved."""
@@ -244,13 +282,13 @@ class EngineFiles:
         if isinstance(first, StoredTensor) and first.shape == tuple(shape):
             return tensor_entry(self.first.model_file, name, BUFFER, first)
         part = -(-math.prod(shape) // len(self.ranks))
-        runs, dtype = [], torch.float32
+        runs, dtypes = [], []
         for rank, tensor in zip(self.ranks, tensors, strict=True):
             flat = flat_of(tensor, rank.model_file, f"elements of {name!r}")
             count = max(0, min(part, math.prod(shape) - rank.number * part))
             runs.append(run_of(rank.model_file, flat, Fragment(rank.number * part, count, 0)))
-            dtype = flat.dtype
-        return flat_entry(name, BUFFER, dtype, shape, runs)
+            dtypes.append(flat.dtype)
+        return flat_entry(name, BUFFER, self.common_dtype(repr(name), dtypes), shape, runs)
 
     def _values(self) -> dict[str, Any]:
         """Return the values of the model that are not tensors, such as extra state."""

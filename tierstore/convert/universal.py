@@ -94,7 +94,7 @@ def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
     ]
     model = ranks[0].model
     is_cut = WHOLE_MODEL_FILE in names and model.get("dp_world_size") != 1
-    if is_cut and zero_settings(model).get("round_robin_gradients") is True:
+    if is_cut and (zero_settings(model) or {}).get("round_robin_gradients") is True:
         raise CheckpointError(
             f"{ranks[0].model_file.path} is of a run with round_robin_gradients: DeepSpeed's tool "
             "gives parameters the elements of others, so convert the checkpoint that it was made of"
