@@ -35,8 +35,8 @@ from tierstore.paging.whole_states import (
 )
 from tierstore.ranks.calls import Calls
 from tierstore.ranks.job import ranks_of
-from tierstore.ranks.peers import Ranks, together
-from tierstore.run.commit import Commit
+from tierstore.ranks.peers import Ranks, agree, together
+from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import close_storage, open_committer
@@ -45,6 +45,9 @@ from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES, parse_bytes
+
+# Ranks that wait for a verification meet this often.
+_VERIFYING_TURN_S = 1.0
 
 # The gradients of replicas are compared at the first step and then after this number of steps.
 _COMPARE_EVERY = 100
@@ -214,7 +217,10 @@ class TierStore:
             if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
             if isinstance(self._committer, Committer):
-                ending = Ending(self.close, self._committer, self._usability, ranks.world_size)
+                ending = Ending(
+                    *(self.close, self._committer, self._usability, ranks.world_size),
+                    give_up=self._verifier.cancel,
+                )
                 opened.callback(ending.cancel)
                 self._ending = ending
             self._opened = opened.pop_all()
@@ -646,9 +652,9 @@ class TierStore:
         or written, and the checkpoint is complete on return. On another filesystem, pages are
         copied in the background; close() and the next checkpoint() wait for the copy and raise
         its error. The checkpoint is then read in the background; the next step(), commit(),
-        checkpoint() or close() raises what was found, and the store fails. An interrupt leaves
-        nothing of the checkpoint, or all of it, or a copy that continues. All ranks call it
-        together.
+        synchronize(), checkpoint() or close() raises damage that the run has, too, and the store
+        fails. An interrupt leaves nothing of the checkpoint, or all of it, or a copy that
+        continues. All ranks call it together.
 
         Args:
             path: the directory; must be absent or empty.
@@ -665,7 +671,9 @@ class TierStore:
             StorageError: a file operation failed, on a full disk for example. Nothing is left of
                 the checkpoint.
             CorruptionError: a copied page is not what was committed. Nothing is left of the
-                checkpoint. Or the checkpoint before is damaged, and the store has failed.
+                checkpoint. Or the checkpoint before is damaged, as is the run, and the store has
+                failed.
+            ThreadError, BudgetError: the system has no thread or memory for the verification.
         """
         from tierstore.checkpoint.model_contents import contents_of
         from tierstore.checkpoint.page_links import PageLinks
@@ -675,8 +683,11 @@ class TierStore:
         committer = self._require_committer("checkpoint()")
         with self._calls.together("checkpoint()"):
             self._finish_publication()
-            with self._usability.failing(interrupts=False):
-                together(self._ranks, "verify the last checkpoint", self._verifier.wait)
+            # At an interrupt, other ranks are told not to wait for this one.
+            with self._usability.failing(interrupts=self._ranks.world_size > 1):
+                # In short turns, because a rank with a slow disk may take long.
+                while not all(agree(self._ranks, "verify the last checkpoint", self._verify_on)):
+                    pass
             together(self._ranks, "start to verify checkpoints", self._verifier.start)
             self.synchronize()
             manifest, table = committer.committed, self._table
@@ -707,7 +718,14 @@ class TierStore:
                 with contextlib.suppress(StorageError):  # The first error is the one to mend.
                     committer.drop_spares()
                 raise
-            self._verifier.begin(page_files[0], publication)
+            (links,) = page_files
+
+            def is_in_run(page: CommittedPage) -> bool:
+                assert committer.committed is not None
+                entry = committer.committed.entries.get(page.number)
+                return links.is_linked(page) and entry == page.entry
+
+            self._verifier.begin(links, publication, is_in_run)
             return publication
 
     @not_compiled
@@ -871,6 +889,9 @@ class TierStore:
         """Raise what verification has found in the last checkpoint, if it has ended."""
         with self._usability.failing(interrupts=False):
             self._verifier.check()
+
+    def _verify_on(self) -> bool:
+        return self._verifier.wait(_VERIFYING_TURN_S)
 
     def _finish_verification(self) -> None:
         """Wait until the last checkpoint was verified, unless the store has failed."""

@@ -9,11 +9,14 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +25,13 @@ import tierstore
 from tests.support import kernel, killed_processes
 from tests.support.commands import call
 from tests.support.originals import committed_pages, flip
-from tests.support.published import assert_holds_toy, names_in, pages_of
+from tests.support.published import ROOT, assert_holds_toy, names_in, pages_of
+from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, Toy, verified
 from tierstore.errors import StorageError
 from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
+from tierstore.ranks.peers import Ranks
 from tierstore.storage.folder import LocalFolder
 from tierstore.storage.select import open_storage
 from tierstore.testing.faults import Fault, FaultyStorage
@@ -326,16 +331,26 @@ def test_a_mark_that_cannot_be_written_leaves_the_run_alone(
     assert "folder/b is whole and cannot be marked" in caplog.text
 
 
-@pytest.mark.parametrize("act", [shutil.rmtree, lambda path: path.rename(path.with_name("kept"))])
+def moved(path: Path) -> None:
+    path.rename(path.with_name("kept"))
+
+
+def moved_and_linked(path: Path) -> None:
+    moved(path)
+    path.symlink_to("kept")
+
+
+@pytest.mark.parametrize("act", [shutil.rmtree, moved, moved_and_linked])
 def test_a_checkpoint_that_is_moved_meanwhile_is_no_damage(
     act: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"
 
     def watch(operation: str, name: str, when: str) -> None:
-        if operation == "folder_read" and when == "before" and (folder / "a").exists():
-            act(folder / "a")
+        if operation == "folder_read" and when == "before" and not acted:
+            acted.append(act(folder / "a"))
 
+    acted: list[object] = []
     with faulty_toy(tmp_path / "run", on_operation=watch) as (toy, _):
         with caplog.at_level(logging.WARNING, logger="tierstore"):
             publish_steps(toy, folder, "a")
@@ -343,6 +358,7 @@ def test_a_checkpoint_that_is_moved_meanwhile_is_no_damage(
         assert "folder/a was moved or removed" in caplog.text
         publish_steps(toy, folder, "b")
         toy.store.close()
+    (folder / "a").unlink(missing_ok=True)
     assert marked_ones(folder) == {"b"}
 
 
@@ -392,6 +408,104 @@ CALLS: dict[str, Callable[[Toy, Path], object]] = {
     "checkpoint": lambda toy, folder: toy.store.checkpoint(folder / "b"),
     "close": lambda toy, folder: toy.store.close(),
 }
+
+
+def longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(4096))
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def one_bit(path: Path) -> None:
+    flip(path, -1)
+
+
+@contextlib.contextmanager
+def damaged_before_it_is_read(
+    directory: Path, name: str, damage: Callable[[Path], None]
+) -> Iterator[tuple[Toy, Path]]:
+    """A run with a whole checkpoint "a", and "b" with damage in a file."""
+    folder = directory / "folder"
+    begun = []
+
+    def watch(operation: str, file: str, when: str) -> None:
+        if operation == "folder_get" and (folder / "b").exists() and not begun:
+            begun.append(damage(folder / "b" / name))
+
+    with faulty_toy(directory / "run", on_operation=watch) as (toy, _):
+        publish_steps(toy, folder, "a", "b")
+        verified(toy.store)
+        yield toy, folder
+
+
+@pytest.mark.parametrize(
+    "name", ["unpaged", ".metadata", "tierstore.json", "rank-00000.commit", "rank-00000.layout"]
+)
+def test_damage_in_a_file_that_the_run_does_not_have_leaves_the_run_alone(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with damaged_before_it_is_read(tmp_path, name, one_bit) as (toy, folder):
+        assert f"the checkpoint {folder}/b is damaged, and the run is not" in caplog.text
+        assert f"{folder}/b/{name}" in caplog.text
+        publish_steps(toy, folder, "c", keep_last=1)
+        toy.store.close()
+    # Without its tierstore.json it is no checkpoint that the run knows.
+    assert names_in(folder) == (["a", "b", "c"] if name == "tierstore.json" else ["a", "c"])
+    assert marked_ones(folder) == whole_ones(folder) == {"a", "c"}
+
+
+@pytest.mark.parametrize("damage", [longer, truncated])
+def test_a_page_file_of_another_length_is_damage(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    page = "rank-00000.page-000001"
+    with (
+        damaged_before_it_is_read(tmp_path, page, damage) as (toy, folder),
+        pytest.raises(tierstore.CorruptionError, match=rf"b/{page}: "),
+    ):
+        toy.step()
+    assert marked_ones(folder) == {"a"}
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.ESTALE])
+def test_an_error_that_says_nothing_of_the_data_leaves_the_run_alone(
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    with faulty_toy(tmp_path / "run") as (toy, storage):
+        storage.arm(Fault("error", "folder_read", call=1, errno=number))
+        publish_steps(toy, folder, "a")
+        verified(toy.store)
+        publish_steps(toy, folder, "b")
+        toy.store.close()
+    assert marked_ones(folder) == {"b"}
+    assert f"the checkpoint {folder}/a " in caplog.text
+
+
+def test_damage_in_a_page_that_the_run_has_written_anew_leaves_the_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    stepped = threading.Event()
+
+    def watch(operation: str, name: str, when: str) -> None:
+        if operation == "folder_read" and when == "before":
+            stepped.wait()
+
+    with faulty_toy(tmp_path / "run", on_operation=watch) as (toy, _):
+        publish_steps(toy, folder, "a")
+        step_durably(toy)
+        step_durably(toy)
+        one_bit(pages_of(folder / "a")[0])
+        stepped.set()
+        verified(toy.store)
+        assert f"the checkpoint {folder}/a is damaged, and the run is not" in caplog.text
+        publish_steps(toy, folder, "b")
+        toy.store.close()
+    assert marked_ones(folder) == whole_ones(folder) == {"b"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -489,6 +603,36 @@ def test_leaving_by_an_exception_stops_verification(
     assert_holds_toy(tmp_path / "folder/a", 1)
 
 
+def leave_without_close(directory: Path) -> None:
+    """Fail while a checkpoint is read, which takes until it is given up."""
+    begun = threading.Event()
+
+    def watch(operation: str, name: str, when: str) -> None:
+        if operation == "folder_read" and when == "before":
+            begun.set()
+            toy.store._verifier._cancelled.wait()
+
+    storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=watch)
+    toy = Toy(storage, commit_every=10)
+    publish_steps(toy, directory / "folder", "a")
+    begun.wait()
+    toy.step()
+    raise RuntimeError("the program failed")
+
+
+def test_a_process_that_fails_without_close_does_not_wait_for_verification(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys\n"
+        "from tests.checkpoint.test_whole_checkpoints import leave_without_close\n"
+        "leave_without_close(pathlib.Path(sys.argv[1]))"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "the program failed" in done.stderr
+    assert marked_ones(tmp_path / "folder") == set()
+
+
 def growth_by_verification(sender: Connection, directory: Path) -> None:
     """Send the bytes of all pages, and the growth of memory while a checkpoint is read."""
     torch.set_num_threads(1)
@@ -522,7 +666,7 @@ def test_verification_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_copy_on_another_filesystem_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def link(*arguments: Any) -> None:
         raise StorageError("link", path="/disk/file", errno=errno.EXDEV)
@@ -539,6 +683,66 @@ def test_a_copy_on_another_filesystem_is_read(
     folder = tmp_path / "folder"
     toy = Toy(tmp_path / "run")
     publish_steps(toy, folder, "a", "b")
-    with pytest.raises(tierstore.CorruptionError, match=r"b/rank-00000\.page-000001"):
-        toy.store.close()
+    toy.store.close()
+    assert f"the checkpoint {folder}/b is damaged, and the run is not" in caplog.text
+    assert f"{folder}/b/rank-00000.page-000001: the " in caplog.text
     assert marked_ones(folder) == whole_ones(folder) == {"a"}
+
+
+# ------------------------------------------------------------------------- several ranks
+
+
+def test_ranks_wait_for_a_slow_disk_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the wait would be limited by the time that a rank may take to a collective."""
+    monkeypatch.setattr("tierstore.store._VERIFYING_TURN_S", 0.01)
+    meetings = [0]
+    waited = threading.Event()
+
+    def count(rank: int, meeting: str) -> None:
+        meetings[0] += rank == 0 and slow.is_set()
+        if meetings[0] > 50:
+            waited.set()
+
+    slow = threading.Event()
+
+    def act(ranks: Ranks) -> set[str]:
+        def watch(operation: str, name: str, when: str) -> None:
+            if operation == "folder_read" and ranks.rank == 1:
+                slow.set()
+                waited.wait()
+
+        name = f"rank-{ranks.rank:05}"
+        storage = FaultyStorage(open_storage(tmp_path / "run" / name), on_operation=watch)
+        toy = Toy(storage, process_group=ranks)
+        publish_steps(toy, tmp_path / "folder", "a", "b")
+        toy.store.close()
+        return {path.name for path in (tmp_path / "folder").glob("*/*.whole")}
+
+    marks = {"rank-00000.whole", "rank-00001.whole"}
+    assert ThreadJob(2, count).run(act)[1] == marks
+    assert waited.is_set()
+
+
+def test_an_interrupt_of_a_rank_that_waits_is_told_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(ranks: Ranks) -> str:
+        toy = Toy(tmp_path / "run", process_group=ranks)
+        publish_steps(toy, tmp_path / "folder", "a")
+        toy.step()
+        if ranks.rank == 0:
+            verifier = toy.store._verifier
+            monkeypatch.setattr(verifier, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+        try:
+            publish(toy, tmp_path / "folder/b")
+        except BaseException as error:
+            toy.store.__exit__(type(error), error)
+            return repr(error)
+        return ""
+
+    first, second = ThreadJob(2).run(act)
+    assert first == "KeyboardInterrupt()"
+    assert second.startswith("PeerFailed")
+    assert "did not come" not in second

@@ -27,6 +27,7 @@ from tests.support.originals import (
     entry_of,
     flip,
     places,
+    reseal,
     save_plain,
     text,
 )
@@ -81,6 +82,13 @@ def test_a_path_that_is_a_link(published: Path, tmp_path: Path) -> None:
 
 
 MARK = f"{RANK}.whole"
+
+
+def test_a_marker_of_a_billion_ranks_takes_no_memory(published: Path) -> None:
+    reseal(published / "tierstore.json", "checkpoint", lambda body: body.update(world_size=10**9))
+    report = verify(published)
+    assert not report.good
+    assert report.marked_whole is False
 
 
 @pytest.fixture

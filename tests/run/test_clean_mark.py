@@ -91,3 +91,32 @@ def test_overwriting_removes_the_mark(tmp_path: Path) -> None:
     toy = Toy(tmp_path, overwrite=True)
     assert not (tmp_path / RANK / "clean").exists()
     toy.store.close()
+
+
+def test_a_mark_that_cannot_be_read_is_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(tmp_path)
+    storage = FaultyStorage(open_storage(tmp_path / RANK))
+    storage.arm(Fault("error", "get", name="clean", call=1, errno=errno.EIO))
+    toy = Toy(storage, resume=True)
+    assert toy.store.restore() == 3
+    assert "the last end of the run is taken for one that was not clean" in caplog.text
+    toy.store.close()
+    resumed(tmp_path, 3).store.close()
+
+
+def test_a_full_disk_at_a_resume_says_how_much_checkpoints_need(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    toy = resumed(tmp_path / "run", 3)
+    toy.store.checkpoint(tmp_path / "checkpoint")
+    toy.store.close()
+    for spare in (tmp_path / "run" / RANK).glob("*.next"):
+        spare.unlink()
+    storage = FaultyStorage(open_storage(tmp_path / "run" / RANK))
+    toy = Toy(storage, resume=True)
+    storage.arm(Fault("error", "create", call=1, errno=errno.ENOSPC))
+    with pytest.raises(tierstore.StorageError) as caught:
+        toy.store.restore()
+    assert "2 page files are shared with checkpoints" in "".join(caught.value.__notes__)
+    toy.store.close()

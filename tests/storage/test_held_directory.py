@@ -158,6 +158,21 @@ def test_scratch_memory_without_nameless_files(
         assert descriptors_of(tmp_path) == [str(tmp_path)]
 
 
+def test_scratch_memory_that_keeps_its_name_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with closing(open_storage(tmp_path, "aiofiles")) as storage:
+        refuse_nameless(monkeypatch, errno.EOPNOTSUPP)
+        monkeypatch.setattr(os, "unlink", refuse)
+        with pytest.raises(StorageError):
+            storage.scratch(SECTOR_BYTES)
+        assert descriptors_of(tmp_path) == [str(tmp_path)]
+        monkeypatch.undo()
+
+
 def test_other_errors_of_scratch_memory_are_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,28 @@ def test_a_removed_directory_is_an_error_that_names_it(buffers: int | None, tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_the_steps_of_a_removed_directory_are_gone(tmp_path: Path) -> None:
+    toy = trained(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    toy.store.commit(extra=1)
+    with pytest.raises(RunDirectoryError, match="It was removed, and its steps with it") as caught:
+        toy.store.synchronize()
+    assert "move it back" not in str(caught.value)
+    closed(toy)
+
+
+def test_a_copy_of_the_run_in_its_place_is_noticed(tmp_path: Path) -> None:
+    toy = trained(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", tmp_path / "run")
+    step_durably(toy)  # The copy has the newest commit until this one.
+    with pytest.raises(RunDirectoryError, match=re.escape(str(tmp_path / "moved" / RANK))):
+        step_durably(toy)
+    closed(toy)
+    resumed(tmp_path / "run", BEFORE).store.close()
+    resumed(tmp_path / "moved", BEFORE + 1).store.close()
+
+
 def test_the_directory_may_be_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to("disk")

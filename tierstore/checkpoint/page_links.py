@@ -54,6 +54,10 @@ class PageLinks:
         """Bytes of the pages that could not be linked."""
         return sum(page.layout.nbytes for page in self._unlinked)
 
+    def is_linked(self, page: CommittedPage) -> bool:
+        """Return whether the checkpoint has the file of the run, and no copy of it."""
+        return all(page is not unlinked for unlinked in self._unlinked)
+
     def link(self, folder: Folder, child: str) -> None:
         """Allocate the files that will replace the pages, then link the pages where possible."""
         self._provide_spares(map(_name, self.pages))

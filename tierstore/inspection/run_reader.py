@@ -271,7 +271,7 @@ def is_marked_whole(marker: Mapping[str, Any] | None, get: Callable[[str], bytes
         marker: the content of tierstore.json; None if it cannot be read.
         get: as in marked_ranks().
     """
-    return marker is not None and marked_ranks(marker, get) == set(range(marker["world_size"]))
+    return marker is not None and len(marked_ranks(marker, get)) == marker["world_size"]
 
 
 def read_published(

@@ -16,7 +16,7 @@ from typing import Any
 from torch.profiler import record_function
 from typing_extensions import override
 
-from tierstore.errors import CorruptionError, StoreFailedError
+from tierstore.errors import CorruptionError, StorageError, StoreFailedError
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.ranks.peers import Peers, together
@@ -40,6 +40,7 @@ from tierstore.run.page_files import create_all, create_files, remove_other_file
 from tierstore.run.sealed import checksum_of, parse_json
 from tierstore.storage.base import Storage, Transfer
 from tierstore.threads import started_pool
+from tierstore.units import format_bytes
 
 
 def write_durably(storage: Storage, name: str, data: bytes) -> None:
@@ -288,7 +289,17 @@ class Committer(Progress):
             remove_other_files(self.storage, needed)
             self._replaces_files, self.is_clean = False, True
         names = create_files(self.storage, layouts, self._slots)
-        self.provide_spares(name for name in names if self.storage.is_shared(name))
+        shared = [name for name in names if self.storage.is_shared(name)]
+        try:
+            self.provide_spares(shared)
+        except StorageError as error:
+            nbytes = sum(map(self.storage.size, shared))
+            error.add_note(
+                f"{len(shared)} page files are shared with checkpoints, and need as many others of "
+                f"{format_bytes(nbytes)} in {self.storage.location}: free that much, or remove the "
+                "checkpoints. No new file was kept."
+            )
+            raise
 
     @override
     def load_reduced(self) -> Commit | None:
@@ -507,7 +518,10 @@ class Committer(Progress):
             if renamed:  # Without this, a crash could undo the renaming of a spare file.
                 self.storage.sync_directory()
             # As late as possible: an acknowledged step should be where the user looks for it.
-            self.storage.require_in_place(IDENTITY_NAME)
+            # A copy of the run in its place has the identity, too, but not the newest commit.
+            self.storage.require_in_place(
+                IDENTITY_NAME if before is None else manifest_name(before.revision)
+            )
             if manifest.layout != self._durable_layout:  # Syncs the names of new page files, too.
                 write_durably(self.storage, layout_name(manifest.layout), layout_data)
                 self._durable_layout = manifest.layout

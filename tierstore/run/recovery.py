@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from tierstore.errors import CorruptionError, RunDirectoryError
+from tierstore.errors import CorruptionError, RunDirectoryError, StorageError
 from tierstore.ranks.peers import Peers, agree, together
 from tierstore.run.committer import clear_dirty, find_mark
 from tierstore.run.file_names import (
@@ -64,10 +64,19 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
     act = partial(_require_rank, found[peers.rank], storage, peers.rank)
     identity = together(peers, "check the identity", act)
     _require_one_run(found, identity, storage)
-    marked = agree(peers, "read the mark", lambda: find_mark(storage, CLEAN_NAME, "committed"))
+    marked = agree(peers, "read the mark", partial(_clean_mark, storage))
     manifest = recover(storage, identity, peers)
     was_closed = manifest is not None and set(marked) == {manifest.revision}
     return identity, manifest, was_closed
+
+
+def _clean_mark(storage: Storage) -> Revision | None:
+    """Return the commit after which the run was closed; None if the mark cannot be read, too."""
+    try:
+        return find_mark(storage, CLEAN_NAME, "committed")
+    except StorageError as error:
+        logger.warning("the last end of the run is taken for one that was not clean: %s", error)
+        return None
 
 
 def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]]:

@@ -28,16 +28,25 @@ class Ending:
         committer: the commits of the run.
         usability: of the store.
         world_size: number of ranks.
+        give_up: stops what a store that is not closed does in the background; must not refer to
+            the store.
     """
 
     def __init__(
-        self, close: Callable[[], None], committer: Committer, usability: Usability, world_size: int
+        self,
+        close: Callable[[], None],
+        committer: Committer,
+        usability: Usability,
+        world_size: int,
+        *,
+        give_up: Callable[[], None],
     ) -> None:
         self.has_extra = False
         """True if the program has called commit(), which may have an extra."""
         self._close = weakref.WeakMethod(close)
         self._committer = committer
         self._usability = usability
+        self._give_up = give_up
         self._world_size = world_size
         self.note_step()
         store: Any = close.__self__  # type: ignore[attr-defined]
@@ -68,6 +77,7 @@ class Ending:
         self.cancel()
         obstacle = self._obstacle()
         if obstacle:
+            self._give_up()
             self._warn(f"the process ends without close(), and {obstacle}")
             return
         try:

@@ -70,11 +70,17 @@ class Folder(Protocol):
         """
 
     @abstractmethod
-    def read(self, child: str, name: str, extent: Extent, buffer: memoryview) -> None:
-        """Fill ``buffer`` with ``extent`` of a file; ``buffer`` as in Storage.read().
+    def read(self, child: str, name: str, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from a file; return how many bytes, fewer only where the file ends.
 
         The bytes come from the disk and not from a cache of the system, where the filesystem can
-        read past its cache. EIO if the file ends before the extent does.
+        read past its cache.
+
+        Args:
+            child: the child.
+            name: the file.
+            offset: where in the file to begin, a multiple of SECTOR_BYTES.
+            buffer: as in Storage.read().
         """
 
     @abstractmethod

@@ -81,10 +81,11 @@ class LocalFolder(Folder):
             return get_file(entry)
 
     @override
-    def read(self, child: str, name: str, extent: Extent, buffer: memoryview) -> None:
+    def read(self, child: str, name: str, offset: int, buffer: memoryview) -> int:
+        extent = Extent(offset, buffer.nbytes)
         memory = checked_bytes(buffer, extent, written_to=True)
         with self._file("read", child, name) as entry:
-            read_from_disk(entry, extent, memory.data)
+            return read_from_disk(entry, extent, memory.data)
 
     @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:

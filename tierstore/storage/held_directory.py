@@ -113,8 +113,11 @@ class HeldDirectory:
                 raise
             name = f"scratch-{secrets.token_hex(8)}.tmp"
             fd = os.open(name, flags | os.O_CREAT, FILE_MODE, dir_fd=self.fd)
-            os.unlink(name, dir_fd=self.fd)
+        else:
+            name = ""
         try:
+            if name:
+                os.unlink(name, dir_fd=self.fd)
             yield fd
         finally:
             os.close(fd)
@@ -140,7 +143,6 @@ class HeldDirectory:
             raise RunDirectoryError(
                 f"{self.path}: {found} is there now. The directory of the run was moved, removed "
                 f"or replaced while a store used it, and nothing more is committed. {self._steps()}"
-                "; move it back and call restore(), or open it where it is with resume=True"
             )
 
     def close(self) -> None:
@@ -171,10 +173,19 @@ class HeldDirectory:
         return found == get_file(self.entry(name))
 
     def _steps(self) -> str:
-        """Return where the steps of the run are, in words."""
+        """Return where the steps of the run are, in words, and what to do."""
+        place = "the directory that was moved"
         with suppress(OSError):  # No /proc here.
-            return f"Its committed steps are in {os.readlink(f'/proc/self/fd/{self.fd}')}"
-        return "Its committed steps are in the directory that was moved"
+            if os.fstat(self.fd).st_nlink == 0:
+                return (
+                    "It was removed, and its steps with it: begin a new run, with "
+                    "restore(checkpoint=PATH) if there is a checkpoint"
+                )
+            place = os.readlink(f"/proc/self/fd/{self.fd}")
+        return (
+            f"Its committed steps are in {place}; move it back and call restore(), or open it "
+            "where it is with resume=True"
+        )
 
 
 _held: weakref.WeakSet[HeldDirectory] = weakref.WeakSet()

@@ -271,13 +271,11 @@ class MemoryFolder(Folder):
         return bytes(self._content("get", child, name))
 
     @override
-    def read(self, child: str, name: str, extent: Extent, buffer: memoryview) -> None:
-        memory = checked_bytes(buffer, extent, written_to=True)
-        content = self._content("read", child, name)
-        moved = content[extent.offset : extent.offset + extent.nbytes]
+    def read(self, child: str, name: str, offset: int, buffer: memoryview) -> int:
+        memory = checked_bytes(buffer, Extent(offset, buffer.nbytes), written_to=True)
+        moved = self._content("read", child, name)[offset : offset + buffer.nbytes]
         memory[: len(moved)] = moved
-        if len(moved) < extent.nbytes:
-            raise self._error("read", child, name, error=errno.EIO)
+        return len(moved)
 
     @override
     def link(self, storage: Storage, name: str, child: str, new_name: str) -> None:

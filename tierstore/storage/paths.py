@@ -18,7 +18,10 @@ from pathlib import Path
 
 from tierstore.errors import CorruptionError, RunDirectoryError, StorageError, errno_text
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
-from tierstore.units import Extent, format_bytes
+from tierstore.units import SECTOR_BYTES, Extent, format_bytes
+
+NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+"""Errors of a filesystem that has no O_DIRECT, or not for such a transfer."""
 
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of every open() of a file: links are not followed, started programs do not inherit it."""
@@ -142,34 +145,39 @@ def write_back(fd: int, extent: Extent) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def read_from_disk(entry: Entry, extent: Extent, buffer: memoryview) -> None:
+def read_from_disk(entry: Entry, extent: Extent, buffer: memoryview) -> int:
     """Fill ``buffer`` with an extent of a file, past the page cache where that works.
 
+    Returns:
+        The number of bytes, fewer than the extent has only if the file ends in it.
+
     Raises:
-        StorageError: EIO if the file ends before the extent does.
+        StorageError: the disk refuses.
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS
     with storage_errors("read", entry.path, extent):
         try:
             with _opened(entry, flags | os.O_DIRECT) as fd:
-                return _read_all(fd, extent, buffer)
+                return _read_to_end(fd, extent, buffer)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in NO_DIRECT:
                 raise
         with _opened(entry, flags) as fd:
             os.posix_fadvise(fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
-            _read_all(fd, extent, buffer)
+            return _read_to_end(fd, extent, buffer)
 
 
-def _read_all(fd: int, extent: Extent, buffer: memoryview) -> None:
-    """Fill ``buffer`` with an extent of an open file, or raise OSError."""
+def _read_to_end(fd: int, extent: Extent, buffer: memoryview) -> int:
+    """Fill ``buffer`` with an extent of an open file; return the number of bytes."""
     done = 0
     while done < extent.nbytes:
         count = os.preadv(fd, [buffer[done:]], extent.offset + done)
-        if count == 0:
-            raise OSError(errno.EIO, "the file ends")
         done += count
+        # The file ends; O_DIRECT could not read on from within a sector.
+        if count == 0 or done % SECTOR_BYTES:
+            break
+    return done
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from tierstore.errors import RunDirectoryError, StorageError, errno_text
 from tierstore.storage.base import Storage
 from tierstore.storage.engine_storage import EngineStorage
-from tierstore.storage.paths import storage_errors
+from tierstore.storage.paths import NO_DIRECT, storage_errors
 from tierstore.units import SECTOR_BYTES, Extent
 
 _log = logging.getLogger("tierstore")
@@ -106,7 +106,7 @@ def _open_probed(directory: Path, name: str) -> Storage:
                 f"{directory} cannot be used: {error}; free space or grant access there, "
                 "or name another directory"
             ) from error
-        refused_direct = storage.direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
+        refused_direct = storage.direct and error.errno in NO_DIRECT
         reason = "O_DIRECT is refused by the filesystem" if refused_direct else "the probe failed"
         raise _EngineError(f"{reason}: {error}") from error
     except BaseException:
