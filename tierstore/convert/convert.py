@@ -138,6 +138,11 @@ def convert(
     if only == "model":
         contents = _only_model(contents)
     contents = _filtered(contents, include, exclude)
+    if not contents.entries:
+        raise CheckpointError(
+            "the sources hold no tensor that is to be converted: name other sources, or other "
+            "patterns"
+        )
     contents = as_average(with_whole_values(contents), momentum_convention)
     options = Options(
         dtype=dtype,
