@@ -29,6 +29,7 @@ from tierstore.convert.deepspeed_engine import (
     numel_of,
     run_of,
     stage_of,
+    structure_errors,
     zero_settings,
 )
 from tierstore.convert.entries import Entry, StoredFile
@@ -66,10 +67,11 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
         CorruptionError: a file is damaged, or the files do not fit each other.
         CheckpointError: a rank is missing, or the files are of a kind that is not read.
     """
-    ranks = _read_ranks(paths, reading)
-    stage = stage_of(ranks[0])
-    reader = _PartitionedParameters(ranks) if stage == 3 else _PartitionedGroups(ranks)
-    return [reader.contents()]
+    with structure_errors(paths[0]):
+        ranks = _read_ranks(paths, reading)
+        stage = stage_of(ranks[0])
+        reader = _PartitionedParameters(ranks) if stage == 3 else _PartitionedGroups(ranks)
+        return [reader.contents()]
 
 
 def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tierstore.convert.contents import Contents, Group
 from tierstore.convert.entries import BUFFER, Entry, StoredFile
 from tierstore.convert.flat import Run, flat_entry, value_of
 from tierstore.convert.torch_files import TIERSTORE, holds_only_plain, tensor_entry
-from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.errors import CheckpointError, CorruptionError, TierstoreError
 from tierstore.inspection.reader import Reader, wrong_name
 from tierstore.inspection.torch_archive import StoredTensor, Unread
 from tierstore.layout.parameters import MASTER, dtype_name
@@ -61,6 +62,23 @@ def folder_of(path: Path, latest: str) -> Path | None:
                 raise CheckpointError(f"{folder} is a link, which is not followed: name its target")
             return folder
     return path
+
+
+@contextmanager
+def structure_errors(path: Path) -> Iterator[None]:
+    """Refuse a checkpoint if the block meets values of another kind than DeepSpeed's.
+
+    Raises:
+        CorruptionError: the block raised what such values make code raise.
+    """
+    try:
+        yield
+    except (TierstoreError, OSError, MemoryError):
+        raise
+    except Exception as error:  # A file may have any value at any place.
+        raise CorruptionError(
+            f"{path}: is not as DeepSpeed writes it ({type(error).__name__}: {error})"
+        ) from error
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,7 @@ from tierstore.convert.deepspeed_engine import (
     folder_of,
     mapping_of,
     numbers_in,
+    structure_errors,
     zero_settings,
 )
 from tierstore.convert.entries import Entry, StoredFile
@@ -62,7 +63,11 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
         CorruptionError: a file is missing or damaged, or the files do not fit each other.
         CheckpointError: they are of a kind that is not read.
     """
-    return [_Files(_read_ranks(path, reading), reading).contents() for path in paths]
+    found = []
+    for path in paths:
+        with structure_errors(path):
+            found.append(_Files(_read_ranks(path, reading), reading).contents())
+    return found
 
 
 def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
