@@ -28,6 +28,10 @@ from tierstore.units import format_bytes
 
 _READ_BYTES = 2**20
 _HASHABLE = (str, int, float, bool, bytes, type(None))
+_NAME_CHARS_MAX = 1000
+_COPIED_MIN = 10**5
+_SHARED_MIN = 10**5
+_DTYPES = {key: value for key, value in vars(torch).items() if type(value) is torch.dtype}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ def read_pickle(data: bytes, where: str) -> Any:
         CorruptionError: it is damaged.
     """
     try:
-        return _Unpickler(io.BytesIO(data), {}).load()
+        return _loaded(io.BytesIO(data), len(data), {})
     except Exception as error:  # Damage can make a pickle raise anything.
         reason = error if isinstance(error, CorruptionError) else type(error).__name__
         raise CorruptionError(f"{where}: cannot be read: {reason}") from error
@@ -192,7 +196,7 @@ def _read(file: File, *, check: bool) -> Any:
         if members[pickled].file_size > WHOLE_FILE_BYTES_MAX:
             raise CorruptionError(f"has a pickle of {format_bytes(members[pickled].file_size)}")
         with archive.open(members[pickled]) as member:
-            return _Unpickler(member, places).load()
+            return _loaded(member, members[pickled].file_size, places)
 
 
 def _start(file: File, entry: zipfile.ZipInfo) -> int:
@@ -232,21 +236,50 @@ def _tensor(
     return StoredTensor(start, dtype, tuple(shape), tuple(strides))
 
 
+def _rebuilt(
+    dtype: torch.dtype | None, storage: Any, offset: Any, shape: Any, strides: Any, rest: Any
+) -> StoredTensor:
+    """Return a tensor, given what follows requires_grad and hooks in a call, too."""
+    for bits in rest:
+        if not isinstance(bits, dict) or any(bits.get(bit) for bit in ("conj", "neg")):
+            raise CorruptionError(
+                "has a tensor whose elements are to be conjugated or negated as they are read: "
+                "save tensor.resolve_conj().resolve_neg()"
+            )
+    return _tensor(storage, offset, shape, strides, dtype)
+
+
 def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+def _device(kind: Any, index: Any = None) -> str:
+    if type(kind) is not str or len(kind) > _NAME_CHARS_MAX or type(index) not in (int, type(None)):
+        raise CorruptionError("has a device that is not one")
+    return kind if index is None else f"{kind}:{index}"
+
+
+def _set(items: Any = ()) -> set[Any]:
+    if not all(type(item) in _HASHABLE for item in items):
+        raise CorruptionError("has a set of a strange kind")
+    return set(items)
+
+
 # What a pickle may call: function -> what is called instead.
 _FUNCTIONS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, *rest: _tensor(s, o, n, t, None),
-    "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, g, h, d, *rest: _tensor(s, o, n, t, d),
+    "torch._utils._rebuild_tensor_v2": (
+        lambda s, o, n, t, g=False, h=None, *rest: _rebuilt(None, s, o, n, t, rest)
+    ),
+    "torch._utils._rebuild_tensor_v3": (
+        lambda s, o, n, t, g, h, d, *rest: _rebuilt(d, s, o, n, t, rest)
+    ),
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
-    "collections.OrderedDict": lambda *pairs: OrderedDict(*pairs),
+    "collections.OrderedDict": lambda: OrderedDict(),
     "torch.Size": lambda sizes=(): tuple(sizes),
-    "torch.device": lambda *parts: ":".join(map(str, parts)),
-    "builtins.set": lambda items=(): set(items),
-    "__builtin__.set": lambda items=(): set(items),
+    "torch.device": _device,
+    "builtins.set": _set,
+    "__builtin__.set": _set,
     "_codecs.encode": lambda text, encoding: text.encode("latin1"),
 }
 
@@ -269,16 +302,18 @@ _Stock: Any = pickle._Unpickler
 class _Unpickler(_Stock):  # type: ignore[misc]
     """Python's unpickler without any class or function but those above."""
 
-    def __init__(self, stream: Any, places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(stream, encoding="utf-8")
         self._places = places
+        self._copied = 0
+        self._copied_max = max(nbytes, _COPIED_MIN)
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        return _Class(full)
+        if len(module) + len(name) > _NAME_CHARS_MAX:
+            raise CorruptionError("has a class with a long name")
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        return _Class(f"{module}.{name}")
 
     def persistent_load(self, identity: Any) -> Any:
         kind, storage, key, *_ = identity
@@ -293,6 +328,11 @@ class _Unpickler(_Stock):  # type: ignore[misc]
     def _make(self, function: Any, arguments: Any) -> Any:
         if type(function) is not _Class:
             raise CorruptionError("calls something that is not a function")
+        # Items of one argument may be named again and again, and most functions copy them.
+        sized = (str, bytes, list, tuple, dict)
+        self._copied += sum(len(one) for one in arguments if isinstance(one, sized))
+        if self._copied > self._copied_max:
+            raise CorruptionError("has arguments of functions that are larger than itself")
         known = _FUNCTIONS.get(function.name)
         if function.name == _WITH_ATTRIBUTES:
             maker, _, inner, state = arguments
@@ -321,6 +361,14 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         raise CorruptionError("is of a version of pickle that torch.save never writes")
 
     load_obj = load_inst
+
+    def load_additems(self) -> None:
+        items = self.pop_mark()
+        if type(self.stack[-1]) is set:
+            self.stack[-1] |= _set(items)
+
+    def load_frozenset(self) -> None:
+        self.append(frozenset(_set(self.pop_mark())))
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -354,6 +402,38 @@ class _Unpickler(_Stock):  # type: ignore[misc]
                 if key in target:
                     raise CorruptionError(f"has the key {key!r:.80} twice")
                 target[key] = value
+
+
+def _loaded(stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]]) -> Any:
+    """Return what a pickle holds, none of which is in itself or in very many places at once.
+
+    Code that looks at a value visits an item once for each way to it: a list that holds one list
+    twice, which does likewise, and so on, would take forever.
+
+    Args:
+        stream: the pickle.
+        nbytes: its size.
+        places: name of a storage -> its first byte in the file, and its bytes.
+    """
+    value = _Unpickler(stream, nbytes, places).load()
+    sizes: dict[int, int] = {}
+    items = 0
+
+    def size(one: Any) -> int:
+        """Return how many items are visited in a value."""
+        nonlocal items
+        if not isinstance(one, dict | list | tuple):
+            return 1
+        inner = one.values() if isinstance(one, dict) else one
+        if id(one) not in sizes:
+            sizes[id(one)] = nbytes * _SHARED_MIN  # If it is found again in itself.
+            items += len(inner)
+            sizes[id(one)] = 1 + sum(map(size, inner))
+        return sizes[id(one)]
+
+    if size(value) > 100 * items + _SHARED_MIN:
+        raise CorruptionError("has values that are in themselves, or in very many places at once")
+    return value
 
 
 # Without an instruction that allocates any number of bytes, and those of out-of-band buffers.
