@@ -13,6 +13,15 @@ from tests.support.published import tensors_in
 from tierstore.convert.convert import convert
 
 
+def adamw_tolerance(name: str) -> float:
+    """Return the largest relative difference of an update.
+
+    DeepSpeed's own AdamW rounds products in another order: some masters differ by one unit in the
+    last place, 6e-8 of weights of 1, where an update is 0.003.
+    """
+    return 1e-4 if "own-adamw" in name else 1e-5
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_is_carried(deepspeed: dict[str, Path], name: str, tmp_path: Path) -> None:
     conversion = convert(deepspeed[name] / "checkpoint", tmp_path / "out", to="dcp")
@@ -24,7 +33,7 @@ def test_every_tensor_is_carried(deepspeed: dict[str, Path], name: str, tmp_path
 def test_the_next_update_is_the_same(deepspeed: dict[str, Path], name: str, tmp_path: Path) -> None:
     convert(deepspeed[name] / "checkpoint", tmp_path / "out", to="dcp")
     found = differences(tmp_path / "out", deepspeed[name])
-    assert max(found["adamw"].values()) < 1e-5
+    assert max(found["adamw"].values()) < adamw_tolerance(name)
     assert max(found["muon"].values(), default=0) < MUON_TOLERANCE
     without = differences(tmp_path / "out", deepspeed[name], momentum=False)
     assert min(without["adamw"].values()) > 0.1
@@ -37,7 +46,7 @@ def test_the_first_step_of_a_run_is_the_same(
 ) -> None:
     source = deepspeed[name] / "checkpoint"
     found = run_differences(source, tmp_path / "run", deepspeed[name])
-    assert max(found["adamw"].values()) < 1e-5
+    assert max(found["adamw"].values()) < adamw_tolerance(name)
     assert max(found["muon"].values(), default=0) < MUON_TOLERANCE
     without = run_differences(source, tmp_path / "other", deepspeed[name], momentum=False)
     assert min(without["adamw"].values()) > 0.1
