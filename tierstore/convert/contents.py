@@ -103,16 +103,26 @@ def merge(
         CheckpointError: a name occurs twice, the sources are of different steps, an optimizer
             state has no param group, or the names of its parameters do not follow.
     """
-    sources = [*sources, *_named(sources, assume_model_order=assume_model_order)]
+    try:
+        sources = [*sources, *_named(sources, assume_model_order=assume_model_order)]
+    except CheckpointError:
+        if optimizer:
+            raise
     entries = list(chain.from_iterable(source.entries for source in sources))
     groups = list(chain.from_iterable(source.groups for source in sources))
-    _refuse_twice((entry.key for entry in entries), lambda key: f"{key[1]} of {key[0]!r}")
+    places = [entry.place for entry in entries]
+    places += [(alias, MASTER) for source in sources for alias in source.aliases]
+    _refuse_twice(places, lambda place: f"{place[1]} of {place[0]!r}")
     _refuse_twice(
         chain.from_iterable(g.parameters for g in groups), lambda name: f"group of {name!r}"
     )
     steps = {source.step for source in sources} - {None}
     if len(steps) > 1:
         raise CheckpointError(f"the sources are of different steps, {sorted(map(str, steps))}")
+    extras = [source.extra for source in sources if source.extra is not None]
+    lost = list(chain.from_iterable(source.lost for source in sources))
+    if any(extra != extras[0] for extra in extras):
+        lost.append("extra of one source is not carried: another source has one, too")
     merged = Contents(
         source=" and ".join(dict.fromkeys(source.source for source in sources)),
         entries=entries,
@@ -122,9 +132,9 @@ def merge(
         aliases=_joined("name", [source.aliases for source in sources]),
         dtypes=_joined("dtype", [source.dtypes for source in sources]),
         step=next(iter(steps), None),
-        extra=next((source.extra for source in sources if source.extra is not None), None),
+        extra=next(iter(extras), None),
         notes=list(chain.from_iterable(source.notes for source in sources)),
-        lost=list(chain.from_iterable(source.lost for source in sources)),
+        lost=lost,
     )
     return _classified(merged, optimizer=optimizer)
 

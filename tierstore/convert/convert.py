@@ -92,9 +92,11 @@ def convert(
         from_: the format of all sources; None: each is recognized.
         memory: most bytes of tensors in memory: an int, or a string such as "2GiB".
         only: "model" leaves out the optimizer and the step.
-        include: patterns as in the shell; parameters that match none of them are left out.
+        include: patterns as in the shell; parameters that match none of them are left out. A tied
+            parameter matches with each of its names.
         exclude: likewise; parameters that match one are left out.
-        dtype: of the weights. In a run and for "universal", the dtype of the parameters: masters
+        dtype: of the weights that param groups have, or of all tensors of floats without any group.
+            In a run and for "universal", the dtype of the parameters: masters
             stay float32.
         shard_size: about how many bytes a file of weights holds, for "safetensors".
         bare_keys: leave out "model." in the keys of the model, as torchtitan does; for "dcp".
@@ -106,7 +108,7 @@ def convert(
         strict: refuse to leave anything out that the sources hold.
         force: replace a checkpoint at the destination, of a format that is written and with no
             other files beside it.
-        dry_run: write nothing. What would be refused is refused.
+        dry_run: write nothing, and do not read the data. What would be refused is refused.
         on_progress: called with "checked", "converted" or "verified", the number of bytes done,
             and of all bytes.
 
@@ -127,14 +129,23 @@ def convert(
     format_ = _writable(to)
     _check_choice("only", only, ("model",))
     _check_choice("momentum_convention", momentum_convention, ("average", "heavy-ball"))
+    if shard_size is not None and (to != "safetensors" or parse_bytes(shard_size) < 1):
+        raise CheckpointError(f"shard_size is at least 1, and for safetensors: got {shard_size}")
+    if bare_keys and to != "dcp":
+        raise CheckpointError(f"bare_keys is for dcp, got {to!r}")
     if not source_paths:
         raise CheckpointError("name at least one source")
     old = refuse_destination(target, source_paths, force=force)
     reading = Reading(
+        check=not dry_run,
         on_progress=lambda done, total: on_progress("checked", done, total),
         optimizer=only != "model",
     )
     contents = _read(source_paths, from_, reading, assume_model_order=assume_model_order)
+    told = contents.groups or any(entry.state == BUFFER for entry in contents.entries)
+    if dtype is not None and not told:
+        note = f"no param group tells parameters from buffers: all of floats become {dtype}"
+        contents = replace(contents, notes=[*contents.notes, note])
     if only == "model":
         contents = _only_model(contents)
     contents = _filtered(contents, include, exclude)
@@ -174,7 +185,7 @@ def convert(
         made = directory / format_.file
         _verify(made, to, writer, digests, budget, conversion.nbytes, on_progress)
         take_name(made, target, old)
-    return replace(conversion, digests=digests)
+    return replace(conversion, digests={e.key: digests[e.place] for e in writer.entries})
 
 
 def _check_choice(name: str, value: str | None, choices: Sequence[str]) -> None:
@@ -226,14 +237,20 @@ def _filtered(contents: Contents, include: Sequence[str], exclude: Sequence[str]
     """
     if not include and not exclude:
         return contents
-    names = {entry.parameter for entry in contents.entries} | set(contents.values)
+    names = {entry.parameter for entry in contents.entries} | {*contents.values, *contents.aliases}
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CheckpointError(f"no tensor of the source has a name that matches {pattern!r}")
 
+    all_names: dict[str, list[str]] = {}
+    for alias, name in contents.aliases.items():
+        all_names.setdefault(name, [name]).append(alias)
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(n, p) for n in all_names.get(name, [name]) for p in patterns)
+
     def taken(name: str) -> bool:
-        wanted = not include or any(fnmatchcase(name, pattern) for pattern in include)
-        return wanted and not any(fnmatchcase(name, pattern) for pattern in exclude)
+        return (not include or matches(name, include)) and not matches(name, exclude)
 
     groups = [
         replace(group, parameters=list(filter(taken, group.parameters)))
@@ -272,20 +289,15 @@ def _digests(
 ) -> dict[tuple[str, str], str]:
     """Give all pieces of entries to ``put``; return the digest of each entry."""
     entries = list(entries)
-    digests = {_place(entry): xxhash.xxh3_128() for entry in entries}
+    digests = {entry.place: xxhash.xxh3_128() for entry in entries}
     done = 0
     with contextlib.closing(stream(entries, memory)) as pieces:
         for piece in pieces:
-            digests[_place(piece.entry)].update(bytes_of(piece.tensor))
+            digests[piece.entry.place].update(bytes_of(piece.tensor))
             put(piece)
             done += piece.tensor.nbytes
             on_progress(done)
     return {key: digest.hexdigest() for key, digest in digests.items()}
-
-
-def _place(entry: Entry) -> tuple[str, str]:
-    """Return the name and state; without groups, buffers and masters look the same."""
-    return entry.parameter, MASTER if entry.state == BUFFER else entry.state
 
 
 def _verify(
@@ -305,8 +317,8 @@ def _verify(
     read = FORMATS[to].read
     assert read is not None
     contents = merge(read([made], Reading(check=False)))
-    found = {_place(entry): entry for entry in contents.entries}
-    expected = {_place(entry): entry for entry in writer.entries}
+    found = {entry.place: entry for entry in contents.entries}
+    expected = {entry.place: entry for entry in writer.entries}
     for key in expected.keys() | found.keys():
         one, other = expected.get(key), found.get(key)
         if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -390,7 +390,13 @@ class Writer:
         self.lost: Sequence[str] = ()
         self._contents = contents
         self._prefix = "" if options.bare_keys else "model."
+        taken = (*_TRAINER, "optimizer", "tierstore")
         for entry in self.entries:
+            if options.bare_keys and entry.parameter.split(".")[0] in taken:
+                raise CheckpointError(
+                    f"without a prefix, {entry.parameter!r} would be read as a value of the "
+                    "trainer: convert without --bare-keys"
+                )
             if entry.dtype not in RECORD_DTYPES or len(entry.shape) > RECORD_DIMENSIONS_MAX:
                 raise CheckpointError(
                     f"{entry.state} of {entry.parameter!r} is {dtype_name(entry.dtype)} "

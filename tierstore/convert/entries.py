@@ -13,6 +13,7 @@ from tierstore.checkpoint.dcp_reader import read_box
 from tierstore.errors import CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.parameters import MASTER
 
 BUFFER = "(buffer)"
 """State of a tensor of the model that no param group has. No optimizer state has this name."""
@@ -38,6 +39,11 @@ class Entry:
     def key(self) -> tuple[str, str]:
         """The parameter and the state: no other entry has both."""
         return self.parameter, self.state
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The same, with masters for buffers: without param groups the two look the same."""
+        return self.parameter, MASTER if self.state == BUFFER else self.state
 
     @property
     def nbytes(self) -> int:

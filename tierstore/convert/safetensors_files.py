@@ -35,6 +35,7 @@ _DTYPES = {
     **{"BOOL": torch.bool, "C64": torch.complex64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
+_UNREAD = {"F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 _SUFFIX = ".safetensors"
@@ -81,7 +82,13 @@ def _read(path: Path) -> Contents:
         for name in reader.list()
         if name.startswith(TRAINER)
     ]
-    return replace(read_files(reader, _files_in(reader)), lost=lost)
+    files = _files_in(reader)
+    lost += [
+        f"{name!r} is not carried: the index does not name it"
+        for name in reader.list()
+        if name.endswith(_SUFFIX) and name not in files
+    ]
+    return replace(read_files(reader, files), lost=lost)
 
 
 def read_files(reader: Reader, files: Mapping[str, Collection[str] | None]) -> Contents:
@@ -164,6 +171,10 @@ def stored_tensors(reader: Reader, name: str) -> dict[str, StoredTensor]:
     with body_errors(where):
         tensors = parse_json(header)
         tensors.pop(_METADATA, None)
+        codes = {tensor["dtype"] for tensor in tensors.values()} & _UNREAD
+    if codes:
+        raise CheckpointError(f"{where}: has tensors of dtype {min(codes)}, which are not read")
+    with body_errors(where):
         places = sorted((*tensor["data_offsets"], key) for key, tensor in tensors.items())
         end = 0
         for start, stop, key in places:

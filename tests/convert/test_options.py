@@ -1,0 +1,149 @@
+"""Options of conversions: which tensors they mean, and calls that make no sense."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import tierstore
+from tests.support.commands import call
+from tests.support.conversions import no_trace
+from tierstore.convert.convert import convert
+from tierstore.errors import NotCarriedError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model with a tied weight, a buffer and an optimizer that cannot be given names."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4), "b": nn.Linear(4, 4)})
+    model["twin"] = model["a"]
+    state = {number: {"exp_avg": torch.ones(4)} for number in range(2)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    path = tmp_path / "in.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, path)
+    return path
+
+
+def weights_of(path: Path) -> Any:
+    return torch.load(path, weights_only=True)["model"]
+
+
+def test_weights_of_an_optimizer_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="have no names"):
+        convert(source, tmp_path / "out.pt", to="torch")
+    convert(source, tmp_path / "out.pt", to="torch", only="model")
+    assert weights_of(tmp_path / "out.pt").keys() == weights_of(source).keys()
+
+
+@pytest.mark.parametrize("pattern", ["a.*", "twin.*"])
+def test_tied_parameters_match_with_each_name(pattern: str, source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "some.pt", to="torch", only="model", include=[pattern])
+    names = {"a.weight", "a.bias", "twin.weight", "twin.bias"}
+    assert weights_of(tmp_path / "some.pt").keys() == names
+    convert(source, tmp_path / "out.pt", to="torch", only="model", exclude=[pattern])
+    assert weights_of(tmp_path / "out.pt").keys() == weights_of(source).keys() - names
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="hold no tensor"):
+        convert(source, tmp_path / "x", to="dcp", only="model", include=["a.*"], exclude=[pattern])
+
+
+def test_dtype_where_nothing_tells_buffers(source: Path, tmp_path: Path) -> None:
+    conversion = convert(
+        source, tmp_path / "out.pt", to="torch", only="model", dtype=torch.bfloat16
+    )
+    assert "no param group tells parameters from buffers" in conversion.notes[0]
+    found = weights_of(tmp_path / "out.pt")
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.int64}
+
+
+def test_dtype_with_an_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(value, tmp_path / "in.pt")
+    for only in (None, "model"):
+        out = tmp_path / f"{only}.pt"
+        conversion = convert(tmp_path / "in.pt", out, to="torch", only=only, dtype=torch.bfloat16)
+        assert conversion.notes == []
+        assert weights_of(out)["1.running_mean"].dtype == torch.float32
+        assert weights_of(out)["1.weight"].dtype == torch.bfloat16
+
+
+def test_every_tensor_has_a_checksum(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(value, tmp_path / "in.pt")
+    code, out, _ = call("convert", tmp_path / "in.pt", tmp_path / "out", "--to", "dcp", "--json")
+    assert code == 0
+    entries = json.loads(out)["entries"]
+    assert {entry["state"] for entry in entries} == {"master", "(buffer)"}
+    assert all(len(entry["xxh3_128"]) == 32 for entry in entries)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tensor_of_two_sources_is_refused(tied: bool, source: Path, tmp_path: Path) -> None:
+    """As a buffer beside a parameter, or under another name of a tied one."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(value, tmp_path / "other.pt")
+    name = "twin.weight" if tied else "1.running_mean"
+    save_file({name: torch.ones(3)}, tmp_path / "more.safetensors")
+    sources = [source if tied else tmp_path / "other.pt", tmp_path / "more.safetensors"]
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match=f"{name}' twice"):
+        convert(sources, tmp_path / "out", to="dcp", only="model")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--to", "dcp", "--shard-size", "1GB"), "for safetensors"),
+        (("--to", "safetensors", "--shard-size", "0"), "at least 1"),
+        (("--to", "torch", "--bare-keys"), "is for dcp"),
+        (("--to", "torch", "--momentum-convention", "average"), "is of no use"),
+    ],
+)
+def test_options_without_a_meaning(
+    options: tuple[str, ...], expected: str, source: Path, tmp_path: Path
+) -> None:
+    with no_trace(tmp_path):
+        code, _, error = call("convert", source, tmp_path / "out", "--only", "model", *options)
+    assert code == 2
+    assert expected in error
+
+
+def test_bare_keys_of_a_trainer(tmp_path: Path) -> None:
+    torch.save({"train_state.weight": torch.ones(3), "other": torch.ones(2)}, tmp_path / "in.pt")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="without --bare-keys"):
+        convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", bare_keys=True)
+    convert(tmp_path / "in.pt", tmp_path / "out", to="dcp")
+
+
+def test_files_of_weights_that_the_index_does_not_name(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    save_file({"a": torch.ones(3)}, source / "model-00001-of-00001.safetensors")
+    save_file({"b": torch.ones(3)}, source / "adapter.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(NotCarriedError, match=r"adapter\.safetensors"):
+        convert(source, tmp_path / "out", to="safetensors", strict=True)
+    convert(source, tmp_path / "out", to="safetensors")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a"}
+
+
+def test_dtypes_of_safetensors_that_are_not_read(tmp_path: Path) -> None:
+    tensors = {"scale": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}
+    header = json.dumps(tensors).encode()
+    path = tmp_path / "in.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"ab")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="dtype F8_E8M0"):
+        convert(path, tmp_path / "out", to="dcp")
