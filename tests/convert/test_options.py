@@ -147,3 +147,18 @@ def test_dtypes_of_safetensors_that_are_not_read(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"ab")
     with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="dtype F8_E8M0"):
         convert(path, tmp_path / "out", to="dcp")
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "megatron", "universal", "dcp", "tierstore"])
+def test_files_where_directories_are_expected(kind: str, source: Path, tmp_path: Path) -> None:
+    with no_trace(tmp_path):
+        code, _, error = call("convert", source, tmp_path / "o", "--to", "dcp", "--from", kind)
+    assert (code, "is not a directory" in error) == (2, True), error
+
+
+def test_a_directory_where_a_file_is_expected(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    arguments = ("convert", tmp_path / "in", tmp_path / "o", "--to", "dcp", "--from", "torch")
+    with no_trace(tmp_path):
+        code, _, error = call(*arguments)
+    assert (code, "is a file: name it" in error) == (2, True), error

@@ -219,7 +219,15 @@ def _read(
         if known is None or known.read is None:
             readable = ", ".join(name for name, known in FORMATS.items() if known.read)
             raise CheckpointError(f"the format to read must be one of {readable}, got {name!r}")
-        found += known.read(members, reading)
+        if known.file and any(path.is_dir() for path in members):
+            raise CheckpointError(f"a checkpoint of {name} is a file: name it, not its directory")
+        try:
+            found += known.read(members, reading)
+        except NotADirectoryError as error:
+            raise CheckpointError(
+                f"{error.filename or members[0]} is not a directory, as a checkpoint of {name} is: "
+                "name the directory, or leave out --from"
+            ) from error
     return merge(found, optimizer=reading.optimizer, assume_model_order=assume_model_order)
 
 

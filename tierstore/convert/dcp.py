@@ -46,7 +46,7 @@ from tierstore.layout.records import (
 )
 from tierstore.run import tagged_json
 from tierstore.run.file_names import CONVERSION_NAME, METADATA_NAME
-from tierstore.run.sealed import seal
+from tierstore.run.sealed import body_errors, seal, unseal
 
 _DATA_NAME = "__0_0.distcp"  # As DCP names the only file of the only rank.
 
@@ -104,10 +104,27 @@ def _read(path: Path, reading: Reading) -> Contents:
         scalars={name: numbers for name, numbers in scalars.items() if numbers},
         values=contents.values,
         aliases=contents.aliases,
+        dtypes=_dtypes(path),
         step=int(entries.value(_STEP)) if _STEP in paths else None,
         extra=tagged_json.decode(extra),
         lost=[*contents.lost, *lost, *_others(others)],
     )
+
+
+def _dtypes(path: Path) -> dict[str, torch.dtype]:
+    """Return parameter -> its dtype in the model, where a conversion has written it.
+
+    Raises:
+        CorruptionError: the file that has it is damaged.
+    """
+    reader = Reader(path)
+    if CONVERSION_NAME not in reader.list():
+        return {}
+    where = f"{path / CONVERSION_NAME}"
+    body = unseal("conversion", reader.get(CONVERSION_NAME), where)
+    dtypes = {dtype_name(dtype): dtype for dtype in RECORD_DTYPES}
+    with body_errors(where):
+        return {name: dtypes[text] for name, text in body.get("dtypes", {}).items()}
 
 
 def checked_entries(path: Path, reading: Reading) -> tuple[StoredEntries, Metadata]:
@@ -389,6 +406,11 @@ class Writer:
         self.entries: Sequence[Entry] = contents.cast_weights(options.dtype)
         self.lost: Sequence[str] = ()
         self._contents = contents
+        self._dtypes = (
+            {}
+            if options.dtype is not None
+            else {name: dtype_name(dtype) for name, dtype in contents.dtypes.items()}
+        )
         self._prefix = "" if options.bare_keys else "model."
         taken = (*_TRAINER, "optimizer", "tierstore")
         for entry in self.entries:
@@ -425,7 +447,11 @@ class Writer:
             name: {"nbytes": nbytes, "xxh3_128": digest.hexdigest()}
             for name, (nbytes, digest) in files.items()
         }
-        about = {"source": self._contents.source, "notes": list(self._contents.notes)}
+        about = {
+            "source": self._contents.source,
+            "notes": list(self._contents.notes),
+            "dtypes": self._dtypes,
+        }
         (directory / CONVERSION_NAME).write_bytes(seal("conversion", {"files": body, **about}))
 
     def _add_record(self, entry: Entry, chunk: Chunk, offset: int) -> None:
