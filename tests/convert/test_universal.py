@@ -259,6 +259,15 @@ def test_round_trips(via: str | None, name: str, tmp_path: Path) -> None:
         assert set(model["tierstore"]["dtypes"].values()) == {torch.bfloat16}
 
 
+def test_the_scheduler_of_the_engine(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copied("zero1-adamw")
+    scheduler = {"last_batch_iteration": 2, "base_lrs": [0.003, 0.003]}
+    damage_model(folder, lambda value: value.update(lr_scheduler=scheduler))
+    convert(folder, tmp_path / "run", to="tierstore")
+    convert(tmp_path / "run", tmp_path / "out", to="universal")
+    assert model_states_in(tmp_path / "out")["lr_scheduler"] == scheduler
+
+
 @pytest.mark.parametrize(
     "name",
     ["zero1-adamw", "zero1-bf16-optimizer", "zero2-round-robin", "zero2-fp32-1", "zero3-adamw"],
