@@ -97,3 +97,27 @@ def test_models_that_are_not_found_are_refused(place: Any, match: str, tmp_path:
     save(place(trained()[0]), tmp_path / "in")
     with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match=match):
         convert(tmp_path / "in", tmp_path / "out", to="dcp")
+
+
+def test_whole_chunks_are_read_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP reads each chunk of a transposed tensor as a whole, whatever ``memory`` is."""
+    tensor = torch.arange(20.0 * 2**20 / 4).view(1024, -1).t()
+    save({"model": {"w": tensor, "v": tensor + 1}}, tmp_path / "in")
+    real, reading, most = dcp.FileSystemReader.read_data, [], []
+
+    def read_data(*arguments: Any) -> Any:
+        reading.append(1)
+        most.append(len(reading))
+        try:
+            return real(*arguments)
+        finally:
+            reading.pop()
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", read_data)
+    convert(tmp_path / "in", tmp_path / "out.pt", to="torch", memory="64MiB")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert torch.equal(found["w"], tensor)
+    assert torch.equal(found["v"], tensor + 1)
+    assert max(most) == 1

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,7 @@ class StoredEntries:
         self._metadata = slices.metadata
         self._slices = slices
         self._rows_of: dict[str, _Rows] = {}
+        self._whole_chunk = threading.Lock()  # One at a time: a whole chunk may be large.
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(slices.metadata, is_coordinator=True)
 
@@ -120,7 +122,7 @@ class StoredEntries:
         """Read parts of stored chunks.
 
         Only these parts are read, in pieces of at most PIECE_BYTES, if the elements are in
-        row-major order in the file; else DCP reads whole stored chunks.
+        row-major order in the file; else DCP reads whole stored chunks, for one thread at a time.
 
         Args:
             parts: from parts().
@@ -144,7 +146,7 @@ class StoredEntries:
                 resolve_tensor=lambda item: targets[id(item)],
                 commit_tensor=lambda item, tensor: None,
             )
-            with storage_errors("read", self.path):
+            with storage_errors("read", self.path), self._whole_chunk:
                 self._reader.read_data(LoadPlan([item for item, _ in others]), planner).wait()
 
     @contextlib.contextmanager
