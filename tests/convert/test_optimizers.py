@@ -344,6 +344,23 @@ def test_training_goes_on_in_muon(name: str, tmp_path: Path) -> None:
         assert optimizer.state[named[parameter]]["step"] == STEPS + 1
 
 
+@pytest.mark.parametrize("name", ["kellerjordan", "moonlight", "motif"])
+def test_training_goes_on_in_torch(name: str, tmp_path: Path) -> None:
+    write(SOURCES[name].make, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    named = dict(make_model().named_parameters())
+    optimizer = torch.optim.Muon([named[name] for name in MATRICES])
+    optimizer.load_state_dict(torch.load(tmp_path / "out.pt")["optimizers"]["muon"])
+    gradients = gradients_of(STEPS)
+    for parameter in MATRICES:
+        named[parameter].grad = gradients[parameter]
+    optimizer.step()
+    for parameter in MATRICES:
+        expected = MU * average(parameter, MU) + (1 - MU) * gradients[parameter].double()
+        state = optimizer.state[named[parameter]]["momentum_buffer"]
+        torch.testing.assert_close(state.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_the_first_optimizer_of_kellerjordan_does_not_tell(tmp_path: Path) -> None:
     """It had a heavy ball first and a running average later, under the same keys."""
     write(kellerjordan_2024, tmp_path / "in.pt")

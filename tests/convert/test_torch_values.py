@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.support.commands import call
 from tests.support.conversions import no_trace
 from tierstore.convert.convert import convert
 
@@ -88,3 +90,118 @@ def test_a_pickle_imports_no_module(tmp_path: Path) -> None:
         "assert not before and 'torch._inductor' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program, tmp_path / "in.pt"], check=True)
+
+
+def optimizer_of(state: Any, **group: Any) -> dict[str, Any]:
+    groups = [{"lr": 0.1, "params": [0], "param_names": ["w"], **group}]
+    return {"state": {0: state}, "param_groups": groups}
+
+
+def file_of(state: Any, **group: Any) -> dict[str, Any]:
+    return {"model": {"w": torch.arange(3.0)}, "optimizer": optimizer_of(state, **group)}
+
+
+def test_a_dict_of_tensors_in_a_model_is_not_the_model(tmp_path: Path) -> None:
+    extra = {"amax": torch.ones(2)}
+    model = {"w": torch.randn(2), "b": torch.randn(3), "l._extra_state": extra}
+    torch.save(model, tmp_path / "in.pt")
+    conversion = convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt")["model"]
+    assert found.keys() == {"w", "b"}
+    assert torch.equal(found["b"], model["b"])
+    assert len(conversion.lost) == 1
+    assert "'l._extra_state'" in conversion.lost[0]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_numbers_in_states_keep_their_value(to: str, tmp_path: Path) -> None:
+    state = {
+        "step": torch.tensor(2**24 + 1),
+        "exp_avg": torch.randn(3),
+        "RMS": 0.1,
+        "flag": True,
+    }
+    torch.save(file_of(state), tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out", to=to)
+    convert(tmp_path / "out", tmp_path / "again.pt", to="torch", from_=to)
+    found = torch.load(tmp_path / "again.pt", weights_only=True)["optimizer"]["state"][0]
+    assert found.pop("exp_avg").equal(state["exp_avg"])
+    assert {key: float(value) for key, value in found.items()} == {
+        "step": 2.0**24 + 1,
+        "RMS": 0.1,
+        "flag": 1.0,
+    }
+    assert isinstance(found["step"], torch.Tensor)
+
+
+def test_classes_are_not_values(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2), "c": torch.nn.Linear}}, tmp_path / "in.pt")
+    conversion = convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["model"].keys() == {"w"}
+    assert len(conversion.lost) == 1
+
+
+def test_names_lose_the_prefix_of_a_wrapper_together(tmp_path: Path) -> None:
+    value = file_of({"exp_avg": torch.ones(3)}, param_names=["module.w"])
+    value["model"] = {"module.w": torch.ones(3), "buf": torch.ones(2)}
+    torch.save(value, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt")
+    assert found["optimizer"]["param_groups"][0]["param_names"] == ["module.w"]
+    assert found["model"].keys() == {"module.w", "buf"}
+    value["optimizer"]["param_groups"][0]["param_names"] = ["other"]
+    torch.save(value, tmp_path / "in.pt")
+    with pytest.raises(tierstore.CheckpointError, match="the model has no tensor of this name"):
+        convert(tmp_path / "in.pt", tmp_path / "no.pt", to="torch")
+    convert(tmp_path / "in.pt", tmp_path / "model.pt", to="torch", only="model")
+
+
+TENSOR = torch.ones(3)
+WRONG = {
+    "a state that is a number": file_of(5),
+    "a step of two elements": file_of({"exp_avg": TENSOR, "step": torch.ones(2)}),
+    "a complex step": file_of({"exp_avg": TENSOR, "step": torch.ones((), dtype=torch.cfloat)}),
+    "a huge step": file_of({"exp_avg": TENSOR, "step": 10**400}),
+    "no step": file_of({"exp_avg": TENSOR, "step": float("nan")}),
+    "parameters that are dicts": file_of({"exp_avg": TENSOR}, params=[{}]),
+    "a flag that is a list": file_of({"exp_avg": TENSOR, "use_muon": [1]}),
+    "a learning rate of text": file_of({"exp_avg": TENSOR}, lr="a", adamw_lr_ratio=1.0),
+    "extra of no JSON": {"model": {"w": TENSOR}, "tierstore": {"extra": "{"}},
+    "extra that is a tensor": {"model": {"w": TENSOR}, "tierstore": {"extra": TENSOR}},
+    "a step of text": {"model": {"w": TENSOR}, "tierstore": {"step": "abc"}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_of_other_types_are_refused(name: str, tmp_path: Path) -> None:
+    refused(WRONG[name], tmp_path, r"in\.pt")
+
+
+ODD = (None, True, -1, 1.5, 10**400, 2j, "x", b"x", [], [[]], {}, {0: TENSOR}, (1,), TENSOR)
+ODD_TENSORS = (torch.ones(0), torch.tensor(2j), torch.tensor(True), torch.ones(2, 2).t())
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.long)])
+def test_values_that_other_values_replace(count: int, tmp_path: Path) -> None:
+    """Exit code 0, or 1 or 2 with a sentence: never a traceback."""
+    numbers = random.Random(count)
+    for _ in range(count):
+        group = {"momentum": 0.9, "betas": (0.9, 0.99), "adamw_lr_ratio": 0.5}
+        value = file_of({"exp_avg": TENSOR, "step": 3, "use_muon": True}, **group)
+        value["tierstore"] = {"step": 3, "extra": "null"}
+        places = [(value["tierstore"], key) for key in value["tierstore"]]
+        places += [(value, "optimizer"), (value, "model"), (value["model"], "w")]
+        places += [(value["optimizer"], key) for key in ("state", "param_groups")]
+        places += [(g, key) for g in value["optimizer"]["param_groups"] for key in g]
+        states = value["optimizer"]["state"]
+        places += [(states, 0), *((states[0], key) for key in states[0])]
+        container, key = numbers.choice(places)
+        odd = numbers.choice([*ODD, *ODD_TENSORS])
+        container[key] = odd
+        torch.save(value, tmp_path / "in.pt")
+        out = tmp_path / "out.pt"
+        code, _, error = call("convert", tmp_path / "in.pt", out, "--to", "torch")
+        assert code in (0, 1, 2), (key, odd, error)
+        assert "Traceback" not in error, (key, odd)
+        assert "fault of the converter" not in error, (key, odd)
+        out.unlink(missing_ok=True)

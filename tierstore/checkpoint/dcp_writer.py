@@ -138,8 +138,8 @@ class Catalog:
         """Add the numbers in the optimizer state of a parameter, as torch.optim has them."""
         for scalar, number in scalars.items():
             path = ("optimizer", "state", name, scalar)
-            value = torch.tensor(float(number), dtype=torch.float32, device="cpu")
-            self.add_value([path], value, ("scalar", float(number)))
+            value = state_number(scalar, number)
+            self.add_value([path], value, ("scalar", type(value), float(number)))
 
     def _add_leaf(self, paths: Iterable[Path], value: Any, same: Hashable) -> None:
         if isinstance(value, torch.Tensor):
@@ -224,6 +224,18 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 # Pickle writes longer ints in another form, which torch does not read.
 _INT_BITS_MAX = 2000
+
+
+def state_number(name: str, number: float) -> torch.Tensor | float:
+    """Return a number in the state of a parameter as torch.optim has it: "step" is a tensor.
+
+    The tensor is float32, or float64 if float32 is not exact.
+    """
+    if name != "step":
+        return number
+    exact = torch.tensor(number, dtype=torch.float64, device="cpu")
+    step = exact.to(torch.float32)
+    return step if step.double() == exact else exact
 
 
 def portable(value: Any) -> Any:

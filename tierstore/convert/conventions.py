@@ -50,6 +50,12 @@ _MOTIF = {*_OF_ONE_GROUP, "weight_decay", "none_grad", "use_muon"}
 _LR_RATIO = "adamw_lr_ratio"  # KellerJordan before 2025, which had either convention.
 
 _OTHER_NAMES = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
+_CONSTANTS: dict[str, Any] = {  # What their code has, and torch.optim.Muon has in its groups.
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "eps": 1e-7,
+}
 _OF_MUON = ("momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps")
 
 
@@ -79,6 +85,8 @@ def standard_hyperparameters(
         found["adjust_lr_fn"] = "original" if is_original else "match_rms_adamw"
         if ratio is not None:
             found.setdefault("weight_decay", 0.0)
+        if convention is not None or ratio is not None:
+            found = _CONSTANTS | found
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,13 @@ from tierstore.convert.conventions import convention_of, standard_hyperparameter
 from tierstore.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Reading
 from tierstore.convert.torch_names import Shape
-from tierstore.errors import CheckpointError
+from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, Unread, read_torch_file
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import MASTER
 from tierstore.run import tagged_json
+from tierstore.run.sealed import body_errors, is_count, require
 from tierstore.units import format_bytes
 
 TIERSTORE = "tierstore"
@@ -38,6 +40,7 @@ _SHAPED = (  # States that always have the shape of their parameter; factored on
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("moment1", "moment2", "square_avg", "acc_delta", "grad_avg", "sum", "prev"),
 )
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _META = "torch._utils._rebuild_meta_tensor_no_storage"
 _STRIDED_BYTES_MAX = 256 * 2**20
 _DEPTH_MAX = 50
@@ -141,11 +144,12 @@ class _Found:
             return
         parts = {key: part for key, part in value.items() if _is_model(part)}
         optimizers = {key: list(_optimizers_in(part)) for key, part in value.items()}
-        if not parts and not any(optimizers.values()):
-            if not _is_model(value):
+        if not any(optimizers.values()) and not set(_MODEL_KEYS) & parts.keys():
+            if _is_model(value):  # Dicts of tensors in it are extra state of modules.
+                self.models.append(held)
+                return
+            if not parts:
                 raise CheckpointError(f"{where} holds neither a model nor an optimizer")
-            self.models.append(held)
-            return
         known = [key for key in _MODEL_KEYS if key in parts] or list(parts)
         if len(parts) > 1 and len(known) > 1 and known[0] not in _MODEL_KEYS:
             raise CheckpointError(f"{where} holds several models, {known}: save one of them")
@@ -157,8 +161,7 @@ class _Found:
                 if not (ours and key == BY_ALGORITHM):
                     self.optimizers += [_Value(file, one) for one in optimizers[key]]
             elif key == TIERSTORE and isinstance(part, dict):
-                self.step = part.get("step")
-                self.extra = tagged_json.decode(json.loads(part.get("extra", "null")))
+                self.step, self.extra = _step_and_extra(part, where)
             else:
                 self.lost.append(f"{key!r} is not carried: neither the model nor an optimizer")
 
@@ -169,13 +172,23 @@ class _Found:
             optimizer: whether an optimizer without names is wanted.
         """
         model = _model(self.models)
+        for held in self.optimizers:
+            _check_optimizer(held.value, held.file)
         groups = [
             _StoredGroup(held.file, held.value["state"], part)
             for held in self.optimizers
             for group in held.value["param_groups"]
             for part in _by_flag(held.value["state"], group)
         ]
-        names = _given_names(groups)
+        known = model.weights.keys() | model.aliases.keys()
+        names = _given_names(groups, known)
+        missing = [name for members in names or () for name in members if name not in known]
+        if missing and self.models and optimizer:
+            raise CheckpointError(
+                f"the optimizer has {missing[0]!r} ({len(missing)} such parameters), and the model "
+                "has no tensor of this name: save both from the same model, or convert the model "
+                "with --only model"
+            )
         unnamed = None
         if names is None and optimizer:
             unnamed = Unnamed(
@@ -230,16 +243,69 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
             numbers = {}
             for key, value in values.items():
                 if key == "step" and isinstance(value, StoredTensor):
-                    numbers[key] = float(_small(file, value))
+                    numbers[key] = _number(file, key, value)
                 elif isinstance(value, StoredTensor):
                     entries.append(tensor_entry(file, name, str(_RENAMED.get(key, key)), value))
                 elif isinstance(value, int | float) and key != "use_muon":
-                    numbers[key] = float(value)
+                    numbers[str(key)] = _number(file, key, value)
                 elif value is not None and key != "use_muon":
                     lost.append(f"{key!r} of {name!r} is not carried: neither tensor nor number")
             if numbers:
                 scalars[name] = numbers
     return Contents(source="torch", entries=entries, groups=found, scalars=scalars, lost=lost)
+
+
+def _number(file: StoredFile, key: str, value: Any) -> float:
+    """Return a number in the state of a parameter.
+
+    Raises:
+        CorruptionError: it is not one that a float can be; for "step", not a finite one.
+    """
+    if isinstance(value, StoredTensor):
+        is_one = math.prod(value.shape) == 1 and not value.dtype.is_complex
+        value = _small(file, value).item() if is_one else math.nan
+    try:
+        number = float(value)
+        if key != "step" or math.isfinite(number):
+            return number
+    except OverflowError:  # An int that is larger than any float.
+        pass
+    raise CorruptionError(f"{file.path}: {key!r} of a parameter is not a number of its kind")
+
+
+def _check_optimizer(value: Mapping[str, Any], file: StoredFile) -> None:
+    """Check the state dict of an optimizer, as far as its structure goes.
+
+    Raises:
+        CorruptionError: something in it is of another type than torch.optim has there.
+    """
+    wrong = None
+    for number, state in value["state"].items():
+        if type(number) not in (int, str) or not isinstance(state, dict):
+            wrong = f"the state of {number!r:.80}"
+        elif type(state.get("use_muon")) not in (bool, type(None)):
+            wrong = f"'use_muon' of {number!r:.80}"
+    for group in value["param_groups"]:
+        if not all(type(number) in (int, str) for number in group["params"]):
+            wrong = "the parameters of a group"
+        elif not all(type(key) is str for key in group):
+            wrong = "a param group"
+        elif "adamw_lr_ratio" in group and not all(
+            type(group.get(key)) in (int, float) for key in ("lr", "adamw_lr_ratio")
+        ):
+            wrong = "the learning rate of a group"
+    if wrong is not None:
+        raise CorruptionError(f"{file.path}: {wrong} of the optimizer is not what torch.optim has")
+
+
+def _step_and_extra(value: Mapping[Any, Any], where: str) -> tuple[int | None, Any]:
+    """Return the step and extra of a file that tierstore wrote."""
+    step = value.get("step")
+    with body_errors(where):
+        require(step is None or is_count(step))
+        extra = value.get("extra", "null")
+        require(type(extra) is str)
+        return step, tagged_json.decode(json.loads(extra))
 
 
 def _meta_shapes(values: Mapping[Any, Any]) -> dict[str, Shape]:
@@ -299,7 +365,10 @@ def _model(models: Sequence[_Value]) -> Contents:
                 if holds_only_plain(value):
                     values[name] = value
                 else:
-                    lost.append(f"{name!r} is not carried: it has objects of unknown classes")
+                    lost.append(
+                        f"{name!r} is not carried: it has tensors in it, or objects of unknown "
+                        "classes"
+                    )
             elif math.prod(value.shape) and first.setdefault(value, name) != name:
                 aliases[name] = first[value]
             else:
@@ -319,8 +388,13 @@ def _model(models: Sequence[_Value]) -> Contents:
     )
 
 
-def _given_names(groups: Sequence[_StoredGroup]) -> list[list[str]] | None:
-    """Return the names of the parameters of each group; None if they have numbers."""
+def _given_names(groups: Sequence[_StoredGroup], known: Collection[str]) -> list[list[str]] | None:
+    """Return the names of the parameters of each group; None if they have numbers.
+
+    Args:
+        groups: the groups.
+        known: the names in the model. With those, "module." may be of a wrapper or not.
+    """
     named: list[list[str]] = []
     for group in groups:
         numbers, given = group.values["params"], group.values.get("param_names")
@@ -335,7 +409,9 @@ def _given_names(groups: Sequence[_StoredGroup]) -> list[list[str]] | None:
     flat = [name for names in named for name in names]
     if len(set(flat)) < len(flat):
         raise CheckpointError("two parameters of the optimizers have one name")
-    plain = plain_names(flat)
+    plain = plain_names(flat, unwrap_parallel=False)
+    if not all(name in known for name in plain.values()):
+        plain = plain_names(flat)
     return [[plain[name] for name in names] for names in named]
 
 
@@ -392,11 +468,11 @@ def _is_hyperparameter(value: Any) -> bool:
 
 
 def holds_only_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a value of a file has neither tensors nor objects of unknown classes."""
-    if isinstance(value, dict | list | tuple | set):
+    """Return whether a value has only types that torch.load(weights_only=True) reads, no tensor."""
+    if type(value) in (dict, OrderedDict, list, tuple, set):
         items = value.values() if isinstance(value, dict) else value
         return depth < _DEPTH_MAX and all(holds_only_plain(item, depth + 1) for item in items)
-    return not isinstance(value, Unread | StoredTensor)
+    return type(value) in _PLAIN
 
 
 def tensor_entry(file: StoredFile, name: str, state: str, tensor: StoredTensor) -> Entry:

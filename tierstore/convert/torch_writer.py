@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tierstore.checkpoint.dcp_writer import portable
+from tierstore.checkpoint.dcp_writer import portable, state_number
 from tierstore.convert.contents import Contents, Group
 from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.options import Options
@@ -60,10 +60,7 @@ class Writer:
             state["model"] = OrderedDict({**weights, **contents.values})
         if contents.groups:
             states: dict[str, dict[str, Any]] = {
-                name: {
-                    key: torch.tensor(float(number), dtype=torch.float32, device="cpu")
-                    for key, number in numbers.items()
-                }
+                name: {key: state_number(key, number) for key, number in numbers.items()}
                 for name, numbers in contents.scalars.items()
             }
             for entry in self.entries:
