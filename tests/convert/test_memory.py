@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.published import ROOT
 
@@ -112,3 +113,16 @@ def require_bounded(source: Path, formats: list[str], memory: int) -> None:
         else:
             source.unlink()
         source = made
+
+
+@pytest.mark.long
+def test_anonymous_memory_with_a_transposed_tensor(tmp_path: Path) -> None:
+    """Each reader thread has at most 8 MiB of the order in the file, beside the pieces."""
+    torch.save({"w": torch.randn(7168, 8777).t()}, tmp_path / "in.pt")
+    arguments = [str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), "torch", str(64 * 2**20)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    before, most = map(int, done.stdout.split())
+    assert most - before < (64 + 4 * 8 + 1) * 2**20

@@ -94,6 +94,8 @@ def test_all_dtypes_shapes_and_orders(tmp_path: Path) -> None:
         "transposed": base.t(),
         "slice": base[1:3, ::2],
         "row": base[2],
+        "permuted": torch.randn(2, 1, 3, 4).permute(2, 0, 3, 1),
+        "columns": torch.randn(5, 7, 1)[:, None].transpose(0, 2),
         "nothing": torch.empty(0, 3),
         "scalar": torch.tensor(2.5),
         "tied": base,

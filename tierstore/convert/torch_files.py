@@ -485,23 +485,40 @@ def tensor_entry(file: StoredFile, name: str, state: str, tensor: StoredTensor) 
             shape=tensor.shape,
             read=read_stored(tensor.dtype, tensor.parts),
         )
-    whole = Chunk((0,) * len(tensor.shape), tensor.shape)
-    strides = [math.prod(tensor.shape[d + 1 :]) for d in range(len(tensor.shape))]
-    inner = [d for d, size in enumerate(tensor.shape) if size > 1]
-    if all(tensor.strides[d] == strides[d] for d in inner) or not math.prod(tensor.shape):
-        read = read_stored(tensor.dtype, [StoredChunk(whole, file, tensor.offset)])
+    order = sorted(range(len(tensor.shape)), key=lambda dim: -tensor.strides[dim])
+    sizes = [tensor.shape[dim] for dim in order]  # As the elements are in the file.
+    dense = all(
+        size <= 1 or tensor.strides[dim] == math.prod(sizes[at + 1 :])
+        for at, (dim, size) in enumerate(zip(order, sizes, strict=True))
+    )
+    if dense or not math.prod(sizes):
+        read = _read_permuted(file, tensor, order)
     else:
         read = _read_strided(file, name, tensor)
     return Entry(parameter=name, state=state, dtype=tensor.dtype, shape=tensor.shape, read=read)
 
 
+def _read_permuted(file: StoredFile, tensor: StoredTensor, order: Sequence[int]) -> Read:
+    """Return the function that reads a tensor whose dimensions are stored in this order."""
+    sizes = tuple(tensor.shape[dim] for dim in order)
+    stored = StoredChunk(Chunk((0,) * len(sizes), sizes), file, tensor.offset)
+    read_permuted = read_stored(tensor.dtype, [stored])
+
+    def read(chunk: Chunk, target: torch.Tensor) -> None:
+        offsets = tuple(chunk.offsets[dim] for dim in order)
+        box = Chunk(offsets, tuple(chunk.sizes[dim] for dim in order))
+        read_permuted(box, target.permute(tuple(order)))
+
+    return read
+
+
 def _read_strided(file: StoredFile, name: str, tensor: StoredTensor) -> Read:
-    """Return the function that reads a tensor in another order, such as a transpose."""
+    """Return the function that reads a tensor with gaps, such as each second column, as a whole."""
     sizes = zip(tensor.shape, tensor.strides, strict=True)
     nbytes = (1 + sum((size - 1) * step for size, step in sizes)) * tensor.dtype.itemsize
     if nbytes > _STRIDED_BYTES_MAX:
         raise CheckpointError(
-            f"{name!r} is a tensor of {format_bytes(nbytes)} that is not contiguous in "
+            f"{name!r} is a tensor of {format_bytes(nbytes)} with gaps between its elements in "
             f"{file.path}: save tensor.contiguous()"
         )
 
