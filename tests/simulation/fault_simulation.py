@@ -249,13 +249,18 @@ class FaultSimulation(Simulation):
             raise Violation(violation.schedule, found, violation.log) from None
 
     def _carried_out(self, name: str, session: Session, plan: Plan) -> list[BaseException | None]:
-        """Do what was planned. One rank goes on after a checkpoint or a prefetch that fails."""
+        """Do what was planned. One rank goes on after a checkpoint or a prefetch that fails.
+
+        Not if the store has failed, for example in the commit before a checkpoint: to reopen the
+        run would go back.
+        """
         outcomes = session.perform(plan)
         self._failed_calls = 0
         while (
             self.settings.world_size == 1
             and isinstance(outcomes[0], TierstoreError)
             and plan.actions[session.progress[0]].kind in ("checkpoint", "prefetch")
+            and not session.has_failed(0)
         ):
             self._note_published(name, session)
             self._failed_calls += 1

@@ -308,6 +308,10 @@ class Session:
 
         return self.job.run(run)
 
+    def has_failed(self, rank: int) -> bool:
+        """Return whether the store of a rank only goes back."""
+        return self._store(rank)._usability.failure is not None
+
     def _store(self, rank: int) -> TierStore:
         store = self.stores[rank]
         assert store is not None
