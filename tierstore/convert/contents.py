@@ -101,7 +101,8 @@ def merge(
 
     Raises:
         CheckpointError: a name occurs twice, the sources are of different steps, an optimizer
-            state has no param group, or the names of its parameters do not follow.
+            state has no param group, the names of its parameters do not follow, or the model lacks
+            one of them.
     """
     try:
         sources = [*sources, *_named(sources, assume_model_order=assume_model_order)]
@@ -136,7 +137,21 @@ def merge(
         notes=list(chain.from_iterable(source.notes for source in sources)),
         lost=lost,
     )
+    if optimizer:
+        _require_weights(merged)
     return _classified(merged, optimizer=optimizer)
+
+
+def _require_weights(contents: Contents) -> None:
+    """Refuse param groups with a parameter that the model, if there is one, does not have."""
+    known = contents.weights.keys() | contents.aliases.keys()
+    absent = [name for name in contents.grouped if name not in known]
+    if known and absent:
+        raise CheckpointError(
+            f"the optimizer has {absent[0]!r} ({len(absent)} such parameters), and the model has "
+            "no tensor of this name: save both from the same model, or convert the model with "
+            "--only model"
+        )
 
 
 def _named(sources: Sequence[Contents], *, assume_model_order: bool) -> list[Contents]:

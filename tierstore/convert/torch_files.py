@@ -182,13 +182,6 @@ class _Found:
         ]
         known = model.weights.keys() | model.aliases.keys()
         names = _given_names(groups, known)
-        missing = [name for members in names or () for name in members if name not in known]
-        if missing and self.models and optimizer:
-            raise CheckpointError(
-                f"the optimizer has {missing[0]!r} ({len(missing)} such parameters), and the model "
-                "has no tensor of this name: save both from the same model, or convert the model "
-                "with --only model"
-            )
         unnamed = None
         if names is None and optimizer:
             unnamed = Unnamed(
