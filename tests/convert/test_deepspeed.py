@@ -390,7 +390,7 @@ def split_subgroup(folder: Path) -> None:
 
 @pytest.mark.parametrize("to", ["dcp", "tierstore", "torch"])
 def test_momentum_of_two_dtypes(to: str, copied: Callable[[str], Path], tmp_path: Path) -> None:
-    """That of a subgroup on NVMe is float32, that of another one has the dtype of the gradients."""
+    """A subgroup on NVMe has it in float32, another one in the dtype of the gradients."""
     folder = copied("zero3-muon")
     split_subgroup(folder)
     swap(folder, momentum=True, momentum_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a conversion finds at its destination, before and during the conversion, is not lost."""
+"""A conversion loses nothing that it finds at its destination, before or meanwhile."""
 
 from __future__ import annotations
 

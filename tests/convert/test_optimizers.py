@@ -179,7 +179,7 @@ class Source:
     """Hyperparameters of Muon's group in the destination."""
     adamw: dict[str, Any]
     is_changed: bool = False
-    """Whether its momentum is a heavy ball."""
+    """True if its momentum is a heavy ball."""
 
 
 MUON = {"lr": 0.02, "momentum": MU, "weight_decay": 0.1, "adjust_lr_fn": "original"}

@@ -1,4 +1,4 @@
-"""What users of other tools reported as failing, done by conversions.
+"""Conversions that users of other tools reported as failing.
 
 | report | answered by |
 |---|---|

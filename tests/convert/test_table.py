@@ -63,7 +63,7 @@ def table() -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
     """DCP key -> tensor: ``model.<name>`` and ``optimizer.state.<name>.<state>``."""
@@ -243,7 +243,7 @@ def torch_checkpointing(folder: Path) -> Source:
 
 
 def of_deepspeed(name: str) -> Held:
-    """What a case holds, from the engine that wrote it."""
+    """Return the content of a case, from the engine that wrote it."""
     case = FIXTURES / "deepspeed" / name
     facts = json.loads((case / "facts.json").read_text())
     tensors = truth_of(case)
@@ -346,7 +346,7 @@ TARGETS = ("tierstore", "dcp", "torch", "safetensors", "universal")
 
 
 def read_run(out: Path, source: Source) -> Held:
-    """What ``muon.Muon`` has after restore(), in a program with other hyperparameters."""
+    """Return the state of ``muon.Muon`` after restore(), with other hyperparameters before."""
     parameters: dict[str, nn.Parameter] = {}
     groups: list[dict[str, Any]] = []
     for names in grouped(source.held.groups):

@@ -12,9 +12,11 @@ from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_
 PACKAGES = ("accelerate", "deepspeed", "torch_checkpointing", "transformers")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if absent and config.option.markexpr == "peers":
+        raise pytest.UsageError(f"{absent} not installed, which `make test-peers` installs")
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.peers)

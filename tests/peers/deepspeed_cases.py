@@ -66,7 +66,7 @@ FIXTURES = (
 """The cases that tests without peers read."""
 
 UNIVERSAL_FIXTURES = ("zero1-adamw", "zero3-adamw")
-"""Those of them that they read as universal checkpoints, too."""
+"""The cases that they read as universal checkpoints, too."""
 
 
 def run_deepspeed(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:

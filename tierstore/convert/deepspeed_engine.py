@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -165,7 +166,7 @@ def zero_settings(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return zero if isinstance(zero, dict) else {}
 
 
-class EngineFiles:
+class EngineFiles(ABC):
     """Reader of what all stages have in common. A subclass says where states are.
 
     Args:
@@ -211,13 +212,13 @@ class EngineFiles:
             lost=[*self.lost, *self._scale()],
         )
 
+    @abstractmethod
     def entries_of(self, number: int) -> Iterator[Entry]:
         """Yield masters and states of a flat group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def states_of(self, rank: Rank, number: int) -> Mapping[str, Any]:
         """Return the states of a flat group in the file of a rank."""
-        raise NotImplementedError
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return parameter -> name -> number of its state, such as the step count."""
@@ -253,9 +254,9 @@ class EngineFiles:
                 )
         return dtypes[0]
 
+    @abstractmethod
     def base(self, rank: Rank) -> Any:
         """Return what the optimizer that DeepSpeed wraps saved."""
-        raise NotImplementedError
 
     def groups(self) -> list[Group]:
         """Return the param groups of the optimizer that DeepSpeed wraps.
