@@ -104,7 +104,7 @@ def standard_groups(
         states: parameter -> the names of its states.
         flags: parameter -> whether it is Muon's, where its state says so, as Moonlight's does.
     """
-    for flag in dict.fromkeys(flags.get(name) for name in parameters):
+    for flag in dict.fromkeys(flags.get(name) for name in parameters) or [None]:
         members = [name for name in parameters if flags.get(name) == flag]
         is_muon = group.get("use_muon") if flag is None else flag
         convention = convention_of(group, set().union(*(states.get(name, ()) for name in members)))

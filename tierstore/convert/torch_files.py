@@ -15,7 +15,7 @@ import torch
 
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.convert.contents import Contents, Group, Unnamed
-from tierstore.convert.conventions import convention_of, standard_hyperparameters
+from tierstore.convert.conventions import RENAMED, standard_groups
 from tierstore.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Reading
 from tierstore.convert.torch_names import Shape
@@ -35,7 +35,6 @@ BY_ALGORITHM = "optimizers"
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
-_RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}  # Moonlight, Motif.
 _SHAPED = (  # States that always have the shape of their parameter; factored ones have not.
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
     *("moment1", "moment2", "square_avg", "acc_delta", "grad_avg", "sum", "prev"),
@@ -231,14 +230,15 @@ def _optimizer(groups: Sequence[_StoredGroup], names: Sequence[Sequence[str]]) -
             if not _is_hyperparameter(value):
                 lost.append(f"{key!r} of a param group is not carried: it has unknown objects")
         group = {k: _small(file, v) for k, v in stored.values.items() if _is_hyperparameter(v)}
-        found.append(_group(group, states))
+        flags = {name: state["use_muon"] for name, state in states.items() if "use_muon" in state}
+        found += standard_groups(group, list(states), states, flags)
         for name, values in states.items():
             numbers = {}
             for key, value in values.items():
                 if key == "step" and isinstance(value, StoredTensor):
                     numbers[key] = _number(file, key, value)
                 elif isinstance(value, StoredTensor):
-                    entries.append(tensor_entry(file, name, str(_RENAMED.get(key, key)), value))
+                    entries.append(tensor_entry(file, name, str(RENAMED.get(key, key)), value))
                 elif isinstance(value, int | float) and key != "use_muon":
                     numbers[str(key)] = _number(file, key, value)
                 elif value is not None and key != "use_muon":
@@ -433,16 +433,6 @@ def _by_flag(
                 pairs = zip(items, flags, strict=True)
                 part[key] = [item for item, its_flag in pairs if its_flag == flag]
         yield part
-
-
-def _group(group: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
-    """Return a group of parameters of one algorithm."""
-    flags = {state["use_muon"] for state in states.values() if "use_muon" in state}
-    flag = next(iter(flags), group.get("use_muon"))
-    convention = convention_of(group, {key for state in states.values() for key in state})
-    is_muon = flag if isinstance(flag, bool) else None
-    values = standard_hyperparameters(group, is_muon=is_muon, convention=convention)
-    return Group(hyperparameters=values, parameters=list(states), momentum_convention=convention)
 
 
 def _small(file: StoredFile, value: Any) -> Any:
