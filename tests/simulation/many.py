@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import cycle, islice
+from multiprocessing.queues import Queue
 
 from tests.simulation.search import THEMES, quiet
 
@@ -37,12 +40,25 @@ def go_through(seeds: Sequence[int], workers: int = 2) -> Outcome:
     outcome, names = Outcome(), hashlib.sha256()
     # Not forked: this process may have threads of other tests.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=quiet) as pool:
+    processors: Queue[int] = context.Queue()
+    for processor in islice(cycle(sorted(os.sched_getaffinity(0))), workers):
+        processors.put(processor)
+    with ProcessPoolExecutor(workers, context, _begin, (processors,)) as pool:
         for counts, digest in pool.map(_of_one, *zip(*parts, strict=True), chunksize=8):
             outcome.counts += counts
             names.update(digest)
     outcome.digest = names.hexdigest()
     return outcome
+
+
+def _begin(processors: Queue[int]) -> None:
+    """Have one process use one processor.
+
+    Its threads are ranks, and hand one another the interpreter's lock at each tensor operation:
+    between two processors a schedule takes twice the processor time.
+    """
+    quiet()
+    os.sched_setaffinity(0, {processors.get()})
 
 
 def _of_one(theme: str, seed: int) -> tuple[Counter[str], bytes]:
