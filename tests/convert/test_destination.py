@@ -231,6 +231,23 @@ def test_conversions_at_once_keep_their_directories(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_conversion_ends_while_another_looks_for_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory is removed after the other one opened it, and before that one locks it."""
+    flock = fcntl.flock
+
+    def flock_after_the_other_ended(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:
+            os.rmdir(os.readlink(f"/proc/self/fd/{fd}"))
+        flock(fd, operation)
+
+    (tmp_path / ".out.tmp-01234567").mkdir()
+    monkeypatch.setattr(fcntl, "flock", flock_after_the_other_ended)
+    with destination_module.temporary_directory(tmp_path / "out") as directory:
+        assert os.listdir(tmp_path) == [directory.name]
+
+
 def test_parents_are_removed_after_an_error_only(plain: Path, tmp_path: Path) -> None:
     def fail() -> None:
         raise KeyboardInterrupt

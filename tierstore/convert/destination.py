@@ -132,8 +132,8 @@ def _remove_leftovers(destination: Path) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
-        except BlockingIOError:  # Another conversion to the same destination.
-            continue
+        except (BlockingIOError, FileNotFoundError):
+            continue  # Another conversion to the same destination has it, or has just removed it.
         finally:
             os.close(fd)
 
