@@ -25,7 +25,7 @@ LEVELS = (
     "run testing",
     "paging inspection",
     "checkpoint",
-    "convert store",
+    "convert plan store",
     "cli",
     "__main__",
 )

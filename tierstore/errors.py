@@ -114,6 +114,10 @@ class NotCarriedError(CheckpointError):
     """A strict conversion would leave out a part of the source; the message names it."""
 
 
+class PlanError(TierstoreError, ValueError):
+    """A model or machine cannot be planned for; the message names the value and what to do."""
+
+
 class RollCallError(TierstoreError):
     """A call that not all ranks make, so no rank begins it; the next call works as usual."""
 
