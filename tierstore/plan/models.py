@@ -10,6 +10,17 @@ from torch import nn
 
 from tierstore.errors import PlanError
 
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""Name -> dtype that a parameter in pages may have."""
+
+ELEMENTS_MAX = 10**15
+"""Most elements of a model: a thousand times those of the largest models that are published."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
@@ -27,11 +38,22 @@ class ModelParameter:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The parameters of a model in the order of ``named_parameters()``, tied ones once."""
+    """The parameters of a model in the order of ``named_parameters()``, tied ones once.
+
+    Raises:
+        PlanError: there are no elements, or more than ELEMENTS_MAX.
+    """
 
     name: str
-    """For messages: what kind of model it is, or the file that lists its parameters."""
+    """For messages: the type of the model, or the file that lists its parameters."""
     parameters: tuple[ModelParameter, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.parameter_count <= ELEMENTS_MAX:
+            raise PlanError(
+                f"the parameters of {self.name} have {self.parameter_count:.4g} elements, expected "
+                f"are 1 to {ELEMENTS_MAX:.0g}: describe a model that can be trained"
+            )
 
     @property
     def parameter_count(self) -> int:
@@ -45,7 +67,7 @@ def model_from_module(module: nn.Module) -> Model:
     Buffers are left out, and parameters without ``requires_grad`` are not.
 
     Raises:
-        PlanError: a parameter of a lazy module has no shape yet.
+        PlanError: there are no parameters, or one of a lazy module has no shape yet.
     """
     named = list(module.named_parameters())
     for name, parameter in named:
