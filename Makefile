@@ -126,11 +126,12 @@ test-peers: WORKERS := 0
 test-peers: $(PEERS_STAMP)
 	@$(pytest) -m peers tests/peers
 
-# Writes the small checkpoints anew that `make test` reads without their writers.
+# Writes anew what `make test` reads without its writers: small checkpoints, listings of parameters.
 peer-fixtures: $(PEERS_STAMP)
 	folder=$$(mktemp -d)
 	trap 'rm -rf "$$folder"' EXIT
 	.venv-peers/bin/python -m tests.peers.make_fixtures "$$folder"
+	.venv-peers/bin/python -m tests.peers.transformers_models
 
 bench: $(STAMP)
 	for program in bench/*.py; do $(BIN)/python "$$program"; done
