@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from tierstore.convert import convert as module
 from tierstore.convert import destination as destination_module
 from tierstore.convert.convert import convert
 from tierstore.convert.pipeline import Piece
+from tierstore.errors import StorageError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SOURCES = ["run", "published", "plain"]
@@ -217,6 +220,26 @@ def test_errors_while_writing(
         convert(FIXTURES / "universal/zero1-adamw", tmp_path / "out", to=to)
 
 
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Have the kernel refuse longer files of this process."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
+def test_the_error_of_a_write_is_that_of_the_conversion(to: str, tmp_path: Path) -> None:
+    """The limit is met far behind the first piece, while further ones are read."""
+    torch.save({str(number): torch.randn(2**20) for number in range(24)}, tmp_path / "in.pt")
+    with no_trace(tmp_path), files_of_at_most(50 * 2**20), pytest.raises(StorageError) as caught:
+        convert(tmp_path / "in.pt", tmp_path / "out", to=to)
+    assert caught.value.errno == errno.EFBIG
+
+
 def test_a_write_that_was_lost_is_noticed(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,16 +258,12 @@ def test_a_write_that_was_lost_is_noticed(
 
 PROGRAM = """
 import sys
-from tierstore.convert import convert as module
-real = module._digests
-def slow(entries, memory, put, progress):
-    def stop(piece):
-        put(piece)
+from tierstore.convert.convert import convert
+def stop(phase, done, total):
+    if phase == "converted":
         print("writing", flush=True)
         sys.stdin.readline()
-    return real(entries, memory, stop, progress)
-module._digests = slow
-module.convert(sys.argv[1], sys.argv[2], to="dcp")
+convert(sys.argv[1], sys.argv[2], to="dcp", on_progress=stop)
 """
 
 

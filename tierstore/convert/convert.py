@@ -295,14 +295,13 @@ def _digests(
     put: Callable[..., None],
     on_progress: Callable[[int], None],
 ) -> dict[tuple[str, str], str]:
-    """Give all pieces of entries to ``put``; return the digest of each entry."""
+    """Give all pieces of entries to ``put``, in a thread; return the digest of each entry."""
     entries = list(entries)
     digests = {entry.place: xxhash.xxh3_128() for entry in entries}
     done = 0
-    with contextlib.closing(stream(entries, memory)) as pieces:
+    with contextlib.closing(stream(entries, memory, put)) as pieces:
         for piece in pieces:
             digests[piece.entry.place].update(bytes_of(piece.tensor))
-            put(piece)
             done += piece.tensor.nbytes
             on_progress(done)
     return {key: digest.hexdigest() for key, digest in digests.items()}

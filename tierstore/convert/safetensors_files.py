@@ -21,6 +21,7 @@ from tierstore.convert.contents import Contents
 from tierstore.convert.entries import BUFFER, Entry, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import Piece, bytes_of
+from tierstore.convert.written_file import open_written
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
 from tierstore.inspection.torch_archive import StoredTensor
@@ -253,6 +254,7 @@ class _Appending:
     """Appends to one file after the other, of which one is open."""
 
     def __init__(self) -> None:
+        self._path: Path | None = None
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
@@ -264,9 +266,9 @@ class _Appending:
 
     def append(self, path: Path, piece: Piece) -> None:
         """Append the elements of a piece."""
-        if self._file is None or self._file.name != str(path):
+        if self._file is None or self._path != path:
             self.__exit__()
-            self._file = open(path, "ab")  # noqa: SIM115 - closed in __exit__().
+            self._path, self._file = path, open_written(path, "ab")
         self._file.write(bytes_of(piece.tensor))
 
 

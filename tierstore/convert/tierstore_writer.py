@@ -43,6 +43,7 @@ from tierstore.run.file_names import (
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalars
 from tierstore.run.sealed import checksum_of
+from tierstore.storage.paths import begin_write_back
 
 _PAGE_BYTES = 64 * 2**20
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -282,6 +283,7 @@ class _Pages:
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 _write_at(fd, taken, record.data_offset + inside)
+                begin_write_back(fd, record.data_offset + inside, len(taken))
             finally:
                 os.close(fd)
             data = data[len(taken) :]

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from tierstore.convert.entries import Entry
 from tierstore.convert.pipeline import Piece, bytes_of
+from tierstore.convert.written_file import open_written
 
 _ALIGNMENT_BYTES = 64
 _ZIP64_BYTES = 20  # Of an extra field that zipfile writes before ours.
@@ -38,7 +39,7 @@ def torch_file(
         value_of: returns what the file holds, with stand-ins for the tensors of entries, which it
             gets by parameter and state. Other tensors in the value are written as they are.
     """
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with open_written(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         stream = io.BytesIO()
         pickler = _Pickler(stream, first_number=len(entries))
         pickler.dump(

@@ -31,8 +31,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _MAP_FIXED = 0x10
-_WRITE_AND_WAIT = 7
-"""All flags of sync_file_range(): wait before, write, wait after."""
+_WRITE, _WRITE_AND_WAIT = 2, 7
+"""Flags of sync_file_range(): write; and all: wait before, write, wait after."""
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -136,12 +136,21 @@ def sync_names(directory: Entry) -> None:
         pass
 
 
+def begin_write_back(fd: int, offset: int, nbytes: int) -> None:
+    """Let the disk begin to write dirty bytes in the page cache, or raise OSError."""
+    _sync_file_range(fd, offset, nbytes, _WRITE)
+
+
 def write_back(fd: int, extent: Extent) -> None:
     """Block until the page cache holds no dirty bytes of an extent, or raise OSError.
 
     An error of an earlier write-back is raised, too, if this descriptor was open at that time.
     """
-    if _libc.sync_file_range(fd, extent.offset, extent.nbytes, _WRITE_AND_WAIT):
+    _sync_file_range(fd, extent.offset, extent.nbytes, _WRITE_AND_WAIT)
+
+
+def _sync_file_range(fd: int, offset: int, nbytes: int, flags: int) -> None:
+    if _libc.sync_file_range(fd, offset, nbytes, flags):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
