@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierstore.errors import CheckpointError, CorruptionError
-from tierstore.inspection.reader import File, Reader
+from tierstore.inspection.reader import File
 from tierstore.inspection.slices import Slices
 from tierstore.layout.chunks import Chunk
 from tierstore.run import tagged_json
@@ -153,7 +153,7 @@ class StoredEntries:
     def _open(self, name: str) -> Iterator[File]:
         """Open a file of the checkpoint, and name it in errors of the block."""
         try:
-            with storage_errors("read", self.path / name), Reader(self.path).open(name) as file:
+            with storage_errors("read", self.path / name), self._slices.reader.open(name) as file:
                 yield file
         except CorruptionError as error:
             raise CorruptionError(f"{self.path}/{name}: {error}") from error
@@ -167,7 +167,11 @@ class StoredEntries:
         info = self._metadata.storage_data[item.storage_index]
         start = self._slices.elements_start(file, info, sizes, dtype)
         if start is not None:
-            read_box(file.read_into, start, dtype, sizes, item.storage_offsets, target.detach())
+            read_box(
+                file.read_data_into, start, dtype, sizes, item.storage_offsets, target.detach()
+            )
+        elif (checksums := file.reader.checksums.get(file.name)) is not None:
+            checksums.need(info.offset, info.length)
         return start is not None
 
     def value(self, key: str) -> Any:
@@ -202,7 +206,9 @@ class StoredEntries:
         info = self._metadata.storage_data[MetadataIndex(key)]
         self._check_size(key, info.length)
         with self._open(info.relative_path) as file:
-            return file.read(info.offset, info.length)
+            data = bytearray(info.length)
+            file.read_data_into(memoryview(data), info.offset)
+            return bytes(data)
 
     def path_of(self, key: str) -> EntryPath:
         """Return the path of a value in the state dict; ``(key,)`` if ``.metadata`` has none.

@@ -181,6 +181,7 @@ def convert(
         return conversion
     with temporary_directory(target, exchanged=old is not None) as directory:
         digests = _write(writer, directory, budget, conversion.nbytes, on_progress)
+        reading.compare_checksums()
         make_durable(directory)
         made = directory / format_.file
         _verify(made, to, writer, digests, budget, conversion.nbytes, on_progress)

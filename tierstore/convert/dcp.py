@@ -28,6 +28,7 @@ from tierstore.convert.conventions import RENAMED, standard_groups
 from tierstore.convert.entries import BUFFER, Entry, pieces
 from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import Piece, bytes_of
+from tierstore.convert.written_file import open_written
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.reader import Reader
@@ -130,16 +131,20 @@ def _dtypes(path: Path) -> dict[str, torch.dtype]:
 def checked_entries(path: Path, reading: Reading) -> tuple[StoredEntries, Metadata]:
     """Return the entries of a directory without faults.
 
+    The checksums of whole files, which a conversion writes, are compared now.
+
     Raises:
         CorruptionError: it is damaged.
     """
-    reader = Reader(path, reading.on_progress)
-    if reading.check:
+    slices: Slices | None = None
+    reader = reading.reader(path)
+    if reading.check and CONVERSION_NAME in reader.list():
         _, contents = verify_contents(reader)
         slices = contents.slices if contents else None
     else:
-        slices = Slices(reader, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
-        slices.check(whole=False)
+        with reader.record_faults(METADATA_NAME):
+            slices = Slices(reader, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))
+            slices.check(whole=False)
     if reader.faults or slices is None:
         fault = reader.faults[0]
         raise CorruptionError(f"{path}: {fault.place}: {fault.what}; nothing was converted")
@@ -434,7 +439,7 @@ class Writer:
     @contextmanager
     def writing(self, directory: Path) -> Iterator[Callable[[Piece], None]]:
         """Write the data file as pieces come, then the file with all keys."""
-        with open(directory / _DATA_NAME, "wb") as file:
+        with open_written(directory / _DATA_NAME) as file:
             records = _Records(file, self.entries, self._add_record)
             self._catalog = Catalog(records.append, _DATA_NAME)
             yield records.put

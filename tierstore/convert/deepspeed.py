@@ -83,7 +83,7 @@ def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:
             f"the files {_LATEST!r} of the sources name different steps, {sorted(tags)}: name the "
             "folders of one step that all nodes have"
         )
-    readers = [Reader(folder, reading.on_progress) for folder in folders]
+    readers = [reading.reader(folder) for folder in folders]
     places: dict[str, Reader] = {}
     for reader in readers:
         for name in reader.list():
@@ -100,7 +100,7 @@ def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:
                     )
                 places[name] = reader
     values = {
-        name: mapping_of(read_torch_file(reader, name, check=reading.check), reader, name)
+        name: mapping_of(read_torch_file(reader, name), reader, name)
         for name, reader in places.items()
     }
     optimizers = by_rank(_OPTIMIZER_FILE, values, paths[0])

@@ -109,7 +109,7 @@ class StoredFile:
         """
         try:
             with self.reader.open(self.name) as file:
-                file.read_into(buffer, offset)
+                file.read_data_into(buffer, offset)
         except CorruptionError as error:
             raise CorruptionError(f"{self.path}: {error}") from error
 

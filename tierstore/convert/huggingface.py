@@ -72,7 +72,7 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 
 
 def _read(path: Path, reading: Reading) -> Iterator[Contents]:
-    reader = Reader(path, reading.on_progress)
+    reader = reading.reader(path)
     names = reader.list()
     for name in names:
         for what, pattern in _REFUSED.items():
@@ -164,7 +164,7 @@ def _read_ranks(reader: Reader, names: Sequence[str], reading: Reading) -> Itera
     for name in names:
         match = _OF_RANK.fullmatch(name)
         assert match is not None
-        value = read_torch_file(reader, name, check=reading.check)
+        value = read_torch_file(reader, name)
         held[match[1]].append(Held(int(match[2]), StoredFile(reader, name), value))
     for ranks in held.values():
         with fitting(f"{ranks[0].file.path}"):

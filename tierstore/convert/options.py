@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+
+from tierstore.inspection.reader import Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +16,7 @@ class Reading:
     """How a source is read."""
 
     check: bool = True
-    """Whether all bytes are read first, and compared with the checksums that the source has.
+    """Whether data is compared with the checksums that the source has.
 
     The structure is checked in any case."""
     on_progress: Callable[[int, int], None] | None = None
@@ -21,6 +24,24 @@ class Reading:
     optimizer: bool = True
     """Whether the optimizer is wanted. If not, a reader may leave out the states, and what it would
     refuse of them."""
+    _readers: list[Reader] = field(default_factory=list, init=False)
+
+    def reader(self, root: Path) -> Reader:
+        """Return a reader of a directory; compare_checksums() compares what it reads."""
+        reader = Reader(root, self.on_progress, collect_checksums=self.check)
+        self._readers.append(reader)
+        return reader
+
+    def compare_checksums(self) -> None:
+        """Compare the data that was read with checksums of the source, unless read() did.
+
+        A checksum that is of more than what was read makes the rest of its data be read.
+
+        Raises:
+            CorruptionError: a source is damaged.
+        """
+        for reader in self._readers:
+            reader.compare_checksums()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

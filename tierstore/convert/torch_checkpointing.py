@@ -66,7 +66,7 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 
 
 def _read(path: Path, reading: Reading) -> Iterator[Contents]:
-    reader = Reader(path, reading.on_progress)
+    reader = reading.reader(path)
     items, lost = _items(reader)
     values = {item: _value(reader, item_, reading) for item, item_ in items.items()}
     step = values.pop(_STEP, None)
@@ -145,7 +145,7 @@ def _value(reader: Reader, item: _Item, reading: Reading) -> Any:
         if name.endswith(_SAFETENSORS):
             value: Any = safetensors_files.stored_tensors(reader, name)
         else:
-            value = read_torch_file(reader, name, check=reading.check)
+            value = read_torch_file(reader, name)
         held.append(Held(rank, StoredFile(reader, name), value))
     with fitting(f"{reader.root / _METADATA}"):
         if item.geometry is None:

@@ -59,9 +59,7 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
         CheckpointError: a file has nothing to convert, or parameters without names.
     """
     resolved = [path.resolve() for path in paths]  # A link that the user names is followed.
-    return read_files(
-        [(Reader(path.parent, reading.on_progress), path.name) for path in resolved], reading
-    )
+    return read_files([(reading.reader(path.parent), path.name) for path in resolved], reading)
 
 
 def read_files(files: Sequence[tuple[Reader, str]], reading: Reading) -> list[Contents]:
@@ -72,7 +70,7 @@ def read_files(files: Sequence[tuple[Reader, str]], reading: Reading) -> list[Co
     """
     found = _Found()
     for reader, name in files:
-        value = read_torch_file(reader, name, check=reading.check)
+        value = read_torch_file(reader, name)
         found.take(_Value(StoredFile(reader, name), value), f"{reader.root / name}")
     orders = [Contents(source="torch", order=found.order)] if found.order else []
     if orders and not found.models and not found.optimizers:

@@ -29,7 +29,7 @@ from tierstore.convert.entries import Entry, StoredFile
 from tierstore.convert.options import Reading
 from tierstore.convert.torch_files import TIERSTORE, tensor_entry
 from tierstore.errors import CheckpointError, CorruptionError
-from tierstore.inspection.reader import Reader, wrong_name
+from tierstore.inspection.reader import wrong_name
 from tierstore.inspection.torch_archive import StoredTensor, read_torch_file
 from tierstore.layout.parameters import MASTER
 
@@ -66,16 +66,16 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
     found = []
     for path in paths:
         with structure_errors(path):
-            found.append(_Files(_read_ranks(path, reading), reading).contents())
+            found.append(_Files(_read_ranks(path, reading)).contents())
     return found
 
 
 def _read_ranks(path: Path, reading: Reading) -> list[Rank]:
     """Read what is not of a single parameter."""
-    reader = Reader(folder_of(path, LATEST) or path, reading.on_progress)
+    reader = reading.reader(folder_of(path, LATEST) or path)
 
     def read_file(name: str) -> Mapping[str, Any]:
-        return mapping_of(read_torch_file(reader, name, check=reading.check), reader, name)
+        return mapping_of(read_torch_file(reader, name), reader, name)
 
     optimizer = read_file(OPTIMIZER_FILE)
     names = [name for name in reader.list() if MODEL_FILE.fullmatch(name)]
@@ -112,9 +112,8 @@ class _Files(EngineFiles):
 
     source = "universal"
 
-    def __init__(self, ranks: Sequence[Rank], reading: Reading) -> None:
+    def __init__(self, ranks: Sequence[Rank]) -> None:
         super().__init__(ranks)
-        self._reading = reading
         self._reader = self.first.reader
         self._steps: dict[str, dict[str, float]] = {}
 
@@ -181,9 +180,7 @@ class _Files(EngineFiles):
         return self._file(parameter, name).path
 
     def _value(self, parameter: str, name: str) -> Any:
-        return read_torch_file(
-            self._reader, self._file(parameter, name).name, check=self._reading.check
-        )
+        return read_torch_file(self._reader, self._file(parameter, name).name)
 
     def _entry(self, parameter: str, state: str, name: str, shape: tuple[int, ...]) -> Entry:
         """Return the entry of a tensor, which stage 3 stores flattened.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
+from tierstore.inspection.data_checksums import DataChecksums
 from tierstore.layout.page_layout import BLOCK_BYTES
 from tierstore.storage.paths import OPEN_FLAGS, whole_file_fault
 
@@ -78,6 +79,13 @@ class File:
                 )
             done += count
 
+    def read_data_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` as read_into() does, for compare_checksums() of the reader."""
+        self.read_into(buffer, offset)
+        checksums = self.reader.checksums.get(self.name)
+        if checksums is not None:
+            checksums.add(offset, buffer)
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return some bytes; errors as in read_into()."""
         data = bytearray(nbytes)
@@ -99,6 +107,7 @@ class Reader:
         on_progress: called with the number of bytes that were read, and of all bytes to read.
         rank: number of this reader among the readers that share the work.
         world_size: number of readers.
+        collect_checksums: whether the checksums of data are kept for compare_checksums().
     """
 
     def __init__(
@@ -108,8 +117,12 @@ class Reader:
         *,
         rank: int = 0,
         world_size: int = 1,
+        collect_checksums: bool = False,
     ) -> None:
         self.root = root
+        self.checksums: dict[str, DataChecksums] = {}
+        """Name of a file -> the checksums of its data, if they are collected."""
+        self._collect_checksums = collect_checksums
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         """Facts that a user should know and that are not faults."""
@@ -144,6 +157,24 @@ class Reader:
         self.bytes_done += nbytes
         if self._on_progress is not None and nbytes:
             self._on_progress(self.bytes_done, self._bytes_total)
+
+    def expect_data(self, name: str, start: int, nbytes: int, crc: int) -> None:
+        """State the CRC-32 of data that is compared if File.read_data_into() reads some of it."""
+        if self._collect_checksums:
+            self.checksums.setdefault(name, DataChecksums()).expect(start, nbytes, crc)
+
+    def compare_checksums(self) -> None:
+        """Compare the checksums of all data of which something was read, reading the rest of it.
+
+        Raises:
+            CorruptionError: some of it is not what was written.
+        """
+        for name, checksums in self.checksums.items():
+            try:
+                with self.open(name) as file:
+                    checksums.compare(file.read_into)
+            except CorruptionError as error:
+                raise CorruptionError(f"{self.root / name}: {error}") from error
 
     @contextlib.contextmanager
     def advancing(self, nbytes: int) -> Iterator[None]:

@@ -60,7 +60,7 @@ class Slices:
     """
 
     def __init__(self, reader: Reader, metadata: Metadata) -> None:
-        self._reader = reader
+        self.reader = reader
         self.metadata = metadata
         self._expected: dict[_Slice, dict[_Expected, str]] = defaultdict(dict)
         """Slice -> its expected contents -> the first key that needs the content."""
@@ -86,23 +86,23 @@ class Slices:
         Args:
             whole: whether to read all data and compare it with the checksums of torch.save.
         """
-        known = {fault.place for fault in self._reader.faults}
+        known = {fault.place for fault in self.reader.faults}
         for name, pieces in itertools.groupby(self._taken, key=lambda piece: piece.name):
             if name in known:
                 continue
-            with self._reader.record_faults(name), self._reader.open(name) as file:
+            with self.reader.record_faults(name), self.reader.open(name) as file:
                 if whole:
                     file.drop_cached()
                 for piece in pieces:
-                    with self._reader.advancing(piece.nbytes if whole else 0):
+                    with self.reader.advancing(piece.nbytes if whole else 0):
                         self._check_slice(file, piece, whole)
         if self._unread:
-            self._reader.notes.append(
+            self.reader.notes.append(
                 f"{self._unread} values are of classes that only a full unpickling could make: "
                 "their checksums are right, and they were not unpickled"
             )
         if self._transformed:
-            self._reader.notes.append(
+            self.reader.notes.append(
                 f"{self._transformed} slices are compressed or otherwise transformed: only their "
                 "extent was checked"
             )
@@ -132,7 +132,7 @@ class Slices:
     def _add_tensor(self, key: str, item: TensorStorageMetadata) -> None:
         chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
         for fault in tiling_faults(item.size, chunks):
-            self._reader.fault(key, fault)
+            self.reader.fault(key, fault)
         for chunk in chunks:
             if chunk.numel > 0:
                 index = MetadataIndex(key, chunk.offsets)
@@ -142,7 +142,7 @@ class Slices:
         info: _StorageInfo | None = self.metadata.storage_data.get(index)
         if info is None:
             chunk = "" if index.offset is None else f" of its chunk at {list(index.offset)}"
-            self._reader.fault(key, f".metadata does not say in which file the data{chunk} is")
+            self.reader.fault(key, f".metadata does not say in which file the data{chunk} is")
             return
         contents = self._expected[_Slice(info.relative_path, info.offset, info.length)]
         if info.transform_descriptors:
@@ -153,7 +153,7 @@ class Slices:
     def _check_slice(self, file: File, piece: _Slice, whole: bool) -> None:
         contents = self._expected[piece]
         if not 0 <= piece.offset <= piece.offset + piece.nbytes <= file.nbytes:
-            self._reader.fault(
+            self.reader.fault(
                 next(iter(contents.values()), file.name),
                 f"should be the {piece.nbytes} bytes at offset {piece.offset} of {file.name}, "
                 f"which has {file.nbytes}",
@@ -168,7 +168,7 @@ class Slices:
                     self._unread += 1
                 else:
                     extent = f"{format_bytes(piece.nbytes)} at offset {piece.offset}"
-                    self._reader.fault(key, f"the {extent} of {file.name}: {error}")
+                    self.reader.fault(key, f"the {extent} of {file.name}: {error}")
             whole = False  # The data was read.
 
 
@@ -229,7 +229,7 @@ def _load(file: File, piece: _Slice, whole: bool) -> tuple[object, int, int | No
     stream = _BoundedReader(_SliceStream(file, piece), _READ_BYTES)
     try:
         with zipfile.ZipFile(stream) as archive:
-            data_nbytes = _check_archive(file, archive, whole)
+            data_nbytes = _check_archive(file, piece, archive, whole)
             data_start = _data_start(file, piece, archive)
         stream.seek(0)
         # On the meta device, storages are made but not read.
@@ -265,8 +265,11 @@ def _member_start(file: File, piece: _Slice, entry: zipfile.ZipInfo) -> int:
     return header + 30 + int(sum(lengths))
 
 
-def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
-    """Compare entries with the CRC-32 in the archive; return the number of bytes of tensor data."""
+def _check_archive(file: File, piece: _Slice, archive: zipfile.ZipFile, whole: bool) -> int:
+    """Compare entries with the CRC-32 in the archive; return the number of bytes of tensor data.
+
+    Unless ``whole``, that of data is left to Reader.compare_checksums().
+    """
     entries = archive.infolist()
     data_nbytes = sum(entry.file_size for entry in entries if _is_data(entry))
     other_nbytes = sum(entry.file_size for entry in entries if not _is_data(entry))
@@ -277,12 +280,16 @@ def _check_archive(file: File, archive: zipfile.ZipFile, whole: bool) -> int:
     if other_nbytes > WHOLE_FILE_BYTES_MAX:  # torch.load reads every entry at once.
         raise CorruptionError(f"has {format_bytes(other_nbytes)} besides the data of tensors")
     for entry in entries:
-        if not has_checksums or (_is_data(entry) and (not whole or entry.CRC == 0)):
+        if not has_checksums or (_is_data(entry) and entry.CRC == 0):
+            continue
+        if _is_data(entry) and not whole:
+            start = _member_start(file, piece, entry)
+            file.reader.expect_data(file.name, start, entry.file_size, entry.CRC)
             continue
         with archive.open(entry) as member:
-            while piece := member.read(_READ_BYTES):
+            while data := member.read(_READ_BYTES):
                 if _is_data(entry):
-                    file.reader.advance(len(piece))
+                    file.reader.advance(len(data))
     return data_nbytes
 
 

@@ -73,13 +73,14 @@ class _Storage:
     dtype: torch.dtype | None
 
 
-def read_torch_file(reader: Reader, name: str, *, check: bool) -> Any:
+def read_torch_file(reader: Reader, name: str) -> Any:
     """Return what a file holds: plain values, StoredTensor and Unread.
+
+    The checksums of tensors are left to Reader.compare_checksums().
 
     Args:
         reader: of the directory.
         name: the file.
-        check: whether to read all data and compare it with the checksums of torch.save.
 
     Raises:
         CorruptionError: it is damaged, or not a file of torch.save.
@@ -87,7 +88,7 @@ def read_torch_file(reader: Reader, name: str, *, check: bool) -> Any:
     """
     try:
         with reader.open(name) as file:
-            return _read_whole(file, check=check)
+            return _read_whole(file, compare=False)
     except CorruptionError as error:
         raise CorruptionError(f"{reader.root / name}: {error}") from error
 
@@ -124,7 +125,7 @@ def read_torch_bytes(data: bytes, where: str) -> Any:
         CorruptionError: it is damaged, or not what torch.save writes.
     """
     try:
-        return _read_whole(_Memory(data), check=True)
+        return _read_whole(_Memory(data), compare=True)
     except CorruptionError as error:
         raise CorruptionError(f"{where}: {error}") from error
 
@@ -154,9 +155,9 @@ def read_pickle(data: bytes, where: str) -> Any:
         raise CorruptionError(f"{where}: cannot be read: {reason}") from error
 
 
-def _read_whole(file: File, *, check: bool) -> Any:
+def _read_whole(file: File, *, compare: bool) -> Any:
     try:
-        return _read(file, check=check)
+        return _read(file, compare=compare)
     except CorruptionError:
         raise
     except zipfile.BadZipFile as error:
@@ -168,7 +169,13 @@ def _read_whole(file: File, *, check: bool) -> Any:
         raise CorruptionError(f"cannot be read: {type(error).__name__}") from error
 
 
-def _read(file: File, *, check: bool) -> Any:
+def _read(file: File, *, compare: bool) -> Any:
+    """Return what a file holds.
+
+    Args:
+        file: the file.
+        compare: whether to compare the checksums of tensors, too.
+    """
     with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         members = {entry.filename: entry for entry in archive.infolist()}
         if len(members) != len(archive.infolist()):
@@ -184,15 +191,18 @@ def _read(file: File, *, check: bool) -> Any:
                 if start + entry.file_size > file.nbytes:
                     raise CorruptionError(f"ends before its member {key!r} does")
                 places[key.removeprefix(f"{prefix}data/")] = start, entry.file_size
-                file.reader.expect(entry.file_size if check else 0)
         order = members.get(f"{prefix}byteorder")
         if order is not None and archive.read(order) != sys.byteorder.encode():
             raise CorruptionError("has another byte order than this machine")
         has_checksums = any(entry.CRC for entry in members.values())
-        for entry in members.values() if has_checksums and check else ():
+        for key, entry in members.items() if has_checksums else ():
+            if key.startswith(f"{prefix}data/") and not compare:
+                start, nbytes = places[key.removeprefix(f"{prefix}data/")]
+                file.reader.expect_data(file.name, start, nbytes, entry.CRC)
+                continue
             with archive.open(entry) as member:  # Raises BadZipFile if a checksum differs.
-                while piece := member.read(_READ_BYTES):
-                    file.reader.advance(len(piece) if "/data/" in entry.filename else 0)
+                while member.read(_READ_BYTES):
+                    pass
         if members[pickled].file_size > WHOLE_FILE_BYTES_MAX:
             raise CorruptionError(f"has a pickle of {format_bytes(members[pickled].file_size)}")
         with archive.open(members[pickled]) as member:
