@@ -9,6 +9,7 @@ import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,3 +266,14 @@ def test_a_dry_run_is_refused_as_the_conversion_would_be(plain: Path, tmp_path: 
     out.mkdir()
     code, _, error = call("convert", plain, out, "--to", "dcp", "--dry-run")
     assert (code, "is there already" in error) == (2, True)
+
+
+def test_a_filesystem_that_tells_no_space(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, error = call("convert", plain, "/proc/out", "--to", "dcp")
+    assert (code, "making a directory in it failed: /proc: " in error) == (1, True), error
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    )
+    convert(plain, tmp_path / "out", to="dcp")

@@ -54,6 +54,27 @@ def test_tied_parameters_match_with_each_name(pattern: str, source: Path, tmp_pa
         convert(source, tmp_path / "x", to="dcp", only="model", include=["a.*"], exclude=[pattern])
 
 
+def test_patterns_are_of_the_names_in_the_destination(tmp_path: Path) -> None:
+    """Without the prefixes of wrappers; names of an optimizer with numbers are given before."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    weights = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    arguments = ("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--to", "torch")
+    with no_trace(tmp_path):
+        code, _, error = call(*arguments, "--include", "_orig_mod.1.*")
+    assert (code, "which --dry-run prints" in error) == (2, True), error
+    assert call(*arguments, "--include", "1.*")[0] == 0
+    found = torch.load(tmp_path / "out.pt")
+    assert found["model"].keys() == {"1.weight", "1.bias"}
+    (group,) = found["optimizer"]["param_groups"]
+    assert group["param_names"] == ["1.weight", "1.bias"]
+    expected = optimizer.state[model[1].weight]["exp_avg"]
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], expected)
+
+
 def test_dtype_where_nothing_tells_buffers(source: Path, tmp_path: Path) -> None:
     conversion = convert(
         source, tmp_path / "out.pt", to="torch", only="model", dtype=torch.bfloat16

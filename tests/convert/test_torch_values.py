@@ -57,6 +57,15 @@ def test_values_in_many_places_at_once(tmp_path: Path) -> None:
     refused({"w": torch.ones(2), "x": nested}, tmp_path, "in themselves")
 
 
+def test_archives_of_others_are_refused(tmp_path: Path) -> None:
+    for names in (["a.txt"], ["a/data.pkl", "b/data.pkl"]):
+        with zipfile.ZipFile(tmp_path / "in.pt", "w") as archive:
+            for name in names:
+                archive.writestr(name, b"\x80\x02}.")
+        with no_trace(tmp_path), pytest.raises(tierstore.CorruptionError, match="zip archive with"):
+            convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+
+
 HOSTILE = {
     "a device of a list": (b"ctorch\ndevice\n", b"(" + b"](" + b"K\1" * 9 + b"et", b"R"),
     "a set of tuples": (b"cbuiltins\nset\n", b"](K\1K\1\x86e\x85", b"R"),
@@ -111,6 +120,12 @@ def test_a_dict_of_tensors_in_a_model_is_not_the_model(tmp_path: Path) -> None:
     assert torch.equal(found["b"], model["b"])
     assert len(conversion.lost) == 1
     assert "'l._extra_state'" in conversion.lost[0]
+    arguments = ("convert", tmp_path / "in.pt", tmp_path / "again.pt", "--to", "torch")
+    with no_trace(tmp_path):
+        code, _, error = call(*arguments, "--strict")
+    assert (code, "'l._extra_state' is not carried" in error) == (1, True), error
+    code, _, error = call(*arguments)
+    assert (code, "not carried: 'l._extra_state'" in error) == (0, True), error
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])

@@ -50,7 +50,10 @@ def convert(
     memory: Annotated[str, typer.Option(help="Most memory for tensors.")] = "2GiB",
     only: Annotated[str | None, typer.Option(help="model: without the optimizer.")] = None,
     include: Annotated[
-        list[str] | None, typer.Option(help="Pattern of names to take; several are allowed.")
+        list[str] | None,
+        typer.Option(
+            help="Pattern of names to take, as --dry-run prints them; several are allowed."
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="Pattern of names to leave out, likewise.")

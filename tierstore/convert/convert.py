@@ -92,8 +92,8 @@ def convert(
         from_: the format of all sources; None: each is recognized.
         memory: most bytes of tensors in memory: an int, or a string such as "2GiB".
         only: "model" leaves out the optimizer and the step.
-        include: patterns as in the shell; parameters that match none of them are left out. A tied
-            parameter matches with each of its names.
+        include: patterns as in the shell; parameters that match none of them are left out. Names
+            are those of the destination. A tied parameter matches with each of its names.
         exclude: likewise; parameters that match one are left out.
         dtype: of the weights that param groups have, or of all tensors of floats without any group.
             In a run and for "universal", the dtype of the parameters: masters
@@ -249,7 +249,10 @@ def _filtered(contents: Contents, include: Sequence[str], exclude: Sequence[str]
     names = {entry.parameter for entry in contents.entries} | {*contents.values, *contents.aliases}
     for pattern in (*include, *exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise CheckpointError(f"no tensor of the source has a name that matches {pattern!r}")
+            raise CheckpointError(
+                f"no tensor of the source has a name that matches {pattern!r}: names are those of "
+                "the destination, which --dry-run prints"
+            )
 
     all_names: dict[str, list[str]] = {}
     for alias, name in contents.aliases.items():

@@ -44,7 +44,8 @@ def require_room(destination: Path, nbytes: int) -> None:
     with storage_errors("look for free space", parent):
         status = os.statvfs(parent)
     free = status.f_bavail * status.f_frsize
-    if free < nbytes:
+    # A filesystem without blocks, as ramfs or one on a network, does not tell its space.
+    if status.f_blocks and free < nbytes:
         raise StorageError(
             f"reserving {format_bytes(nbytes)} where {format_bytes(free)} are free",
             path=str(destination),
@@ -98,7 +99,7 @@ def _locked_directory(destination: Path) -> tuple[Path, int]:
     """
     while True:
         path = destination.with_name(f"{_prefix(destination)}{secrets.token_hex(4)}")
-        with storage_errors("make", path):
+        with storage_errors("making a directory in it", path.parent):
             os.mkdir(path, DIRECTORY_MODE)
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

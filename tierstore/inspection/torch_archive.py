@@ -180,7 +180,13 @@ def _read(file: File, *, compare: bool) -> Any:
         members = {entry.filename: entry for entry in archive.infolist()}
         if len(members) != len(archive.infolist()):
             raise CorruptionError("has two members of one name")
-        (pickled,) = (key for key in members if key.endswith("/data.pkl") or key == "data.pkl")
+        pickles = [key for key in members if key.endswith("/data.pkl") or key == "data.pkl"]
+        if len(pickles) != 1:
+            raise CorruptionError(
+                f"is a zip archive with {len(pickles)} members data.pkl, and not one as torch.save "
+                "writes: name a file of torch.save"
+            )
+        (pickled,) = pickles
         prefix = pickled.removesuffix("data.pkl")
         places: dict[str, tuple[int, int]] = {}
         for key, entry in members.items():
