@@ -130,18 +130,19 @@ def test_the_first_step_of_a_run_is_that_of_deepspeed(name: str, tmp_path: Path)
     assert min(without["muon"].values(), default=1) > 0.5
 
 
-def test_dtypes_of_the_model_outlast_dcp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_dtypes_of_the_model_outlast_other_formats(to: str, tmp_path: Path) -> None:
     source = FIXTURES / "zero1-adamw" / "checkpoint"
-    to_dcp(source, tmp_path / "dcp")
+    convert(source, tmp_path / "between.pt", to=to)
     convert(source, tmp_path / "expected", to="universal")
-    convert(tmp_path / "dcp", tmp_path / "found", to="universal")
+    convert(tmp_path / "between.pt", tmp_path / "found", to="universal")
     expected, found = (
         model_states_in(tmp_path / name)["tierstore"]["dtypes"] for name in ("expected", "found")
     )
     assert found == expected
     assert set(found.values()) == {torch.bfloat16}
-    convert(source, tmp_path / "cast", to="dcp", dtype=torch.float16)
-    convert(tmp_path / "cast", tmp_path / "of cast", to="universal")
+    convert(source, tmp_path / "cast.pt", to=to, dtype=torch.float16)
+    convert(tmp_path / "cast.pt", tmp_path / "of cast", to="universal")
     dtypes = model_states_in(tmp_path / "of cast")["tierstore"]["dtypes"]
     assert set(dtypes.values()) == {torch.float16}
 

@@ -30,6 +30,8 @@ from tierstore.units import format_bytes
 
 TIERSTORE = "tierstore"
 """Key of the step and extra in a file that tierstore wrote."""
+DTYPES = "dtypes"
+"""Key, in what tierstore adds, of the dtypes of parameters in the model."""
 BY_ALGORITHM = "optimizers"
 """Key of the state dicts by algorithm, which have the tensors of "optimizer"."""
 
@@ -123,6 +125,7 @@ class _Found:
     order: dict[str, Shape] = field(default_factory=dict)
     """Parameter -> shape, of files with tensors on the device "meta", which have no elements."""
     lost: list[str] = field(default_factory=list)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     step: int | None = None
     extra: Any = None
 
@@ -159,6 +162,7 @@ class _Found:
                     self.optimizers += [_Value(file, one) for one in optimizers[key]]
             elif key == TIERSTORE and isinstance(part, dict):
                 self.step, self.extra = _step_and_extra(part, where)
+                self.dtypes |= dtypes_in(part) or {}
             else:
                 self.lost.append(f"{key!r} is not carried: neither the model nor an optimizer")
 
@@ -191,6 +195,7 @@ class _Found:
             groups=states.groups,
             scalars=states.scalars,
             unnamed=unnamed,
+            dtypes=self.dtypes,
             step=self.step,
             extra=self.extra,
             lost=[*model.lost, *self.lost, *states.lost],
@@ -297,6 +302,18 @@ def _step_and_extra(value: Mapping[Any, Any], where: str) -> tuple[int | None, A
         extra = value.get("extra", "null")
         require(type(extra) is str)
         return step, tagged_json.decode(json.loads(extra))
+
+
+def dtypes_in(ours: Any) -> dict[str, torch.dtype] | None:
+    """Return parameter -> dtype in the model, if what tierstore added to a file has them."""
+    given = ours.get(DTYPES) if isinstance(ours, dict) else None
+    if not isinstance(given, dict):
+        return None
+    return {
+        name: dtype
+        for name, dtype in given.items()
+        if isinstance(name, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    }
 
 
 def _meta_shapes(values: Mapping[Any, Any]) -> dict[str, Shape]:

@@ -17,7 +17,7 @@ from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.options import Options
 from tierstore.convert.pipeline import Piece
 from tierstore.convert.torch_archive_writer import torch_file
-from tierstore.convert.torch_files import BY_ALGORITHM, TIERSTORE
+from tierstore.convert.torch_files import BY_ALGORITHM, DTYPES, TIERSTORE
 from tierstore.layout.parameters import MASTER
 from tierstore.run import tagged_json
 
@@ -37,6 +37,7 @@ class Writer:
         self.entries: Sequence[Entry] = contents.cast_weights(options.dtype)
         self.lost: Sequence[str] = ()
         self._contents = contents
+        self._dtypes = dict(contents.dtypes) if options.dtype is None else {}
         self.nbytes = sum(entry.nbytes + 1024 for entry in self.entries) + 2**20
 
     @contextmanager
@@ -86,6 +87,7 @@ class Writer:
             "extra": extra,
             "source": contents.source,
             "notes": list(contents.notes),
+            DTYPES: self._dtypes,
         }
         return state
 

@@ -27,7 +27,7 @@ from tierstore.convert.deepspeed_engine import (
 )
 from tierstore.convert.entries import Entry, StoredFile
 from tierstore.convert.options import Reading
-from tierstore.convert.torch_files import TIERSTORE, tensor_entry
+from tierstore.convert.torch_files import TIERSTORE, dtypes_in, tensor_entry
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import wrong_name
 from tierstore.inspection.torch_archive import StoredTensor, read_torch_file
@@ -46,8 +46,6 @@ PARAM, CAT_DIM = "param", "cat_dim"
 PARAM_GROUPS = "param_groups"
 MASTERS, STEP = "fp32", "step"
 """Names of files of a parameter, without their suffix; others are names of states."""
-DTYPES = "dtypes"
-"""Key, in what tierstore adds to model states, of the dtypes of parameters in the model."""
 
 
 def recognizes(path: Path) -> bool:
@@ -209,8 +207,5 @@ class _Files(EngineFiles):
 
     @override
     def dtypes(self, entries: Sequence[Entry]) -> dict[str, torch.dtype]:
-        ours = self.first.model.get(TIERSTORE)
-        given = ours.get(DTYPES) if isinstance(ours, dict) else None
-        if not isinstance(given, dict):
-            return super().dtypes(entries)
-        return {name: dtype for name, dtype in given.items() if isinstance(dtype, torch.dtype)}
+        given = dtypes_in(self.first.model.get(TIERSTORE))
+        return super().dtypes(entries) if given is None else given

@@ -22,11 +22,10 @@ from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.options import Options
 from tierstore.convert.pipeline import Piece
 from tierstore.convert.torch_archive_writer import torch_file
-from tierstore.convert.torch_files import TIERSTORE
+from tierstore.convert.torch_files import DTYPES, TIERSTORE
 from tierstore.convert.torch_writer import plain_hyperparameters
 from tierstore.convert.universal import (
     CAT_DIM,
-    DTYPES,
     LATEST,
     MASTERS,
     OPTIMIZER_FILE,
