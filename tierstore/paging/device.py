@@ -14,9 +14,6 @@ from typing_extensions import override
 
 from tierstore.layout.page_layout import PageLayout, RecordViews
 
-# Besides the pages that are stepped, one page is copied in and one is copied out.
-MOVING_PAGES = 2
-
 
 class Copy:
     """A copy in flight, which ends with an event. Without an event it has ended."""

@@ -13,10 +13,12 @@ import torch
 from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import PagedParameter
+from tierstore.layout.page_layout import PageLayout
+from tierstore.layout.parameters import MASTER, PagedParameter
 from tierstore.paging.buffers import BufferPool
-from tierstore.paging.device import MOVING_PAGES, Copy, Device
+from tierstore.paging.device import Copy, Device
 from tierstore.paging.page import Page
+from tierstore.paging.tier_plan import MOVING_PAGES
 from tierstore.paging.views import Source
 from tierstore.units import SECTOR_BYTES, align_up
 
@@ -135,20 +137,20 @@ class Mirrors:
         self._free.append(self._behind.popleft().memory)
 
 
-def mirrors_bytes(pages: Iterable[Page], window: int) -> int:
+def mirrors_bytes(layouts: Iterable[PageLayout], window: int) -> int:
     """Return the bytes of the mirrors of some pages if all parameters have gradients.
 
     Args:
-        pages: the pages.
+        layouts: the layouts of the pages.
         window: most pages that are stepped at once.
     """
-    return (window + MOVING_PAGES) * max(map(_mirror_bytes, pages), default=0)
+    return (window + MOVING_PAGES) * max(map(_mirror_bytes, layouts), default=0)
 
 
-def _mirror_bytes(page: Page) -> int:
+def _mirror_bytes(layout: PageLayout) -> int:
     nbytes = 0
-    for name, chunk in page.chunks:
-        itemsize = page.parameters[name].tensor.dtype.itemsize
+    for (_, chunk), records in layout.records.items():
+        itemsize = records[MASTER].parameter.dtype.itemsize
         nbytes += align_up(chunk.numel * itemsize, _ALIGNMENT)
         # A gradient may be of higher precision than its parameter.
         nbytes += align_up(chunk.numel * torch.float64.itemsize, _ALIGNMENT)

@@ -31,6 +31,7 @@ from tierstore.paging.tier_plan import (
     Placement,
     Tier,
     default_page_bytes,
+    pages_at_once,
     place,
     place_all,
 )
@@ -41,11 +42,6 @@ from tierstore.run.committer import Progress, encode_hyperparameters
 from tierstore.run.page_files import names_now, specs_of
 from tierstore.run.usability import Usability
 from tierstore.units import SECTOR_BYTES, align_up
-
-# With several ranks, the matrices of one subgroup are gathered, the updates of the next are
-# computed, and the updates of a third are scattered, all at once.
-_WINDOW_MAX = 3
-
 
 Follow = Callable[[], str | None]
 """Brings groups up to date with their optimizer; see TierStore.attach()."""
@@ -108,7 +104,7 @@ class PageTable:
         self._page_bytes = page_bytes
         self._on_host = on_host
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
-        self._window = self.window_max = 1 if ranks.world_size == 1 else _WINDOW_MAX
+        self._window = self.window_max = pages_at_once(ranks.world_size)
         self.device = Device()
         """The device of the parameters."""
         self.follow: Follow | None = None
@@ -386,7 +382,7 @@ class PageTable:
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
         budget = self._budget
         if self._on_host:
-            budget = replace(budget, reserved=mirrors_bytes(pages, self._window))
+            budget = replace(budget, reserved=self._mirrors_bytes(pages))
         try:
             return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
         except BudgetError as error:
@@ -397,6 +393,9 @@ class PageTable:
             raise BudgetError(
                 f'{error}, or begin a run with page_bytes="{page_bytes // count}{unit}"'
             ) from None
+
+    def _mirrors_bytes(self, pages: Sequence[Page]) -> int:
+        return mirrors_bytes([page.layout for page in pages], self._window)
 
     def _smaller_page_bytes(self, pages: Sequence[Page], budget: Budget) -> int | None:
         """Return a smaller page_bytes that fits the budget; None if no size is known to fit."""
@@ -438,7 +437,7 @@ class PageTable:
                 unchanged; pages without files keep their content in the memory that they have.
         """
         self._is_placed = False
-        mirror_bytes = mirrors_bytes(pages, self._window) if self._on_host else 0
+        mirror_bytes = self._mirrors_bytes(pages) if self._on_host else 0
         try:
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors.close()

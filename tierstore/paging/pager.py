@@ -8,13 +8,14 @@ a sweep slower and never makes it fail.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from tierstore.errors import StorageError
 from tierstore.paging.buffers import BufferPool
-from tierstore.paging.device import MOVING_PAGES, Device, DeviceBuffer
+from tierstore.paging.device import Device, DeviceBuffer
 from tierstore.paging.page import Content, Motion, Needed, Page, PageFiles, PageWrite
 from tierstore.paging.profiler_lanes import profiled
 from tierstore.paging.tier_plan import Placement, Tier
@@ -88,7 +89,7 @@ class Pager:
                 page.content = Content.STORED
             page.tier = Tier.NVME
             page.buffer = page.device_buffer = None
-        self._provide_staging(device, [], 0)
+        self._provide_staging(device, 0, 0)
         for page, tier in moving:
             if page in copied and tier is Tier.DEVICE:
                 self._move_to_memory(page, tier, device)
@@ -126,11 +127,13 @@ class Pager:
             if tier is not page.tier:
                 self._move_to_memory(page, tier, device)
         self._reserved = int(Tier.DEVICE in placement.tiers)
-        sizes = {tier: [p.layout.nbytes for p in pages if p.tier is tier] for tier in Tier}
-        staging = self._provide_staging(device, sizes[Tier.HOST] + sizes[Tier.NVME], window)
-        host_bytes = other_bytes + self._pool.nbytes + sum(sizes[Tier.HOST])
+        sizes = [page.layout.nbytes for page in pages]
+        staging = (0, 0) if device.is_host else placement.staging(sizes, window)
+        self._provide_staging(device, *staging)
+        host_bytes = other_bytes + placement.host_bytes(sizes)
         self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
-        self.device_bytes_peak = max(self.device_bytes_peak, staging + sum(sizes[Tier.DEVICE]))
+        device_bytes = math.prod(staging) + placement.in_tier(Tier.DEVICE, sizes)
+        self.device_bytes_peak = max(self.device_bytes_peak, device_bytes)
 
     @property
     def _pool_shape(self) -> tuple[int, int]:
@@ -144,20 +147,12 @@ class Pager:
         # The next page needs a buffer, and so may a page that is written from the device.
         return max(1, self._pool.count - 1 - self._reserved)
 
-    def _provide_staging(self, device: Device, sizes: Sequence[int], window: int) -> int:
-        """Allocate device memory to step pages in that rest elsewhere; return its bytes.
-
-        Args:
-            device: where pages are stepped from now on.
-            sizes: bytes of the pages that rest elsewhere.
-            window: most pages that are held at once.
-        """
+    def _provide_staging(self, device: Device, count: int, nbytes: int) -> None:
+        """Allocate buffers on the device that pages are stepped on from now on."""
         self._device = device
         self._staging.clear()
-        if not device.is_host:
-            for _ in range(min(window + MOVING_PAGES, len(sizes))):
-                self._staging.append(device.allocate(max(sizes)))
-        return sum(buffer.tensor.numel() for buffer in self._staging)
+        for _ in range(count):
+            self._staging.append(device.allocate(nbytes))
 
     def _move_to_memory(self, page: Page, tier: Tier, device: Device) -> None:
         """Give a page memory of a tier, with the content of the memory that it had."""

@@ -20,6 +20,13 @@ BUFFERS_MIN = 2
 STREAM_BUFFERS = 4
 STREAM_BYTES = 2**28
 
+# With several ranks, the matrices of one subgroup are gathered, the updates of the next are
+# computed, and the updates of a third are scattered, all at once.
+WINDOW_MAX = 3
+
+# Besides the pages that are stepped, one page is copied to the device and one from it.
+MOVING_PAGES = 2
+
 # Larger pages do not make a disk faster.
 PAGE_BYTES_MAX = 2**28
 
@@ -85,6 +92,30 @@ class Placement:
     """Number of buffers in the pool."""
     buffer_bytes: int
     """Bytes of each buffer."""
+
+    def in_tier(self, tier: Tier, sizes: Sequence[int]) -> int:
+        """Return the bytes of the pages in a tier, given the bytes of each page."""
+        return sum(size for size, t in zip(sizes, self.tiers, strict=True) if t is tier)
+
+    def host_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of host memory for buffers and pages, given the bytes of each page."""
+        return self.buffers * self.buffer_bytes + self.in_tier(Tier.HOST, sizes)
+
+    def staging(self, sizes: Sequence[int], window: int) -> tuple[int, int]:
+        """Return number and bytes of the device buffers for pages that do not rest on the device.
+
+        Args:
+            sizes: bytes of each page.
+            window: most pages that are stepped at once.
+        """
+        pages = zip(sizes, self.tiers, strict=True)
+        elsewhere = [size for size, tier in pages if tier is not Tier.DEVICE]
+        return min(window + MOVING_PAGES, len(elsewhere)), max(elsewhere, default=0)
+
+
+def pages_at_once(world_size: int) -> int:
+    """Return the most pages that a rank steps at once, given enough buffers."""
+    return 1 if world_size == 1 else WINDOW_MAX
 
 
 def place(sizes: Sequence[int], budget: Budget) -> Placement:
