@@ -701,6 +701,10 @@ class Muon(torch.optim.Optimizer):
                 self.param_groups[:] = edited
         return numbers
 
+    def paged_groups(self) -> list[tierstore.PagedGroup]:
+        """Return all groups as the store has them, or as they would be attached now."""
+        return [self._paged_group(number) for number in range(len(self.param_groups))]
+
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
         """Return a group as the store has it, or as it would be attached now.
 

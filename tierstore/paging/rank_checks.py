@@ -228,6 +228,12 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
             )
     except ValueError as error:
         raise ValueError(f"parameter {spec.name!r} cannot be paged: {error}") from error
+    return shared_parameter(parameter, holding)
+
+
+def shared_parameter(parameter: PagedParameter, holding: Holding) -> SharedParameter:
+    """Return a parameter with the ranks that hold it."""
+    spec = parameter.spec
     return SharedParameter(
         spec=spec,
         holding=holding,

@@ -1,0 +1,36 @@
+"""What a plan of a run asks this optimizer; see ``tierstore.plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import tierstore
+from muon.optimizer import Muon
+
+
+def paged_groups(groups: Iterable[Mapping[str, Any]], **options: Any) -> list[tierstore.PagedGroup]:
+    """Return param groups as a store would page them, without memory for any value.
+
+    Args:
+        groups: the param groups, with named parameters as from ``param_groups()``; they may be on
+            the meta device.
+        options: arguments of ``Muon`` other than ``store``.
+
+    Raises:
+        ValueError, TypeError: as the constructor of ``Muon``.
+    """
+    optimizer = Muon([_without_values(group) for group in groups], **options)
+    return optimizer.paged_groups()
+
+
+def _without_values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group whose parameters are tensors of one element, expanded to their shapes."""
+    params = [
+        (name, nn.Parameter(torch.zeros((), dtype=p.dtype, device="cpu").expand(p.shape)))
+        for name, p in group["params"]
+    ]
+    return {**group, "params": params}

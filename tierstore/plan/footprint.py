@@ -1,0 +1,163 @@
+"""Footprint: the pages, files, memory and disk traffic of one rank of a run that does not exist.
+
+Pages, tiers and buffers are what the store itself would choose: its own code is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tierstore.layout.ownership import (
+    SharedParameter,
+    SharedSubgroup,
+    owned_costs,
+    partition_ranks,
+)
+from tierstore.layout.page_layout import PageLayout, lay_out
+from tierstore.paging.host_mirrors import mirrors_bytes
+from tierstore.paging.tier_plan import (
+    Budget,
+    Placement,
+    Tier,
+    default_page_bytes,
+    pages_at_once,
+    place,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Arguments of ``TierStore`` that decide pages, tiers and traffic; sizes in bytes."""
+
+    host_memory: int = 16 * 2**30
+    device_memory: int = 0
+    page_bytes: int | None = None
+    buffers: int | None = None
+    commit_every: int | None = 1
+    compute: str = "device"
+
+    @property
+    def budget(self) -> Budget:
+        """The memory that pages may use."""
+        return Budget(
+            host_memory=self.host_memory,
+            device_memory=self.device_memory,
+            buffers=self.buffers,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Number of files of each page."""
+        return 1 if self.commit_every is None else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What the run takes of one rank, in bytes. All parameters have gradients in every step."""
+
+    rank: int
+    options: StoreOptions
+    subgroups: Sequence[SharedSubgroup] = field(repr=False)
+    """The subgroups of all ranks, in order."""
+    layouts: Sequence[PageLayout] = field(repr=False)
+    """The layout of the rank's page of each subgroup; some may be empty."""
+    placement: Placement = field(repr=False)
+    """Of the pages that are not empty."""
+    host_bytes: int
+    """``Stats.host_bytes_peak``: buffers, pages in host memory, mirrors."""
+    device_bytes: int
+    """``Stats.device_bytes_peak``: pages on the device, and those that are stepped there."""
+
+    @property
+    def pages(self) -> list[tuple[PageLayout, Tier]]:
+        """Layout and tier of each page that is not empty, in the order of the sweep."""
+        return list(zip(_present(self.layouts), self.placement.tiers, strict=True))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all pages, with framing and padding."""
+        return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all page files, without those that checkpoints share with the run."""
+        return self.options.slots * self.state_bytes
+
+    @property
+    def step_read_bytes(self) -> int:
+        """Bytes that a step reads from the disk, after the first step."""
+        return sum(
+            section.extent.nbytes
+            for layout, tier in self.pages
+            if tier is Tier.NVME
+            for section in layout.readable
+        )
+
+    @property
+    def step_written_bytes(self) -> int:
+        """Bytes that a step writes to the disk if no commit is due."""
+        return sum(layout.nbytes for layout, tier in self.pages if tier is Tier.NVME)
+
+    @property
+    def commit_written_bytes(self) -> int:
+        """Bytes of pages that a commit writes in addition to its step, without its manifest."""
+        return self.state_bytes - self.step_written_bytes
+
+    @property
+    def mean_written_bytes(self) -> float:
+        """Bytes that a step writes to the disk on average over many steps."""
+        every = self.options.commit_every
+        return self.step_written_bytes + (0 if every is None else self.commit_written_bytes / every)
+
+
+def footprint_of(
+    groups: Sequence[Sequence[SharedParameter]],
+    options: StoreOptions,
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    on_gpu: bool = False,
+) -> Footprint:
+    """Return what a run takes of one rank.
+
+    Args:
+        groups: the parameters of each param group, as the optimizer attaches them.
+        options: the arguments of the store.
+        world_size: number of ranks.
+        rank: the rank.
+        on_gpu: whether parameters are on a GPU.
+
+    Raises:
+        BudgetError: the host memory cannot hold the fewest buffers that work; the message names
+            the smallest budget that does.
+    """
+    budget = options.budget
+    page_bytes = default_page_bytes(budget) if options.page_bytes is None else options.page_bytes
+    loads = owned_costs([], world_size)
+    subgroups: list[SharedSubgroup] = []
+    for number, parameters in enumerate(groups):
+        subgroups += partition_ranks(number, parameters, page_bytes, world_size, loads)
+    layouts = [lay_out(subgroup.of(rank)) for subgroup in subgroups]
+    sizes = [layout.nbytes for layout in _present(layouts)]
+    on_host = options.compute == "host"
+    window = pages_at_once(world_size)
+    mirrors = mirrors_bytes(layouts, window) if on_host else 0
+    placement = place(sizes, replace(budget, reserved=mirrors))
+    device_bytes = placement.in_tier(Tier.DEVICE, sizes)
+    if on_gpu and not on_host:
+        count, nbytes = placement.staging(sizes, window)
+        device_bytes += count * nbytes
+    return Footprint(
+        rank=rank,
+        options=options,
+        subgroups=subgroups,
+        layouts=layouts,
+        placement=placement,
+        host_bytes=mirrors + placement.host_bytes(sizes),
+        device_bytes=device_bytes,
+    )
+
+
+def _present(layouts: Sequence[PageLayout]) -> list[PageLayout]:
+    return [layout for layout in layouts if layout.nbytes]

@@ -1,0 +1,43 @@
+"""Partitions: the ranks that hold each parameter, for the ways in which a job shards a model."""
+
+from __future__ import annotations
+
+from tierstore.errors import PlanError
+from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
+
+PARTITIONS = ("ddp", "fsdp", "hsdp")
+
+
+def holding_of(shape: tuple[int, ...], partition: str, world_size: int, node_size: int) -> Holding:
+    """Return the ranks that hold a parameter, and its sharding over them.
+
+    Args:
+        shape: shape of the parameter.
+        partition: "ddp": every rank holds the whole parameter. "fsdp": its rows are cut over all
+            ranks, as by ``fully_shard()``. "hsdp": its rows are cut over the ranks of a node, and
+            every node holds all of it.
+        world_size: number of ranks.
+        node_size: number of ranks of a node.
+
+    Raises:
+        PlanError: the partition is unknown, or nodes have no equal number of ranks.
+    """
+    if partition not in PARTITIONS:
+        names = ", ".join(map(repr, PARTITIONS))
+        raise PlanError(f"a partition is one of {names}, got {partition!r}")
+    if node_size < 1 or world_size < 1 or world_size % node_size:
+        raise PlanError(
+            f"{world_size} ranks cannot fill nodes of {node_size}: both numbers must be positive, "
+            "and the first a multiple of the second"
+        )
+    if partition == "ddp" or not shape:  # FSDP2 leaves parameters without dimensions whole.
+        return whole_on(range(world_size))
+    ranks = tuple(range(world_size))
+    if partition == "fsdp":
+        return Holding(
+            ranks=ranks, sharding=Sharding(mesh_shape=(world_size,), placements=(Sharded(dim=0),))
+        )
+    mesh_shape = world_size // node_size, node_size
+    return Holding(
+        ranks=ranks, sharding=Sharding(mesh_shape=mesh_shape, placements=(None, Sharded(dim=0)))
+    )
