@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -73,6 +74,43 @@ def test_patterns_are_of_the_names_in_the_destination(tmp_path: Path) -> None:
     assert group["param_names"] == ["1.weight", "1.bias"]
     expected = optimizer.state[model[1].weight]["exp_avg"]
     assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], expected)
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module.")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_lose_the_prefixes_of_wrappers(wrapper: str, tmp_path: Path) -> None:
+    model, state = {f"{wrapper}a.w": torch.ones(3), f"{wrapper}b": torch.ones(2)}, torch.randn(3)
+    save_file(model, tmp_path / "in.safetensors")
+    torch.save(model, tmp_path / "in.pt")
+    optimizer = {
+        "state": {name: {"exp_avg": state[: len(tensor)]} for name, tensor in model.items()},
+        "param_groups": [{"lr": 0.1, "params": list(model)}],
+    }
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in ("in.safetensors", "in.pt", "dcp"):
+        conversion = convert(tmp_path / name, tmp_path / f"{name}.pt", to="torch")
+        assert conversion.lost == []
+        assert weights_of(tmp_path / f"{name}.pt").keys() == {"a.w", "b"}
+    found = torch.load(tmp_path / "dcp.pt", weights_only=True)["optimizer"]
+    assert found["param_groups"][0]["param_names"] == ["a.w", "b"]
+    assert torch.equal(found["state"][0]["exp_avg"], state)
+    twice = {"w": torch.ones(2), "_orig_mod.w": torch.ones(2)}
+    save_file(twice, tmp_path / "twice.safetensors")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="have the same name"):
+        convert(tmp_path / "twice.safetensors", tmp_path / "x.pt", to="torch")
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_a_module_of_the_name_module_keeps_it(to: str, tmp_path: Path) -> None:
+    """A file in which all names begin with "module." is compared with what was to be written."""
+    model = {"module.w": torch.ones(3), "head": torch.ones(2)}
+    torch.save(model, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out", to=to, exclude=["head"])
+    torch.save({f"module.module.{n}": t for n, t in model.items()}, tmp_path / "ddp.pt")
+    conversion = convert(tmp_path / "ddp.pt", tmp_path / "of ddp", to=to)
+    assert {e.parameter for e in conversion.entries} == {"module.module.w", "module.head"}
 
 
 def test_dtype_where_nothing_tells_buffers(source: Path, tmp_path: Path) -> None:

@@ -88,6 +88,38 @@ class Contents:
         ]
 
 
+def renamed(contents: Contents, plain_names: Callable[[list[str]], dict[str, str]]) -> Contents:
+    """Return contents under other names.
+
+    Args:
+        contents: the contents.
+        plain_names: returns each name, of the model and of its optimizer, -> the other name.
+    """
+    names = [
+        *(entry.parameter for entry in contents.entries),
+        *chain(contents.grouped, contents.scalars, contents.values, contents.aliases),
+    ]
+    plain = plain_names([name for name in dict.fromkeys(names) if isinstance(name, str)])
+
+    def by_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {plain.get(name, name): value for name, value in values.items()}
+
+    return replace(
+        contents,
+        entries=[
+            replace(e, parameter=plain.get(e.parameter, e.parameter)) for e in contents.entries
+        ],
+        groups=[
+            replace(group, parameters=[plain.get(name, name) for name in group.parameters])
+            for group in contents.groups
+        ],
+        scalars=by_plain(contents.scalars),
+        values=by_plain(contents.values),
+        aliases=by_plain({a: plain.get(name, name) for a, name in contents.aliases.items()}),
+        dtypes=by_plain(contents.dtypes),
+    )
+
+
 def merge(
     sources: Sequence[Contents], *, optimizer: bool = True, assume_model_order: bool = False
 ) -> Contents:

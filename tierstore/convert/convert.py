@@ -327,7 +327,7 @@ def _verify(
     """
     read = FORMATS[to].read
     assert read is not None
-    contents = merge(read([made], Reading(check=False)))
+    contents = merge(read([made], Reading(check=False, wrapped=False)))
     found = {entry.place: entry for entry in contents.entries}
     expected = {entry.place: entry for entry in writer.entries}
     for key in expected.keys() | found.keys():

@@ -145,14 +145,14 @@ def _read_weights(reader: Reader, names: Sequence[str], reading: Reading) -> lis
     if names[0].endswith(_INDEX):
         files = safetensors_files.read_index(reader, names[0])
         if names[0] == f"model.safetensors{_INDEX}":
-            return [safetensors_files.read_files(reader, files)]
+            return [safetensors_files.read_files(reader, files, reading)]
         found = torch_files.read_files([(reader, name) for name in files], reading)
         held = {name for contents in found for name in (*contents.weights, *contents.aliases)}
         if held != set().union(*files.values()):
             raise CorruptionError(f"{reader.root / names[0]}: names other tensors than its files")
         return found
     if names[0].endswith(".safetensors"):
-        return [safetensors_files.read_files(reader, {name: None}) for name in names]
+        return [safetensors_files.read_files(reader, {name: None}, reading) for name in names]
     return [
         contents for name in names for contents in torch_files.read_files([(reader, name)], reading)
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from tierstore.checkpoint.model_contents import plain_names
 from tierstore.inspection.reader import Reader
 
 
@@ -24,6 +25,8 @@ class Reading:
     optimizer: bool = True
     """Whether the optimizer is wanted. If not, a reader may leave out the states, and what it would
     refuse of them."""
+    wrapped: bool = True
+    """Whether names may have prefixes of wrappers; in a new destination they have none."""
     _readers: list[Reader] = field(default_factory=list, init=False)
 
     def reader(self, root: Path) -> Reader:
@@ -31,6 +34,14 @@ class Reading:
         reader = Reader(root, self.on_progress, collect_checksums=self.check)
         self._readers.append(reader)
         return reader
+
+    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return name -> name without the prefixes of wrappers.
+
+        Raises:
+            CheckpointError: two names become equal.
+        """
+        return plain_names(names) if self.wrapped else {name: name for name in names}
 
     def compare_checksums(self) -> None:
         """Compare the data that was read with checksums of the source, unless read() did.

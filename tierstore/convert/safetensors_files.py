@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from tierstore.convert.contents import Contents
+from tierstore.convert.contents import Contents, renamed
 from tierstore.convert.entries import BUFFER, Entry, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import Piece, bytes_of
@@ -70,13 +70,13 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
             checksums of data.
         CheckpointError: a directory has files of which no index tells that they belong together.
     """
-    return [_read(path) for path in paths]
+    return [_read(path, reading) for path in paths]
 
 
-def _read(path: Path) -> Contents:
+def _read(path: Path, reading: Reading) -> Contents:
     if not path.is_dir():
         path = path.resolve()
-        return read_files(Reader(path.parent), {path.name: None})
+        return read_files(Reader(path.parent), {path.name: None}, reading)
     reader = Reader(path)
     lost = [
         f"{name!r} beside the weights is not carried"
@@ -89,15 +89,18 @@ def _read(path: Path) -> Contents:
         for name in reader.list()
         if name.endswith(_SUFFIX) and name not in files
     ]
-    return replace(read_files(reader, files), lost=lost)
+    return replace(read_files(reader, files, reading), lost=lost)
 
 
-def read_files(reader: Reader, files: Mapping[str, Collection[str] | None]) -> Contents:
+def read_files(
+    reader: Reader, files: Mapping[str, Collection[str] | None], reading: Reading
+) -> Contents:
     """Return the weights in files of one directory.
 
     Args:
         reader: of the directory.
         files: name -> the tensors that an index says it has; None: there is no index.
+        reading: ``wrapped`` counts.
 
     Raises:
         CorruptionError: a file is damaged, or not the one that the index names.
@@ -110,7 +113,7 @@ def read_files(reader: Reader, files: Mapping[str, Collection[str] | None]) -> C
                 f"{reader.root / name}: does not have the tensors that the index says"
             )
         entries += found
-    return Contents(source="safetensors", entries=entries)
+    return renamed(Contents(source="safetensors", entries=entries), reading.plain_names)
 
 
 def _files_in(reader: Reader) -> Mapping[str, Collection[str] | None]:

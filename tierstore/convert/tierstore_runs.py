@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tierstore.checkpoint.dcp_reader import StoredEntries
-from tierstore.checkpoint.model_contents import plain_names
 from tierstore.convert.contents import Contents, Group
 from tierstore.convert.dcp import model_part
 from tierstore.convert.entries import Entry, StoredChunk, StoredFile, read_stored
@@ -81,7 +80,8 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
     _require_complete([commit for _, commit, _ in found], paths)
     if of_run:
         groups = found[0].commit.groups
-        return [_contents(found, plain_names(spec.name for group in groups for spec in group))]
+        names = reading.plain_names(spec.name for group in groups for spec in group)
+        return [_contents(found, names)]
     names, model = _unpaged(found, paths)
     paged = _contents(found, names)
     return [

@@ -70,7 +70,7 @@ def read_files(files: Sequence[tuple[Reader, str]], reading: Reading) -> list[Co
     Raises:
         CorruptionError, CheckpointError: as in read().
     """
-    found = _Found()
+    found = _Found(reading)
     for reader, name in files:
         value = read_torch_file(reader, name)
         found.take(_Value(StoredFile(reader, name), value), f"{reader.root / name}")
@@ -94,7 +94,7 @@ def sorted_contents(
     Raises:
         CheckpointError: it has neither a model nor an optimizer.
     """
-    found = _Found()
+    found = _Found(reading)
     found.take(_Value(file, value), f"{file.path.parent}")
     contents = found.contents(optimizer=reading.optimizer)
     return [contents if ordered else replace(contents, order=None)]
@@ -120,6 +120,7 @@ class _Value:
 class _Found:
     """What some files hold."""
 
+    reading: Reading
     models: list[_Value] = field(default_factory=list)
     optimizers: list[_Value] = field(default_factory=list)
     order: dict[str, Shape] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class _Found:
         Args:
             optimizer: whether an optimizer without names is wanted.
         """
-        model = _model(self.models)
+        model = _model(self.models, self.reading)
         for held in self.optimizers:
             _check_optimizer(held.value, held.file)
         groups = [
@@ -182,7 +183,7 @@ class _Found:
             for part in _by_flag(held.value["state"], group)
         ]
         known = model.weights.keys() | model.aliases.keys()
-        names = _given_names(groups, known)
+        names = _given_names(groups, known, self.reading)
         unnamed = None
         if names is None and optimizer:
             unnamed = Unnamed(
@@ -359,7 +360,7 @@ def _optimizers_in(value: Any) -> Iterator[dict[str, Any]]:
             yield from items
 
 
-def _model(models: Sequence[_Value]) -> Contents:
+def _model(models: Sequence[_Value], reading: Reading) -> Contents:
     """Return the contents of models; a tied tensor is the first of its names."""
     entries: list[Entry] = []
     values: dict[str, Any] = {}
@@ -367,7 +368,7 @@ def _model(models: Sequence[_Value]) -> Contents:
     lost: list[str] = []
     for held in models:
         first: dict[Any, str] = {}
-        for key, name in plain_names(held.value).items():
+        for key, name in reading.plain_names(held.value).items():
             value = held.value[key]
             if not isinstance(value, StoredTensor):
                 if holds_only_plain(value):
@@ -396,12 +397,15 @@ def _model(models: Sequence[_Value]) -> Contents:
     )
 
 
-def _given_names(groups: Sequence[_StoredGroup], known: Collection[str]) -> list[list[str]] | None:
+def _given_names(
+    groups: Sequence[_StoredGroup], known: Collection[str], reading: Reading
+) -> list[list[str]] | None:
     """Return the names of the parameters of each group; None if they have numbers.
 
     Args:
         groups: the groups.
         known: the names in the model. With those, "module." may be of a wrapper or not.
+        reading: ``wrapped`` counts.
     """
     named: list[list[str]] = []
     for group in groups:
@@ -417,6 +421,8 @@ def _given_names(groups: Sequence[_StoredGroup], known: Collection[str]) -> list
     flat = [name for names in named for name in names]
     if len(set(flat)) < len(flat):
         raise CheckpointError("two parameters of the optimizers have one name")
+    if not reading.wrapped:
+        return named
     plain = plain_names(flat, unwrap_parallel=False)
     if not all(name in known for name in plain.values()):
         plain = plain_names(flat)
