@@ -11,8 +11,8 @@ SECTOR_BYTES = 4096
 
 _UNITS = {
     **{"": 1, "B": 1},
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGTP", start=1)},
 }
 
 
