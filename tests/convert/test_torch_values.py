@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import struct
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,76 @@ def test_arguments_are_not_copied_without_end(tmp_path: Path) -> None:
     with_pickle(tmp_path / "in.pt", b"\x80\x02" + items + call * 1000 + b".")
     with no_trace(tmp_path), pytest.raises(tierstore.CorruptionError, match="larger than itself"):
         convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+
+
+def unicode(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+COUNT = 30_000
+TENSOR_CALL = b"ctorch._utils\n_rebuild_tensor_v2\n"
+STORAGE = b"(" + unicode("storage") + b"ctorch\nFloatStorage\n" + unicode("0") + b"tQ"
+LONG_DICT = b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(COUNT)) + b"uq\1"
+LONG_TUPLE = b"(" + b"K\1" * COUNT + b"tq\1"
+# A value of some size, and what names it again and again.
+AGAIN = {
+    "attributes of objects with slots": (
+        LONG_DICT,
+        b"ctorch._tensor\n_rebuild_from_type_v2\n" + b"(cm\nf\ncm\nc\n)" + b"h\1}\x86" + b"tR0",
+    ),
+    "arguments": (LONG_TUPLE, b"cm\nf\nh\1R0"),
+    "arguments that are a list": (b"](" + b"K\1" * COUNT + b"eq\1", b"cm\nf\nh\1R0"),
+    "a key": (LONG_TUPLE, b"}h\1Ns0"),
+    "a key of a dict of another opcode": (LONG_TUPLE, b"(h\1Nd0"),
+    "a key that is a large number": (
+        b"\x8b" + struct.pack("<i", COUNT) + b"\1" * COUNT + b"q\1",
+        b"}h\1Ns0",
+    ),
+    "a storage": (
+        b"("
+        + unicode("storage")
+        + b"ctorch\nFloatStorage\n"
+        + unicode("0")
+        + b"K\1" * COUNT
+        + b"tq\1",
+        b"h\1Q0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_time_is_not_the_square_of_the_size(name: str, tmp_path: Path) -> None:
+    """The pickle would visit a thousand million items, which takes minutes; it is refused."""
+    once, again = AGAIN[name]
+    with_pickle(tmp_path / "in.pt", b"\x80\x02" + once + again * COUNT + b".")
+    start = time.process_time()
+    with no_trace(tmp_path), pytest.raises(tierstore.CorruptionError):
+        convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    assert time.process_time() - start < 10
+
+
+def test_attributes_of_tensors_are_not_compared(tmp_path: Path) -> None:
+    """Two tensors at one place with equal attributes, each of which has 2 ** 40 paths to a leaf."""
+
+    def tensor_with_attributes() -> bytes:
+        nested = b"]" + b"q\2" + b"".join(b"0](h\2h\2eq\2" for _ in range(40))
+        inner = b"(" + STORAGE + b"K\0K\2\x85K\1\x85\x89}t"
+        state = b"}" + unicode("x") + nested + b"s"
+        return (
+            b"ctorch._tensor\n_rebuild_from_type_v2\n("
+            + TENSOR_CALL
+            + b"cm\nc\n"
+            + inner
+            + state
+            + b"tR"
+        )
+
+    pickled = b"\x80\x02}" + b"".join(
+        unicode(name) + tensor_with_attributes() + b"s" for name in ("v", "w")
+    )
+    with_pickle(tmp_path / "in.pt", pickled + b".")
+    convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    assert torch.load(tmp_path / "out.pt")["model"].keys() == {"v", "w"}
 
 
 def test_a_pickle_imports_no_module(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from tierstore.units import format_bytes
 _READ_BYTES = 2**20
 _HASHABLE = (str, int, float, bool, bytes, type(None))
 _NAME_CHARS_MAX = 1000
+_KEY_PARTS_MAX = 64
+_IDENTITY_MAX = 16
 _COPIED_MIN = 10**5
 _SHARED_MIN = 10**5
 _DTYPES = {key: value for key, value in vars(torch).items() if type(value) is torch.dtype}
@@ -44,19 +46,19 @@ class StoredTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In elements."""
-    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Python attributes that were saved with it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Unread:
     """Stands for an object of a class that is not read."""
 
     name: str
     """The module and name of the class."""
-    arguments: Any = ()
+    arguments: Any = field(default=(), repr=False)
     """The arguments of what would make it."""
-    state: Any = None
+    state: Any = field(default=None, repr=False)
     """Its attributes."""
 
     def get(self, key: str) -> Any:
@@ -275,8 +277,13 @@ def _device(kind: Any, index: Any = None) -> str:
     return kind if index is None else f"{kind}:{index}"
 
 
+def _is_hashable(item: Any) -> bool:
+    """Return whether a hash is taken in constant time, also the second time."""
+    return type(item) in _HASHABLE and (type(item) is not int or item.bit_length() <= 64)
+
+
 def _set(items: Any = ()) -> set[Any]:
-    if not all(type(item) in _HASHABLE for item in items):
+    if not all(map(_is_hashable, items)):
         raise CorruptionError("has a set of a strange kind")
     return set(items)
 
@@ -332,34 +339,46 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         return _Class(f"{module}.{name}")
 
     def persistent_load(self, identity: Any) -> Any:
-        kind, storage, key, *_ = identity
-        start, nbytes = self._places[key]
-        if kind != "storage" or type(storage) is not _Class:
+        if type(identity) is not tuple or not 3 <= len(identity) <= _IDENTITY_MAX:
             raise CorruptionError("has a storage that is not one")
+        kind, storage, key, *_ = identity
+        if kind != "storage" or type(storage) is not _Class or type(key) is not str:
+            raise CorruptionError("has a storage that is not one")
+        start, nbytes = self._places[key]
         return _Storage(start, nbytes, _STORAGES.get(storage.name))
 
     def get_extension(self, code: int) -> None:
         raise CorruptionError("names a class by number, which torch.save never does")
 
     def _make(self, function: Any, arguments: Any) -> Any:
-        if type(function) is not _Class:
+        if type(function) is not _Class or type(arguments) is not tuple:
             raise CorruptionError("calls something that is not a function")
         # Items of one argument may be named again and again, and most functions copy them.
-        sized = (str, bytes, list, tuple, dict)
-        self._copied += sum(len(one) for one in arguments if isinstance(one, sized))
-        if self._copied > self._copied_max:
-            raise CorruptionError("has arguments of functions that are larger than itself")
+        self._count_copied([arguments])
+        self._count_copied(arguments)
         known = _FUNCTIONS.get(function.name)
         if function.name == _WITH_ATTRIBUTES:
             maker, _, inner, state = arguments
             made = self._make(maker, inner)
             if type(state) is tuple and len(state) == 2:  # Of objects with slots.
+                self._count_copied(state)
                 state = {**(state[0] or {}), **(state[1] or {})}
             if type(made) is Unread:  # A DTensor, say, with the local tensor as an attribute.
                 made.state = state
                 return made
             return replace(made, attributes=state) if type(state) is dict else made
         return Unread(function.name, arguments) if known is None else known(*arguments)
+
+    def _count_copied(self, values: Any) -> None:
+        """Count the items of values that are copied.
+
+        Raises:
+            CorruptionError: there were more than the pickle has bytes.
+        """
+        sized = (str, bytes, list, tuple, dict)
+        self._copied += sum(len(one) for one in values if isinstance(one, sized))
+        if self._copied > self._copied_max:
+            raise CorruptionError("has arguments of functions that are larger than itself")
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
@@ -401,6 +420,11 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         if type(self.stack[-1]) is list:
             self.stack[-1].extend(items)
 
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._set_items(items)
+
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         self._set_items([key, value])
@@ -412,7 +436,7 @@ class _Unpickler(_Stock):  # type: ignore[misc]
         target = self.stack[-1]
         for key, value in zip(items[::2], items[1::2], strict=True):
             parts = key if type(key) is tuple else (key,)
-            if not all(type(part) in _HASHABLE for part in parts):
+            if len(parts) > _KEY_PARTS_MAX or not all(map(_is_hashable, parts)):
                 raise CorruptionError("has a key of a strange kind")
             if type(target) in (dict, OrderedDict):
                 if key in target:
