@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,8 +18,8 @@ _STEP_BYTES = 32 * 2**20
 def open_written(path: Path, mode: str = "wb") -> BinaryIO:
     """Open a file that is written from its beginning to its end.
 
-    At most about 64 MiB of it wait in the page cache for the disk. So the flush at the end is
-    short, and the disk writes while the conversion reads and computes.
+    At most about 64 MiB of it are in the page cache: the disk writes while the conversion reads,
+    and the same memory is used again. The flush at the end is short.
     """
     return io.BufferedWriter(_WrittenFile(path, mode))
 
@@ -39,7 +40,13 @@ class _WrittenFile(io.FileIO):
         if nbytes >= _STEP_BYTES:
             begin_write_back(self.fileno(), self._begun, nbytes)
             if self._previous is not None:
-                write_back(self.fileno(), self._previous)
+                _to_disk(self.fileno(), self._previous)
             self._previous = Extent(self._begun, nbytes)
             self._begun += nbytes
         return count
+
+
+def _to_disk(fd: int, extent: Extent) -> None:
+    """Wait until the disk has an extent, and drop it from the page cache."""
+    write_back(fd, extent)
+    os.posix_fadvise(fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
