@@ -7,11 +7,12 @@ import pickle
 import struct
 import sys
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import torch
 from typing_extensions import override
@@ -19,6 +20,7 @@ from typing_extensions import override
 from tierstore.convert.entries import Entry
 from tierstore.convert.pipeline import Piece, bytes_of
 from tierstore.convert.written_file import open_written
+from tierstore.threads import started_pool
 
 _ALIGNMENT_BYTES = 64
 _ZIP64_BYTES = 20  # Of an extra field that zipfile writes before ours.
@@ -48,12 +50,9 @@ def torch_file(
         archive.writestr("archive/data.pkl", stream.getvalue())
         archive.writestr("archive/byteorder", sys.byteorder)
         archive.writestr("archive/version", "3\n")
-        members = _Members(archive, entries)
-        try:
+        with _Members(file, archive, entries) as members:
             yield members.put
             members.finish(pickler.small)
-        finally:  # An archive with an open member cannot be closed.
-            members.close()
 
 
 class _Tensor(NamedTuple):
@@ -122,19 +121,36 @@ def _rebuilt(storage: _Storage, shape: tuple[int, ...]) -> Any:
 
 
 class _Members:
-    """Members of the archive, one for each tensor, aligned as torch.save aligns them."""
+    """Members of the archive, one for each tensor, aligned as torch.save aligns them.
 
-    def __init__(self, archive: zipfile.ZipFile, entries: Sequence[Entry]) -> None:
+    ``zipfile`` would compute the checksum of a piece before it writes the piece; here a thread does
+    so beside.
+
+    Args:
+        file: the file of the archive.
+        archive: the archive, to which members are added once they are whole.
+        entries: tensors that come in pieces.
+    """
+
+    def __init__(self, file: BinaryIO, archive: zipfile.ZipFile, entries: Sequence[Entry]) -> None:
+        self._file = file
         self._archive = archive
         self._entries = entries
         self._number = -1
-        self._member: Any = None
+        self._member: zipfile.ZipInfo | None = None
+        self._checksums = started_pool(1, "tierstore-convert-checksum")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._checksums.shutdown()
 
     def put(self, piece: Piece) -> None:
         """Append the next piece."""
         while self._number < 0 or self._entries[self._number] is not piece.entry:
             self._begin_next()
-        self._member.write(bytes_of(piece.tensor))
+        self._write(piece.tensor)
 
     def finish(self, small: Sequence[torch.Tensor]) -> None:
         """Write tensors without elements that are left, and the tensors in memory."""
@@ -143,20 +159,44 @@ class _Members:
         for tensor in small:
             self._begin_next()
             if tensor.nbytes:
-                self._member.write(bytes_of(tensor))
+                self._write(tensor)
+        self._end()
 
-    def close(self) -> None:
-        """Close the member that is open."""
-        if self._member is not None:
-            self._member.close()
+    def _write(self, tensor: torch.Tensor) -> None:
+        """Append elements to the member."""
+        assert self._member is not None
+        data = bytes_of(tensor)
+        crc = self._checksums.submit(zlib.crc32, data, self._member.CRC)
+        try:
+            self._file.write(data)
+        finally:  # The caller may overwrite the elements.
+            self._member.CRC = crc.result()
+        self._member.file_size += len(data)
 
     def _begin_next(self) -> None:
-        self.close()
+        """End the member, and begin the next one."""
+        self._end()
         self._number += 1
-        info = zipfile.ZipInfo(f"archive/data/{self._number}")
-        data = self._archive.start_dir + _HEADER_BYTES + len(info.filename) + _ZIP64_BYTES + 4
-        info.extra = struct.pack("<2sH", b"FB", -data % _ALIGNMENT_BYTES) + bytes(
+        member = zipfile.ZipInfo(f"archive/data/{self._number}")
+        member.header_offset = self._archive.start_dir
+        member.CRC = 0
+        data = member.header_offset + _HEADER_BYTES + len(member.filename) + _ZIP64_BYTES + 4
+        member.extra = struct.pack("<2sH", b"FB", -data % _ALIGNMENT_BYTES) + bytes(
             -data % _ALIGNMENT_BYTES
         )
-        # The sizes and the checksum are written when the member is closed.
-        self._member = self._archive.open(info, "w", force_zip64=True)
+        self._file.seek(member.header_offset)
+        self._file.write(member.FileHeader(zip64=True))
+        self._member = member
+
+    def _end(self) -> None:
+        """Write the header of the member anew, with its size and checksum."""
+        member = self._member
+        if member is None:
+            return
+        member.compress_size = member.file_size
+        self._archive.start_dir = self._file.tell()
+        self._file.seek(member.header_offset)
+        self._file.write(member.FileHeader(zip64=True))
+        self._archive.filelist.append(member)
+        self._archive.NameToInfo[member.filename] = member
+        self._member = None
