@@ -19,6 +19,7 @@ import tierstore
 from tests.support.conversions import no_trace
 from tests.support.published import assert_equal, tensors_in
 from tierstore.convert.convert import convert
+from tierstore.inspection.slices import Slices
 
 
 def trained(*, flat: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,7 +103,8 @@ def test_models_that_are_not_found_are_refused(place: Any, match: str, tmp_path:
 def test_whole_chunks_are_read_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DCP reads each chunk of a transposed tensor as a whole, whatever ``memory`` is."""
+    """DCP reads a chunk whose elements are in another form as a whole, whatever ``memory`` is."""
+    monkeypatch.setattr(Slices, "elements", lambda *arguments: None)
     tensor = torch.arange(20.0 * 2**20 / 4).view(1024, -1).t()
     save({"model": {"w": tensor, "v": tensor + 1}}, tmp_path / "in")
     real, reading, most = dcp.FileSystemReader.read_data, [], []
@@ -121,3 +123,17 @@ def test_whole_chunks_are_read_one_at_a_time(
     assert torch.equal(found["w"], tensor)
     assert torch.equal(found["v"], tensor + 1)
     assert max(most) == 1
+
+
+def test_transposed_tensors_are_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {
+        "matrix": torch.randn(300, 200).t(),
+        "permuted": torch.randn(2, 1, 3, 4).permute(2, 0, 3, 1),
+        "gaps": torch.randn(6, 8)[:, ::2].t(),
+    }
+    save({"model": tensors}, tmp_path / "in")
+    monkeypatch.delattr(dcp.FileSystemReader, "read_data")
+    convert(tmp_path / "in", tmp_path / "out.pt", to="torch")
+    assert_equal(torch.load(tmp_path / "out.pt")["model"], tensors)

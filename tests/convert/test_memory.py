@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.support.published import ROOT
 
@@ -116,13 +117,24 @@ def require_bounded(source: Path, formats: list[str], memory: int) -> None:
 
 
 @pytest.mark.long
-def test_anonymous_memory_with_a_transposed_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["transposed", "gaps", "transposed with gaps", "dcp"])
+def test_anonymous_memory_with_other_orders(kind: str, tmp_path: Path) -> None:
     """Each reader thread has at most 8 MiB of the order in the file, beside the pieces."""
-    torch.save({"w": torch.randn(7168, 8777).t()}, tmp_path / "in.pt")
-    arguments = [str(tmp_path / "in.pt"), str(tmp_path / "out.pt"), "torch", str(64 * 2**20)]
+    source = tmp_path / "in.pt"
+    if kind == "dcp":
+        tensor = torch.randn(7168, 8777).t()
+        dcp.save({"model": {"w": tensor}}, checkpoint_id=source, no_dist=True)
+    else:
+        tensor = torch.randn(7168, 8777) if kind == "transposed" else torch.randn(6000, 10000)
+        tensor = tensor[:, ::2] if "gaps" in kind else tensor
+        tensor = tensor.t() if "transposed" in kind else tensor
+        torch.save({"w": tensor}, source)
+    arguments = [str(source), str(tmp_path / "out.pt"), "torch", str(64 * 2**20)]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     before, most = map(int, done.stdout.split())
     assert most - before < (64 + 4 * 8 + 1) * 2**20
+    found = torch.load(tmp_path / "out.pt", mmap=True)["model"]["w"]
+    assert torch.equal(found, tensor)

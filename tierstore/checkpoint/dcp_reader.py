@@ -121,8 +121,9 @@ class StoredEntries:
     def read(self, parts: Sequence[Part]) -> None:
         """Read parts of stored chunks.
 
-        Only these parts are read, in pieces of at most PIECE_BYTES, if the elements are in
-        row-major order in the file; else DCP reads whole stored chunks, for one thread at a time.
+        Only these parts are read, in pieces of at most PIECE_BYTES, if the elements are in the file
+        as in memory, in any order of dimensions; else, as with a compressed chunk, DCP reads whole
+        stored chunks, for one thread at a time.
 
         Args:
             parts: from parts().
@@ -159,20 +160,26 @@ class StoredEntries:
             raise CorruptionError(f"{self.path}/{name}: {error}") from error
 
     def _read_part(self, file: File, item: ReadItem, target: torch.Tensor) -> bool:
-        """Read a part of a stored chunk; return False if its elements are not in order."""
+        """Read a part of a stored chunk; return False if its elements are in another form."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         assert item.storage_index.index is not None
         sizes, dtype = stored.chunks[item.storage_index.index].sizes, stored.properties.dtype
         info = self._metadata.storage_data[item.storage_index]
-        start = self._slices.elements_start(file, info, sizes, dtype)
-        if start is not None:
+        elements = self._slices.elements(file, info, sizes, dtype)
+        if elements is not None:
+            order = elements.order
             read_box(
-                file.read_data_into, start, dtype, sizes, item.storage_offsets, target.detach()
+                file.read_data_into,
+                elements.start,
+                dtype,
+                [sizes[dim] for dim in order],
+                [item.storage_offsets[dim] for dim in order],
+                target.detach().permute(order),
             )
         elif (checksums := file.reader.checksums.get(file.name)) is not None:
             checksums.need(info.offset, info.length)
-        return start is not None
+        return elements is not None
 
     def value(self, key: str) -> Any:
         """Return a whole tensor, or another value, of at most tagged_json.LIMIT_BYTES.

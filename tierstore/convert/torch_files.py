@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tierstore.checkpoint.dcp_reader import PIECE_BYTES
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.convert.contents import Contents, Group, Unnamed
 from tierstore.convert.conventions import RENAMED, standard_groups
@@ -22,7 +24,7 @@ from tierstore.convert.torch_names import Shape
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, Unread, read_torch_file
-from tierstore.layout.chunks import Chunk
+from tierstore.layout.chunks import Chunk, is_dense, storage_order
 from tierstore.layout.parameters import MASTER
 from tierstore.run import tagged_json
 from tierstore.run.sealed import body_errors, is_count, require
@@ -489,16 +491,11 @@ def tensor_entry(file: StoredFile, name: str, state: str, tensor: StoredTensor) 
             shape=tensor.shape,
             read=read_stored(tensor.dtype, tensor.parts),
         )
-    order = sorted(range(len(tensor.shape)), key=lambda dim: -tensor.strides[dim])
-    sizes = [tensor.shape[dim] for dim in order]  # As the elements are in the file.
-    dense = all(
-        size <= 1 or tensor.strides[dim] == math.prod(sizes[at + 1 :])
-        for at, (dim, size) in enumerate(zip(order, sizes, strict=True))
-    )
-    if dense or not math.prod(sizes):
+    order = storage_order(tensor.shape, tensor.strides)
+    if is_dense(tensor.shape, tensor.strides):
         read = _read_permuted(file, tensor, order)
     else:
-        read = _read_strided(file, name, tensor)
+        read = _read_strided(file, name, tensor, order)
     return Entry(parameter=name, state=state, dtype=tensor.dtype, shape=tensor.shape, read=read)
 
 
@@ -516,8 +513,11 @@ def _read_permuted(file: StoredFile, tensor: StoredTensor, order: Sequence[int])
     return read
 
 
-def _read_strided(file: StoredFile, name: str, tensor: StoredTensor) -> Read:
-    """Return the function that reads a tensor with gaps, such as each second column, as a whole."""
+def _read_strided(file: StoredFile, name: str, tensor: StoredTensor, order: Sequence[int]) -> Read:
+    """Return the function that reads a tensor with gaps, such as each second column.
+
+    The gaps are read, too, at most PIECE_BYTES at once.
+    """
     sizes = zip(tensor.shape, tensor.strides, strict=True)
     nbytes = (1 + sum((size - 1) * step for size, step in sizes)) * tensor.dtype.itemsize
     if nbytes > _STRIDED_BYTES_MAX:
@@ -525,11 +525,29 @@ def _read_strided(file: StoredFile, name: str, tensor: StoredTensor) -> Read:
             f"{name!r} is a tensor of {format_bytes(nbytes)} with gaps between its elements in "
             f"{file.path}: save tensor.contiguous()"
         )
+    strides = [tensor.strides[dim] for dim in order]
+    numel_max = PIECE_BYTES // tensor.dtype.itemsize
+
+    def fill(target: torch.Tensor, start: int) -> None:
+        """Fill a tensor in storage order, the first element of which is the start-th."""
+        steps = strides[len(strides) - target.ndim :]
+        numel = 1 + sum((n - 1) * step for n, step in zip(target.shape, steps, strict=True))
+        if numel > numel_max:
+            half = len(target) // 2
+            if half:
+                fill(target[:half], start)
+                fill(target[half:], start + half * steps[0])
+            else:
+                fill(target[0], start)
+            return
+        # A mapping of its own goes back to the system at once; malloc keeps what threads free.
+        buffer = mmap.mmap(-1, numel * tensor.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        file.read_into(memoryview(buffer), tensor.offset + start * tensor.dtype.itemsize)
+        data = torch.frombuffer(buffer, dtype=tensor.dtype)
+        target.copy_(data.as_strided(target.shape, steps))
 
     def read(chunk: Chunk, target: torch.Tensor) -> None:
-        numel = nbytes // tensor.dtype.itemsize
-        data = torch.empty(numel, dtype=tensor.dtype, device="cpu")
-        file.read_into(data.view(torch.uint8).numpy().data, tensor.offset)
-        target.copy_(chunk.select(data.as_strided(tensor.shape, tensor.strides)))
+        start = sum(n * step for n, step in zip(chunk.offsets, tensor.strides, strict=True))
+        fill(target.permute(tuple(order)), start)
 
     return read

@@ -22,7 +22,7 @@ from tierstore.errors import CorruptionError
 from tierstore.inspection.coverage import tiling_faults
 from tierstore.inspection.page_file import is_record
 from tierstore.inspection.reader import File, Reader
-from tierstore.layout.chunks import Chunk
+from tierstore.layout.chunks import Chunk, is_dense, storage_order
 from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,
     RECORD_DTYPES,
@@ -41,6 +41,15 @@ class _Expected(NamedTuple):
 
     sizes: tuple[int, ...]
     dtype: torch.dtype | None
+
+
+class Elements(NamedTuple):
+    """Where the elements of a tensor are in a file."""
+
+    start: int
+    """The first byte."""
+    order: tuple[int, ...]
+    """The dimensions in the order in which they are row-major in the file."""
 
 
 class _Slice(NamedTuple):
@@ -64,7 +73,7 @@ class Slices:
         self.metadata = metadata
         self._expected: dict[_Slice, dict[_Expected, str]] = defaultdict(dict)
         """Slice -> its expected contents -> the first key that needs the content."""
-        self._starts: dict[tuple[_Slice, _Expected], int | None] = {}
+        self._elements_of: dict[tuple[_Slice, _Expected], Elements | None] = {}
         self._unread = 0
         self._transformed = 0
         for key, item in metadata.state_dict_metadata.items():
@@ -107,15 +116,15 @@ class Slices:
                 "extent was checked"
             )
 
-    def elements_start(
+    def elements(
         self, file: File, info: _StorageInfo, sizes: Sequence[int], dtype: torch.dtype
-    ) -> int | None:
-        """Return the byte of a file at which the elements of a stored tensor begin.
+    ) -> Elements | None:
+        """Return where in a file the elements of a stored tensor are.
 
         Slices that check() did not read are checked now, once, except their data.
 
         Returns:
-            None where the elements are not in row-major order as they are in memory.
+            None where the elements are not in the file as they are in memory.
 
         Raises:
             CorruptionError: the slice is not whole.
@@ -124,10 +133,10 @@ class Slices:
             return None
         piece = _Slice(file.name, info.offset, info.length)
         expected = _Expected(tuple(sizes), dtype)
-        if (piece, expected) not in self._starts:
-            start = _elements_start(file, piece, expected, whole=False)
-            self._starts[piece, expected] = start
-        return self._starts[piece, expected]
+        if (piece, expected) not in self._elements_of:
+            found = _elements(file, piece, expected, whole=False)
+            self._elements_of[piece, expected] = found
+        return self._elements_of[piece, expected]
 
     def _add_tensor(self, key: str, item: TensorStorageMetadata) -> None:
         chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
@@ -161,8 +170,8 @@ class Slices:
             return
         for expected, key in contents.items():
             try:
-                start = _elements_start(file, piece, expected, whole)
-                self._starts[piece, expected] = start
+                found = _elements(file, piece, expected, whole)
+                self._elements_of[piece, expected] = found
             except CorruptionError as error:
                 if isinstance(error, _UnknownClassError) and expected.dtype is None:
                     self._unread += 1
@@ -184,8 +193,8 @@ def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
     )
 
 
-def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool) -> int | None:
-    """Return where in the file the elements of a tensor begin, as elements_start() does.
+def _elements(file: File, piece: _Slice, expected: _Expected, whole: bool) -> Elements | None:
+    """Return where in the file the elements of a tensor are, as elements() does.
 
     Returns:
         None for an object, too.
@@ -194,7 +203,8 @@ def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool)
         CorruptionError: the slice does not hold the expected content.
     """
     if _is_page_record(file, piece, expected):
-        return piece.offset + RECORD_PREFIX_BYTES
+        order = tuple(range(len(expected.sizes)))
+        return Elements(piece.offset + RECORD_PREFIX_BYTES, order)
     tensor, data_nbytes, start = _load(file, piece, whole)
     if expected.dtype is None:
         return None
@@ -207,7 +217,9 @@ def _elements_start(file: File, piece: _Slice, expected: _Expected, whole: bool)
         )
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() != data_nbytes:
         raise CorruptionError(f"has {data_nbytes} bytes of data, which do not fit the tensor")
-    return start if tensor.is_contiguous() and tensor.storage_offset() == 0 else None
+    if start is None or tensor.storage_offset() or not is_dense(tensor.shape, tensor.stride()):
+        return None
+    return Elements(start, tuple(storage_order(tensor.shape, tensor.stride())))
 
 
 class _UnknownClassError(CorruptionError):

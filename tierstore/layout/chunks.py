@@ -52,6 +52,21 @@ class Chunk:
         return tensor
 
 
+def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Return the dimensions of a strided tensor from the outermost in memory to the innermost."""
+    return sorted(range(len(shape)), key=lambda dim: -strides[dim])
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a strided tensor is, in its storage order, row-major without gaps."""
+    order = storage_order(shape, strides)
+    sizes = [shape[dim] for dim in order]
+    return not math.prod(sizes) or all(
+        size <= 1 or strides[dim] == math.prod(sizes[at + 1 :])
+        for at, (dim, size) in enumerate(zip(order, sizes, strict=True))
+    )
+
+
 def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:
     """Return the elements [start, stop) of the row-major order as chunks, in that order.
 
