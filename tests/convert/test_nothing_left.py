@@ -185,7 +185,9 @@ def test_full_disk_is_told_before_the_first_byte(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        destination_module.os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=1000)
+        destination_module.os,
+        "statvfs",
+        lambda path: SimpleNamespace(f_blocks=1, f_bavail=3, f_frsize=1000),
     )
     monkeypatch.setattr(module, "temporary_directory", None)  # Is not called.
     with no_trace(tmp_path):
