@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 import tierstore
 from muon.optimizer import Muon
+from muon.rates import rates
 
 
 def paged_groups(groups: Iterable[Mapping[str, Any]], **options: Any) -> list[tierstore.PagedGroup]:
@@ -34,3 +35,13 @@ def _without_values(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, p in group["params"]
     ]
     return {**group, "params": params}
+
+
+class MuonPlan:
+    """The entry point ``muon`` of the group ``tierstore.optimizers``."""
+
+    def rates(
+        self, device: torch.device
+    ) -> Iterator[tuple[tuple[int, int, int], str, list[float]]]:
+        """Measure Newton-Schulz on a device; see ``muon.rates.rates``."""
+        return rates(device)

@@ -24,7 +24,7 @@ LEVELS = (
     "layout storage ranks",
     "run testing",
     "paging inspection",
-    "checkpoint",
+    "checkpoint probe",
     "convert plan store",
     "cli",
     "__main__",

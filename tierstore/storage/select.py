@@ -44,7 +44,7 @@ _ENGINES = {
 _DIRECTORY_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EIO}
 )
-_PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}\.tmp")
+_PROBE_NAME = re.compile(r"probe-[0-9a-f]{16}(\.tmp){1,2}")
 
 
 class _EngineError(Exception):
@@ -69,13 +69,30 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
         ThreadError: the engine needs threads, and the system starts none.
         ValueError: unknown engine.
     """
+    storage, reasons = choose_storage(directory, engine)
+    name = storage.engine
+    if reasons:
+        _log.warning("%s: engine %s, because %s", directory, name, "; ".join(reasons))
+    elif engine == "auto":
+        _log.info("%s: engine %s, a write and read-back succeeded", directory, name)
+    else:
+        _log.info("%s: engine %s, as asked for", directory, name)
+    return storage
+
+
+def choose_storage(directory: Path, engine: str = "auto") -> tuple[Storage, list[str]]:
+    """Open a storage as open_storage() does, and log nothing.
+
+    Returns:
+        The storage, and the reason why each engine of higher preference does not work there.
+    """
     if engine not in ("auto", *_ENGINES):
         choices = ", ".join(repr(choice) for choice in ("auto", *_ENGINES))
         raise ValueError(f"engine must be one of {choices}, got {engine!r}")
     reasons: list[str] = []
     for name in _ENGINES if engine == "auto" else [engine]:
         try:
-            storage = _open_probed(directory, name)
+            return _open_probed(directory, name), reasons
         except _EngineError as error:
             if engine != "auto":
                 raise RunDirectoryError(
@@ -83,14 +100,6 @@ def open_storage(directory: Path, engine: str = "auto") -> Storage:
                     "use engine='auto' to take another one"
                 ) from error
             reasons.append(f"{name} does not work here: {error}")
-            continue
-        if reasons:
-            _log.warning("%s: engine %s, because %s", directory, name, "; ".join(reasons))
-        elif engine == "auto":
-            _log.info("%s: engine %s, a write and read-back succeeded", directory, name)
-        else:
-            _log.info("%s: engine %s, as asked for", directory, name)
-        return storage
     raise RunDirectoryError(f"no engine works in {directory}: {'; '.join(reasons)}")
 
 
