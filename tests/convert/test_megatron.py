@@ -58,8 +58,9 @@ def test_torch_dist(muon: bool, experts: bool, tmp_path: Path) -> None:
     truth = Truth(muon=muon, experts=experts)
     write_torch_dist(tmp_path / "in", truth)
     conversion = converted(tmp_path / "in", tmp_path / "out", truth)
-    (note,) = conversion.notes
+    note, order = conversion.notes
     assert "does not save which parameters a param group has" in note
+    assert "the order of the parameters" in order
     assert [line.split(" is not carried")[0] for line in conversion.lost] == [
         "'rng_state'",
         "'args'",
@@ -92,7 +93,8 @@ def test_fsdp_dtensor(muon: bool, experts: bool, tmp_path: Path) -> None:
     truth = Truth(muon=muon, experts=experts)
     folder = write_fsdp_dtensor(tmp_path / "in", truth, swiglu=not muon)
     conversion = converted(tmp_path / "in", tmp_path / "out", truth)
-    assert conversion.notes == []
+    (order,) = conversion.notes
+    assert "the order of the parameters" in order
     assert [line.split(" is not carried")[0] for line in conversion.lost] == [
         "'args'",
         "'opt_param_scheduler'",
@@ -100,6 +102,26 @@ def test_fsdp_dtensor(muon: bool, experts: bool, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "anywhere")
     convert(tmp_path / "anywhere", tmp_path / "again", to="dcp", from_="megatron")
     assert_equal(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda root, truth: write_torch_dist(root, truth),
+        lambda root, truth: write_torch_dist(root, truth, stack=False, halves=True),
+        lambda root, truth: write_fsdp_dtensor(root, truth),
+    ],
+)
+def test_parameters_of_groups_are_in_the_order_of_layers(
+    write: Callable[[Path, Truth], Path], tmp_path: Path
+) -> None:
+    truth = Truth(muon=True)
+    write(tmp_path / "in", truth)
+    convert(tmp_path / "in", tmp_path / "out.pt", to="torch")
+    for group in torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["param_groups"]:
+        names = group["param_names"]
+        layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+        assert layers == sorted(layers)
 
 
 @pytest.mark.long

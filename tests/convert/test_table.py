@@ -296,13 +296,6 @@ def megatron(folder: Path, *, muon_: bool) -> Source:
         }
         for name in truth.masters
     }
-    # The layers of a stack follow each other, and halves that are joined come last.
-    stacks = [re.sub(r"\.\d+\.", ".", name) for name in truth.masters]
-    order = {
-        name: stacks.index(stack) if muon_ else "linear_fc1" in name
-        for name, stack in zip(truth.masters, stacks, strict=True)
-    }
-    groups = {name: groups[name] for name in sorted(groups, key=order.__getitem__)}
     held = Held(tensors=truth.expected(), groups=groups, step=ITERATION)
     return Source(
         paths=folder / "in",

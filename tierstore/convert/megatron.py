@@ -36,6 +36,11 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _CONFIG = "metadata.json"
 _COMMON_FILE, _COMMON_KEY = "common.pt", "common_state/shard_0_1"
 _ITERATION = re.compile(r"iter_\d{7,}")
+_ORDER_NOTE = (
+    "Megatron does not save the order of the parameters in the model: groups have that of the "
+    "files, by layer. What loads an optimizer by position, as torch.optim does, needs the order "
+    "of param_names"
+)
 _SAVE_AGAIN = "save again with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
 
 # Of "torch_dist": the state of a parameter, and a bucket, which belongs to no parameter.
@@ -47,6 +52,7 @@ _EXTRA_STATE = "_extra_state"
 
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _STACKED_LAYERS = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
+_LAYER = re.compile(r"(.*?\blayers)\.(\d+)\.(.+)")
 _STACKED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.experts\.(linear_fc[12]\.(?:weight|bias))")
 _FUSED_PART = re.compile(r".+\.(?:weight|bias)\.\w+")
 _EXPERT = re.compile(r".+\.mlp\.experts\..+")
@@ -413,7 +419,12 @@ def _as_in_the_model(entries: Sequence[Entry]) -> Iterator[Entry]:
     for entry in entries:
         half = _HALF.fullmatch(entry.parameter)
         if half:
-            halves[half[1], entry.state][half[2]] = entry
+            found = halves[half[1], entry.state]
+            found[half[2]] = entry
+            if found.keys() == {"w", "v"}:
+                del halves[half[1], entry.state]
+                joined = replace(_joined(found["w"], found["v"]), parameter=half[1])
+                yield from _as_in_the_model([joined])
             continue
         if _FUSED_PART.fullmatch(entry.parameter):
             raise CheckpointError(
@@ -422,14 +433,11 @@ def _as_in_the_model(entries: Sequence[Entry]) -> Iterator[Entry]:
             )
         for layer in _apart(entry, _STACKED_LAYERS, "{0}.{index}.{1}"):
             yield from _apart(layer, _STACKED_EXPERTS, "{0}.{1}{index}")
-    for (name, state), found in halves.items():
-        if found.keys() != {"w", "v"}:
-            (only,) = found.values()
-            raise CheckpointError(
-                f"{state} of {only.parameter!r} is one half of a SwiGLU, and the other is missing"
-            )
-        joined = replace(_joined(found["w"], found["v"]), parameter=name)
-        yield from _as_in_the_model([joined])
+    for (_, state), found in halves.items():
+        (only,) = found.values()
+        raise CheckpointError(
+            f"{state} of {only.parameter!r} is one half of a SwiGLU, and the other is missing"
+        )
 
 
 def _apart(entry: Entry, pattern: re.Pattern[str], name: str) -> Iterator[Entry]:
@@ -482,7 +490,7 @@ def _paired(
     Raises:
         CheckpointError: a state is of no weight, or of another shape.
     """
-    weights = {entry.parameter: entry for entry in _as_in_the_model(model)}
+    weights = _by_layer({entry.parameter: entry for entry in _as_in_the_model(model)})
     found: list[Entry] = []
     dtypes: dict[str, torch.dtype] = {}
     for entry in states:
@@ -502,6 +510,21 @@ def _paired(
             if weight.dtype != entry.dtype:
                 dtypes[entry.parameter] = weight.dtype
     return weights, found, dtypes
+
+
+def _by_layer(weights: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return weights in the order of the files, but those of a stack of layers by layer."""
+    first: dict[str, int] = {}
+    keys: dict[str, tuple[int, int, int]] = {}
+    for number, name in enumerate(weights):
+        layer = _LAYER.fullmatch(name)
+        if layer is None:
+            keys[name] = (number, 0, 0)
+            continue
+        stack, index, rest = layer.groups()
+        place = first.setdefault(stack, number)
+        keys[name] = (place, int(index), first.setdefault(f"{stack}.{rest}", number))
+    return {name: weights[name] for name in sorted(weights, key=lambda name: keys[name])}
 
 
 # ------------------------------------------------------------------------------- results
@@ -559,7 +582,7 @@ def _contents(
         scalars=scalars,
         dtypes=dtypes,
         step=iteration,
-        notes=notes,
+        notes=[*notes, _ORDER_NOTE],
         lost=list(_lost(others)),
     )
 
