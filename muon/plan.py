@@ -1,4 +1,4 @@
-"""What a plan of a run asks this optimizer; see ``tierstore.plan``."""
+"""Answers of this optimizer to plans of runs; see ``tierstore.plan``."""
 
 from __future__ import annotations
 

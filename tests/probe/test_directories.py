@@ -1,4 +1,4 @@
-"""Directories: figures beside the kernel's counters and a plain write, and nothing left."""
+"""Directories: figures beside the kernel's counters and the clock, and nothing left."""
 
 from __future__ import annotations
 

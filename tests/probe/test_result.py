@@ -135,7 +135,7 @@ def test_garbage_is_refused(text: str | bytes) -> None:
 @given(st.sampled_from(places(json.loads(PROBE.to_json()))), JSON)
 @settings(max_examples=300, deadline=None)
 def test_a_changed_value_is_refused_or_kept(way: tuple[Any, ...], value: Any) -> None:
-    """What is accepted is written as it was read: nothing is dropped, nothing has another type."""
+    """Accepted values are written as they were read: none is dropped, none has another type."""
     text = changed(way, value)
     try:
         probe = Probe.from_json(text)

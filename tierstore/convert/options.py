@@ -17,7 +17,7 @@ class Reading:
     """How a source is read."""
 
     check: bool = True
-    """Whether data is compared with the checksums that the source has.
+    """True to compare data with the checksums that the source has.
 
     The structure is checked in any case."""
     on_progress: Callable[[int, int], None] | None = None
@@ -26,7 +26,7 @@ class Reading:
     """Whether the optimizer is wanted. If not, a reader may leave out the states, and what it would
     refuse of them."""
     wrapped: bool = True
-    """Whether names may have prefixes of wrappers; in a new destination they have none."""
+    """False if names have no prefixes of wrappers, as in a new destination."""
     _readers: list[Reader] = field(default_factory=list, init=False)
 
     def reader(self, root: Path) -> Reader:

@@ -44,7 +44,7 @@ class _Expected(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Where the elements of a tensor are in a file."""
+    """Place of the elements of a tensor in a file."""
 
     start: int
     """The first byte."""

@@ -79,7 +79,7 @@ def parse_drives(text: str) -> Drives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wear:
-    """What a run does to the drives of one node."""
+    """Wear of the drives of one node under a run."""
 
     bytes_per_day: float
     """Bytes written to all drives of the node in a day."""

@@ -54,12 +54,9 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What the run takes of one rank, in bytes. All parameters have gradients in every step."""
+    """Bytes that a run takes of one rank. All parameters have gradients in every step."""
 
-    rank: int
     options: StoreOptions
-    subgroups: Sequence[SharedSubgroup] = field(repr=False)
-    """The subgroups of all ranks, in order."""
     layouts: Sequence[PageLayout] = field(repr=False)
     """The layout of the rank's page of each subgroup; some may be empty."""
     placement: Placement = field(repr=False)
@@ -149,9 +146,7 @@ def footprint_of(
         count, nbytes = placement.staging(sizes, window)
         device_bytes += count * nbytes
     return Footprint(
-        rank=rank,
         options=options,
-        subgroups=subgroups,
         layouts=layouts,
         placement=placement,
         host_bytes=mirrors + placement.host_bytes(sizes),

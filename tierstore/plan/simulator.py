@@ -17,7 +17,7 @@ from tierstore.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWork:
-    """What one page costs in a step."""
+    """Cost of one page in a step."""
 
     read_bytes: int
     """Bytes read before the page is stepped; 0 for a page that rests in memory."""
