@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ def plan_pages(
         group = groups[subgroup.group]
         is_muon = group["algorithm"] == "muon"
         shards = [shard for shard in subgroup.shards if is_muon and shard.spec.name in present]
-        pages.append([_shared_matrix(shard, known) for shard in shards])
+        pages.append([shared_matrix(shard, known) for shard in shards])
         itemsizes.append(group["ns_dtype"].itemsize if is_muon else 0)
         names += [shard.spec.name for shard in shards]
     matrices = list(itertools.chain.from_iterable(pages))
@@ -87,14 +88,14 @@ def plan_pages(
     ]
 
 
-def _shared_matrix(
-    shard: tierstore.SharedShard, known: dict[tuple[Any, ...], SharedMatrix]
-) -> SharedMatrix:
+def shared_matrix(shard: tierstore.SharedShard, known: dict[Any, SharedMatrix]) -> SharedMatrix:
     """Return how a matrix is cut over ranks; matrices that are cut alike share one object."""
-    rows, columns = shard.spec.shape
-    chunks = tuple(tuple(part) for part in shard.chunks)
-    key = rows, columns, chunks
+    # Chunks of all ranks take long to list, so the key is what they follow from: all but the name.
+    nameless = replace(shard.parameter, spec=replace(shard.spec, name=""))
+    key = replace(shard, parameter=nameless)
     if key not in known:
+        rows, columns = shard.spec.shape
+        chunks = tuple(tuple(part) for part in shard.chunks)
         known[key] = SharedMatrix(shape=(rows, columns), chunks=chunks)
     return known[key]
 

@@ -203,6 +203,44 @@ def test_one_rank_has_all_of_each_subgroup(
             ]
 
 
+@given(groups())
+@settings(deadline=None)
+def test_ranges_cover_what_ranks_own_of_sharded_parameters(
+    case: tuple[int, list[SharedParameter]],
+) -> None:
+    world_size, parameters = case
+    subgroups = partition_ranks(0, parameters, PAGE_BYTES, world_size)
+    for parameter in parameters:
+        holding, shape = parameter.holding, parameter.spec.shape
+        if holding.is_whole:
+            continue
+        ranges = [s.ranges for each in subgroups for s in each.shards if s.parameter == parameter]
+        numels = [
+            sum(chunk.whole.numel for chunk in holding.owned(shape, rank))
+            for rank in range(world_size)
+        ]
+        for rank, numel in enumerate(numels if ranges else ()):
+            bounds = [each[rank] for each in ranges]
+            assert bounds[0][0] == 0
+            assert all(first[1] == second[0] for first, second in itertools.pairwise(bounds))
+            assert bounds[-1][1] == numel
+
+
+def test_meshes_have_some_of_the_ranks_in_any_order() -> None:
+    rows = Sharding(mesh_shape=(2,), placements=(Sharded(dim=0),))
+    parameters = [
+        make_parameter(f"w{ranks}", (3, 2), Holding(ranks=ranks, sharding=rows))
+        for ranks in ((0, 2), (2, 0), (3, 1), (3, 1))
+    ]
+    (subgroup,) = partition_ranks(0, parameters, 2**20, 4)
+    assert [shard.ranges for shard in subgroup.shards] == [
+        ((0, 4), (0, 0), (0, 2), (0, 0)),
+        ((0, 2), (0, 0), (0, 4), (0, 0)),
+        ((0, 0), (0, 2), (0, 0), (0, 4)),
+        ((0, 0), (0, 2), (0, 0), (0, 4)),
+    ]
+
+
 def test_flat_gives_each_rank_an_equal_range_of_every_subgroup() -> None:
     parameters = [
         make_parameter(f"w{index}", (5, 7), whole_on(range(3)), flat=True) for index in range(6)

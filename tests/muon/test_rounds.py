@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muon import newton_schulz
-from muon.rounds import SharedMatrix, assign_owners, memory_needed, plan_rounds
+from muon.pipeline import plan_pages
+from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
+from tests.layout.test_ownership import PAGE_BYTES, groups, make_parameter
 from tests.support.tilings import any_matrix, by_flat_ranges, by_rows
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.ownership import SharedParameter, SharedSubgroup, partition_ranks
+from tierstore.layout.sharding import HeldChunk, whole_on
+from tierstore.layout.written import WrittenShard
 
 world_sizes = st.integers(1, 6)
 randoms = st.randoms(use_true_random=False)
@@ -227,3 +234,61 @@ def test_one_rank_exchanges_nothing() -> None:
     matrices = [by_rows((4, 4), 1), by_flat_ranges((3, 5), [])]
     owners, _ = assign_owners(matrices, [0])
     assert plan_rounds(matrices, owners, bytes_max=0, itemsize=4) == []
+
+
+# ---------------------------------------------------------------------------- pages
+
+
+def rounds_of(subgroups: list[SharedSubgroup], world_size: int) -> list[list[Round]]:
+    return plan_pages(
+        subgroups,
+        [{"algorithm": "muon", "ns_dtype": torch.bfloat16}],
+        frozenset(shard.spec.name for each in subgroups for shard in each.shards),
+        world_size=world_size,
+        gather_memory=2**30,
+    )
+
+
+@settings(deadline=None)
+@given(groups())
+def test_pages_exchange_the_chunks_of_their_shards(
+    drawn: tuple[int, list[SharedParameter]],
+) -> None:
+    """Also of those that are cut like one before."""
+    world_size, parameters = drawn
+    layers = [
+        replace(p, spec=replace(p.spec, name=f"{layer}.{p.spec.name}", elementwise=False))
+        for layer in range(2)
+        for p in parameters
+    ]
+    subgroups = partition_ranks(0, layers, PAGE_BYTES, world_size)
+    for subgroup, rounds in zip(subgroups, rounds_of(subgroups, world_size), strict=True):
+        found = {index: matrix for each in rounds for index, matrix in each.matrices.items()}
+        chunks = [tuple(map(tuple, shard.chunks)) for shard in subgroup.shards]
+        is_exchanged = [sum(map(bool, ranks)) > 1 for ranks in chunks]
+        assert list(found) == [index for index, is_shared in enumerate(is_exchanged) if is_shared]
+        for index, matrix in found.items():
+            assert matrix.shape == subgroup.shards[index].spec.shape
+            assert matrix.chunks == chunks[index]
+
+
+def test_written_shards_of_equal_ranges_may_have_other_chunks() -> None:
+    halves = [Chunk((row, 0), (2, 4)) for row in (0, 2)]
+    first, second = (HeldChunk(whole=half, local=half) for half in halves)
+    shards = tuple(
+        WrittenShard(
+            parameter=make_parameter(name, (4, 4), whole_on(range(2))),
+            ranges=((0, 8), (0, 8)),
+            written=written,
+        )
+        for name, written in {
+            "a": ((first,), (second,)),
+            "b": ((second,), (first,)),
+            "c": ((first,), (second,)),
+        }.items()
+    )
+    ((round_,),) = rounds_of([SharedSubgroup(group=0, shards=shards)], 2)
+    a, b, c = round_.matrices.values()
+    assert a.chunks == ((halves[0],), (halves[1],))
+    assert b.chunks == ((halves[1],), (halves[0],))
+    assert c is a

@@ -6,6 +6,7 @@ in all. Specs and holdings alone decide, so every rank knows the parts of all ra
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ class SharedShard:
 
     parameter: SharedParameter
 
-    ranges: Sequence[tuple[int, int]]
+    ranges: tuple[tuple[int, int], ...]
     """Rank -> its elements [start, stop). They count the elements that the rank owns of the
     parameter or, if ranks hold it whole, the elements of the parameter."""
 
@@ -142,8 +143,8 @@ def partition_ranks(
     for pieces in pages:
         ranges = _ranges(parameters, pieces, owners, world_size)
         shards = (
-            SharedShard(parameter=parameters[piece.parameter], ranges=rank_ranges)
-            for piece, rank_ranges in zip(pieces, ranges, strict=True)
+            SharedShard(parameter=parameters[piece.parameter], ranges=ranges[piece])
+            for piece in pieces
         )
         subgroups.append(SharedSubgroup(group=group, shards=tuple(shards)))
     return subgroups
@@ -186,9 +187,11 @@ def _elements(parameter: SharedParameter) -> Elements:
         is_divided = parameter.flat or not spec.elementwise
         ranks = len(holding.ranks) if is_divided else 1
         return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
-    most = max(holding.ranks, key=lambda rank: _owned_numel(parameter, rank))
-    local = replace(spec, shape=holding.local_shape(spec.shape, most))
-    return Elements(parameter=local, numel=_owned_numel(parameter, most))
+    numels = holding.owned_numels(spec.shape)
+    most = max(numels)
+    rank = holding.ranks[numels.index(most)]
+    local = replace(spec, shape=holding.local_shape(spec.shape, rank))
+    return Elements(parameter=local, numel=most)
 
 
 def _ranges(
@@ -196,7 +199,7 @@ def _ranges(
     pieces: Sequence[Piece],
     owners: Mapping[Piece, int],
     world_size: int,
-) -> list[list[tuple[int, int]]]:
+) -> dict[Piece, tuple[tuple[int, int], ...]]:
     """Return the range that each rank owns, for each piece of a subgroup.
 
     Args:
@@ -205,25 +208,42 @@ def _ranges(
         owners: the owner of each piece that one rank owns whole.
         world_size: number of ranks.
     """
-    ranges = [[(0, 0)] * world_size for _ in pieces]
-    flat: dict[tuple[int, ...], list[tuple[Piece, list[tuple[int, int]]]]] = {}
-    for piece, rank_ranges in zip(pieces, ranges, strict=True):
+    ranges: dict[Piece, tuple[tuple[int, int], ...]] = {}
+    flat: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
         parameter = parameters[piece.parameter]
-        holding = parameter.holding
+        holding, start, stop = parameter.holding, piece.start, piece.stop
         if piece in owners:
-            rank_ranges[owners[piece]] = piece.start, piece.stop
+            ranges[piece] = _rank_ranges([owners[piece]], [(start, stop)], world_size)
         elif holding.is_whole:
-            flat.setdefault(holding.ranks, []).append((piece, rank_ranges))
+            flat.setdefault(holding.ranks, []).append(piece)
         else:
-            for rank in holding.ranks:
-                numel = _owned_numel(parameter, rank)
-                rank_ranges[rank] = min(piece.start, numel), min(piece.stop, numel)
+            ranges[piece] = _sharded_ranges(holding, parameter.spec.shape, start, stop, world_size)
     for ranks, members in flat.items():
-        owned = flat_ranges([piece.numel for piece, _ in members], len(ranks))
-        for (piece, rank_ranges), parts in zip(members, owned, strict=True):
-            for rank, (start, stop) in zip(ranks, parts, strict=True):
-                rank_ranges[rank] = piece.start + start, piece.start + stop
+        owned = flat_ranges([piece.numel for piece in members], len(ranks))
+        for piece, parts in zip(members, owned, strict=True):
+            moved = [(piece.start + start, piece.start + stop) for start, stop in parts]
+            ranges[piece] = _rank_ranges(ranks, moved, world_size)
     return ranges
+
+
+@functools.lru_cache(maxsize=2**8)  # The layers of a model are cut alike.
+def _sharded_ranges(
+    holding: Holding, shape: tuple[int, ...], start: int, stop: int, world_size: int
+) -> tuple[tuple[int, int], ...]:
+    numels = holding.owned_numels(shape)
+    ranges = [(min(start, numel), min(stop, numel)) for numel in numels]
+    return _rank_ranges(holding.ranks, ranges, world_size)
+
+
+def _rank_ranges(
+    ranks: Sequence[int], ranges: Sequence[tuple[int, int]], world_size: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the range of every rank, (0, 0) for those that have none."""
+    found = [(0, 0)] * world_size
+    for rank, each in zip(ranks, ranges, strict=True):
+        found[rank] = each
+    return tuple(found)
 
 
 def _cost(parameter: SharedParameter, numel: int) -> int:
@@ -250,11 +270,6 @@ def _parts(
 def _moved(part: Chunk, outer: Chunk) -> Chunk:
     offsets = (a + b for a, b in zip(part.offsets, outer.offsets, strict=True))
     return Chunk(tuple(offsets), part.sizes)
-
-
-def _owned_numel(parameter: SharedParameter, rank: int) -> int:
-    owned = parameter.holding.owned(parameter.spec.shape, rank)
-    return sum(chunk.whole.numel for chunk in owned)
 
 
 def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[int], list[int]]:

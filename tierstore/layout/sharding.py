@@ -267,6 +267,10 @@ class Holding:
             return ()
         return _owned(shape, self.sharding, self._coordinate(rank))
 
+    def owned_numels(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of elements that each of ``ranks`` owns, in their order."""
+        return _owned_numels(shape, self.sharding)
+
     def replicas(self) -> Iterator[tuple[int, ...]]:
         """Yield every set of two or more ranks that hold the same elements."""
         mesh_shape, placements = self.sharding.mesh_shape, self.sharding.placements
@@ -287,6 +291,15 @@ def _owned(
     shape: tuple[int, ...], sharding: Sharding, coordinate: tuple[int, ...]
 ) -> Sequence[HeldChunk]:
     return owned_chunks(shape, sharding, coordinate)
+
+
+@functools.lru_cache(maxsize=2**10)
+def _owned_numels(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+    coordinates = np.ndindex(sharding.mesh_shape)
+    return tuple(
+        sum(chunk.whole.numel for chunk in _owned(shape, sharding, coordinate))
+        for coordinate in coordinates
+    )
 
 
 def whole_on(ranks: Sequence[int]) -> Holding:

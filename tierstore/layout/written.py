@@ -23,7 +23,7 @@ from tierstore.layout.subgroups import Subgroup
 class WrittenShard(SharedShard):
     """A shard whose chunks were read from layout files. A range counts owned elements."""
 
-    written: Sequence[tuple[HeldChunk, ...]]
+    written: tuple[tuple[HeldChunk, ...], ...]
     """Rank -> the chunks that it owns."""
 
     @override
@@ -124,19 +124,15 @@ def _merged(
     names = {name for name, _ in chunks}
     shards = []
     for parameter in (parameter for name, parameter in parameters.items() if name in names):
-        written = [
+        written = tuple(
             tuple(
                 _held(parameter, rank, chunk)
                 for chunk in chunks.get((parameter.spec.name, rank), ())
             )
             for rank in range(world_size)
-        ]
-        numels = [sum(held.whole.numel for held in owned) for owned in written]
-        shards.append(
-            WrittenShard(
-                parameter=parameter, ranges=[(0, numel) for numel in numels], written=written
-            )
         )
+        ranges = tuple((0, sum(held.whole.numel for held in owned)) for owned in written)
+        shards.append(WrittenShard(parameter=parameter, ranges=ranges, written=written))
     numbers = [pages[rank][0] if rank in pages else None for rank in range(world_size)]
     return WrittenSubgroup(shared=SharedSubgroup(group=group, shards=tuple(shards)), pages=numbers)
 
