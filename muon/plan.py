@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import tierstore
+from muon import newton_schulz
 from muon.optimizer import Muon
-from muon.rates import rates
+from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrix
+from muon.rates import ADAMW, MUON, NEWTON_SCHULZ, Work, operations, rates
+from muon.rounds import Round, SharedMatrix, memory_needed
+from muon.routing import param_groups
+
+# Arguments of Muon() that a plan may change, which is to say those that change it.
+_OPTIONS = ("momentum_dtype", "ns_dtype", "ns_batched", "gather_memory", "partition")
 
 
 def paged_groups(groups: Iterable[Mapping[str, Any]], **options: Any) -> list[tierstore.PagedGroup]:
@@ -24,24 +32,174 @@ def paged_groups(groups: Iterable[Mapping[str, Any]], **options: Any) -> list[ti
     Raises:
         ValueError, TypeError: as the constructor of ``Muon``.
     """
-    optimizer = Muon([_without_values(group) for group in groups], **options)
-    return optimizer.paged_groups()
+    return _without_values(groups, options).paged_groups()
 
 
-def _without_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group whose parameters are tensors of one element, expanded to their shapes."""
-    params = [
-        (name, nn.Parameter(torch.zeros((), dtype=p.dtype, device="cpu").expand(p.shape)))
-        for name, p in group["params"]
-    ]
-    return {**group, "params": params}
+def _without_values(groups: Iterable[Mapping[str, Any]], options: Mapping[str, Any]) -> Muon:
+    """Return an optimizer of tensors of one element, expanded to the shapes of parameters."""
+    expanded = []
+    for group in groups:
+        params = [
+            (name, nn.Parameter(torch.zeros((), dtype=p.dtype, device="cpu").expand(p.shape)))
+            for name, p in group["params"]
+        ]
+        expanded.append({**group, "params": params})
+    return Muon(expanded, **options)
 
 
 class MuonPlan:
     """The entry point ``muon`` of the group ``tierstore.optimizers``."""
 
-    def rates(
-        self, device: torch.device
-    ) -> Iterator[tuple[tuple[int, int, int], str, list[float]]]:
-        """Measure Newton-Schulz on a device; see ``muon.rates.rates``."""
+    algorithms = ("muon", "adamw")
+
+    def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
+        """Measure what Muon computes on a device; see ``muon.rates.rates``."""
         return rates(device)
+
+    def operations(self, work: Work) -> tuple[float, float]:
+        """Return floating-point operations and bytes of memory; see ``muon.rates.operations``."""
+        return operations(work)
+
+    def plan(
+        self, model: nn.Module, algorithm: str, *, on_gpu: bool, options: Mapping[str, Any]
+    ) -> PlannedMuon:
+        """Return Muon for a model on the meta device.
+
+        Args:
+            model: the model.
+            algorithm: "muon", with AdamW where ``param_groups()`` puts it, or "adamw" for all
+                parameters.
+            on_gpu: whether steps are computed on a GPU, where small matrices are batched.
+            options: some of the arguments of ``Muon``: momentum_dtype, ns_dtype, ns_batched,
+                gather_memory, partition.
+
+        Raises:
+            ValueError, TypeError: as ``Muon``.
+        """
+        unknown = sorted(options.keys() - set(_OPTIONS))
+        if unknown:
+            raise ValueError(
+                f"option {unknown[0]!r} changes no plan, expected are {', '.join(_OPTIONS)}"
+            )
+        chosen = {"ns_batched": True, **options} if on_gpu else dict(options)
+        is_adamw = algorithm == "adamw"
+        groups = param_groups(model, is_muon=(lambda name, parameter: False) if is_adamw else None)
+        return PlannedMuon(groups, chosen, call=_call(chosen, is_adamw=is_adamw))
+
+
+class PlannedMuon:
+    """Muon over param groups without values.
+
+    Args:
+        groups: as for ``paged_groups()``.
+        options: arguments of ``Muon``.
+        call: Python code that makes this optimizer.
+    """
+
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], options: Mapping[str, Any], *, call: str = ""
+    ) -> None:
+        optimizer = _without_values(groups, options)
+        self.groups = optimizer.paged_groups()
+        """The param groups, as the store would page them."""
+        self.call = call
+        """Python code that makes the optimizer."""
+        self._gather_memory = tierstore.parse_bytes(options.get("gather_memory", "2GiB"))
+        self._hyperparameters = [dict(group) for group in optimizer.param_groups]
+        self._names = frozenset(p.name for group in self.groups for p in group.parameters)
+
+    def works(
+        self,
+        subgroups: Sequence[tierstore.SharedSubgroup],
+        ranks: Sequence[int],
+        world_size: int,
+    ) -> tuple[list[list[tuple[Mapping[Work, int], int, int]]], int]:
+        """Return what each rank computes and exchanges for its page of each subgroup.
+
+        Args:
+            subgroups: all subgroups, in the order of the sweep.
+            ranks: the ranks that are asked for.
+            world_size: number of ranks.
+
+        Returns:
+            For each of the ranks and each subgroup: how often each work is done, and the bytes of
+            matrices that the rank sends and receives in the gather; in the scatter, updates go the
+            other way. Then the most bytes that a rank holds besides pages: matrices, their
+            products, and the rounds in flight.
+
+        Raises:
+            ValueError: one matrix needs more than ``gather_memory``.
+        """
+        known: dict[Any, SharedMatrix] = {}
+        found: list[list[tuple[Mapping[Work, int], int, int]]] = [[] for _ in ranks]
+        largest = in_flight = 0
+        for subgroup, rounds in zip(subgroups, self._rounds(subgroups, world_size), strict=True):
+            group = self._hyperparameters[subgroup.group]
+            is_muon = group["algorithm"] == "muon"
+            matrices = [shared_matrix(s, known) for s in subgroup.shards] if is_muon else []
+            itemsize = group["ns_dtype"].itemsize if is_muon else 0
+            owners = {i: owner for round_ in rounds for i, owner in round_.owners.items()}
+            for position, rank in enumerate(ranks):
+                counts: Counter[Work] = Counter()
+                for shard in subgroup.shards:
+                    start, stop = shard.ranges[rank]
+                    dtype = str(shard.spec.dtype).removeprefix("torch.")
+                    counts[MUON if is_muon else ADAMW, (1, 1, 1), dtype] += max(0, stop - start)
+                owned = [
+                    matrix.shape
+                    for index, matrix in enumerate(matrices)
+                    if rank == owners.get(index, matrix.whole_rank)
+                ]
+                counts += _newton_schulz(owned, group)
+                sent, received = _exchanged(rounds, rank)
+                found[position].append((+counts, itemsize * sent, itemsize * received))
+            for rows, columns in (sorted(matrix.shape) for matrix in matrices):
+                # Matrix, update and two square products.
+                largest = max(largest, itemsize * (2 * rows * columns + 2 * rows**2))
+            for round_ in rounds:
+                needs = [memory_needed(m, round_.owners[i]) for i, m in round_.matrices.items()]
+                in_flight = max(in_flight, itemsize * max(map(sum, zip(*needs, strict=True))))
+        return found, largest + ROUNDS_MAX * in_flight
+
+    def _rounds(
+        self, subgroups: Sequence[tierstore.SharedSubgroup], world_size: int
+    ) -> list[list[Round]]:
+        if world_size == 1:
+            return [[] for _ in subgroups]
+        return plan_pages(
+            subgroups,
+            self._hyperparameters,
+            self._names,
+            world_size=world_size,
+            gather_memory=self._gather_memory,
+        )
+
+
+def _newton_schulz(shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) -> Counter[Work]:
+    """Return the works of matrices, or of batches of them."""
+    dtype = str(group.get("ns_dtype")).removeprefix("torch.")
+    works: Counter[Work] = Counter()
+    for batch in newton_schulz.batches(shapes, batched=bool(group.get("ns_batched"))):
+        works[NEWTON_SCHULZ, (len(batch), *shapes[batch[0]]), dtype] += 1
+    return works
+
+
+def _exchanged(rounds: Sequence[Round], rank: int) -> tuple[int, int]:
+    """Return the elements that a rank sends and receives in the gathers."""
+    sent = received = 0
+    for round_ in rounds:
+        for index, matrix in round_.matrices.items():
+            if round_.owners[index] == rank:
+                received += matrix.numel - matrix.numels[rank]
+            else:
+                sent += matrix.numels[rank]
+    return sent, received
+
+
+def _call(options: Mapping[str, Any], *, is_adamw: bool) -> str:
+    """Return the code of the optimizer: with what differs from the defaults."""
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    groups = "muon.param_groups(model, lr=0.02, adamw_lr=3e-4)"
+    if is_adamw:
+        groups = "muon.param_groups(model, adamw_lr=3e-4, is_muon=lambda name, parameter: False)"
+    return f"muon.Muon({groups}, store=store{given})"

@@ -1,56 +1,146 @@
-"""Newton-Schulz rates of a machine, as ``tierstore probe`` measures them."""
+"""Rates of a machine for what Muon computes, as ``tierstore probe`` measures them."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 
 from muon.newton_schulz import fastest_dtype, orthogonalize_
+from muon.optimizer import Muon
+from muon.update import adamw_, momentum_, muon_
+
+Work = tuple[str, tuple[int, int, int], str]
+"""A computation: its name, shape (count, rows, columns) and dtype."""
+
+NEWTON_SCHULZ, MUON, ADAMW = "newton_schulz", "muon_elements", "adamw_elements"
 
 # (matrices, rows, columns): below 512 rows, square, wide, and a batch.
 _SHAPES = (
     (1, 128, 512),
     (1, 256, 256),
+    (1, 256, 1024),
     (1, 512, 512),
     (1, 512, 2048),
     (1, 768, 768),
+    (1, 768, 3072),
     (8, 128, 128),
 )
-_GPU_SHAPES = ((1, 256, 1024), (1, 1024, 1024), (1, 1024, 4096), (1, 4096, 4096), (32, 256, 256))
+_GPU_SHAPES = (
+    (1, 256, 1024),
+    (1, 1024, 1024),
+    (1, 1024, 4096),
+    (1, 4096, 4096),
+    (1, 4096, 16384),
+    (32, 256, 256),
+)
+_ELEMENTS = (4096, 1024)  # More than most caches hold.
+_GPU_ELEMENTS = (16384, 4096)
 _ROUNDS = 5
-_SECONDS_MAX = 0.5  # For each shape.
+_SECONDS_MAX = 0.5  # For each work.
 
 
-def rates(device: torch.device) -> Iterator[tuple[tuple[int, int, int], str, list[float]]]:
-    """Orthogonalize matrices of several shapes in the dtype of ``ns_dtype="auto"``.
+def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
+    """Measure Newton-Schulz of several shapes, and the elementwise parts of steps.
+
+    Newton-Schulz runs in the dtype of ``ns_dtype="auto"``. The elementwise parts are those of a
+    step in memory, the comparison and rounding of parameters included, for parameters in float32
+    and in bfloat16.
 
     Yields:
-        The shape (matrices, rows, columns), the dtype, and the seconds of each round for all
-        matrices together.
+        The work, and the seconds of each round.
     """
-    for shape in _SHAPES if device.type == "cpu" else _GPU_SHAPES:
+    is_cpu = device.type == "cpu"
+    for shape in _SHAPES if is_cpu else _GPU_SHAPES:
         dtype = fastest_dtype(shape[1:], device)
         size = shape if shape[0] > 1 else shape[1:]
         given = torch.randn(size, device=device, dtype=dtype)
-        _seconds(given)  # Loads kernels.
-        seconds: list[float] = []
-        while len(seconds) < _ROUNDS and sum(seconds) < _SECONDS_MAX:
-            seconds.append(_seconds(given))
-        yield shape, str(dtype).removeprefix("torch."), seconds
+
+        def orthogonalize(given: torch.Tensor = given) -> float:
+            matrix = given.clone()
+            return _seconds(lambda: orthogonalize_(matrix), device)
+
+        yield (NEWTON_SCHULZ, shape, _name(dtype)), _rounds(orthogonalize)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _element_rates(_ELEMENTS if is_cpu else _GPU_ELEMENTS, dtype, device)
 
 
-def _seconds(given: torch.Tensor) -> float:
-    """Return the seconds of one update of a copy of the matrices."""
-    matrix = given.clone()
-    _wait(matrix)
+def operations(work: Work) -> tuple[float, float]:
+    """Return the floating-point operations of a work, and the bytes of memory that it moves.
+
+    Newton-Schulz of r rows and c columns, r <= c, in five steps has 20 r^2 c + 10 r^3. The
+    elementwise parts read and write gradient, parameter, master and states.
+    """
+    name, shape, dtype = work
+    count, rows, columns = shape[0], *sorted(shape[1:])
+    numel, itemsize = math.prod(shape), getattr(torch, dtype).itemsize
+    if name == NEWTON_SCHULZ:
+        flops = count * (20.0 * rows**2 * columns + 10.0 * rows**3)
+        return flops, 5.0 * itemsize * count * (4 * rows * columns + 4 * rows**2)
+    states = 16.0 if name == ADAMW else 2.0 * itemsize + 4.0
+    return 0.0, numel * (8.0 + states + 3.0 * itemsize)
+
+
+def _element_rates(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Work, list[float]]]:
+    """Measure a step of AdamW, and of Muon without Newton-Schulz: on this the kernels differ."""
+    parameter = nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
+    parameter.grad = torch.randn_like(parameter)
+    group = {"params": [("parameter", parameter)], "algorithm": "adamw"}
+    optimizer = Muon([group])
+    master = torch.randn(shape, device=device)
+    first, second = torch.zeros_like(master), torch.zeros_like(master)
+    momentum = torch.zeros(shape, device=device, dtype=dtype)
+    update = torch.empty(shape, device=device, dtype=torch.bfloat16)
+    grad = parameter.grad
+
+    def step_adamw() -> None:
+        adamw_(
+            *([master], [grad], [first], [second]),
+            steps=[1],
+            lr=1e-3,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=0.01,
+        )
+
+    def step_muon() -> None:
+        momentum_(grad, momentum, momentum=0.95, nesterov=True, out=update)
+        muon_(master, update, lr=0.02, adjusted_lr=0.02, weight_decay=0.1)
+
+    whole = _rounds(lambda: _seconds(optimizer.step, device))
+    kernels = _rounds(lambda: _seconds(step_adamw, device))
+    beside = max(0.0, min(whole) - min(kernels))
+    muon = [beside + seconds for seconds in _rounds(lambda: _seconds(step_muon, device))]
+    yield (ADAMW, (1, *shape), _name(dtype)), whole
+    yield (MUON, (1, *shape), _name(dtype)), muon
+
+
+def _rounds(one_round: Callable[[], float]) -> list[float]:
+    """Return the seconds of several rounds, after one that loads kernels."""
+    one_round()
+    seconds: list[float] = []
+    while len(seconds) < _ROUNDS and sum(seconds) < _SECONDS_MAX:
+        seconds.append(one_round())
+    return seconds
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
     began = time.perf_counter()
-    orthogonalize_(matrix)
-    _wait(matrix)
+    work()
+    _wait(device)
     return time.perf_counter() - began
 
 
-def _wait(matrix: torch.Tensor) -> None:
-    if matrix.is_cuda:
-        torch.cuda.synchronize(matrix.device)
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,14 +15,15 @@ import torch
 
 import muon
 import tierstore
-from muon.plan import paged_groups
+from muon.plan import PlannedMuon, paged_groups
 from tests.rank_programs.training import SHAPES, Case, whole_parameters
 from tests.support import training
 from tests.support.rank_pool import RankPool
 from tierstore.layout.sharding import Holding, whole_on
 from tierstore.paging.rank_checks import shared_parameter
-from tierstore.plan.footprint import Footprint, StoreOptions, footprint_of
+from tierstore.plan.footprint import Footprint, StoreOptions, footprint_of, subgroups_of
 from tierstore.plan.partitions import holding_of
+from tierstore.plan.step import spread_bytes
 
 STEPS = 4
 
@@ -28,13 +32,15 @@ def planned(
     groups: list[dict[str, Any]],
     options: StoreOptions,
     holding: Callable[[tuple[int, ...]], Holding] = lambda shape: whole_on([0]),
-    **others: Any,
+    world_size: int = 1,
+    rank: int = 0,
 ) -> Footprint:
     shared = [
         [shared_parameter(each, holding(each.spec.shape)) for each in group.parameters]
         for group in paged_groups(groups)
     ]
-    return footprint_of(shared, options, **others)
+    subgroups = subgroups_of(shared, options, world_size)
+    return footprint_of(subgroups, options, world_size=world_size, rank=rank)
 
 
 def page_file_bytes(directory: Path) -> int:
@@ -84,6 +90,23 @@ def test_equals_the_run(dtype: torch.dtype, store_options: dict[str, Any], tmp_p
     assert written == after.bytes_written - before.bytes_written
 
 
+def assert_all_is_computed_once(
+    works: list[list[tuple[Any, int, int]]], groups: list[dict[str, Any]]
+) -> None:
+    """Check that ranks together orthogonalize each matrix once, and step each element once."""
+    total: Counter[str] = Counter()
+    for counts, _, _ in itertools.chain.from_iterable(works):
+        for (work, shape, _), count in counts.items():
+            total[work] += count * math.prod(shape)
+    numels: Counter[str] = Counter()
+    for group in groups:
+        numel = sum(parameter.numel() for _, parameter in group["params"])
+        is_muon = group["algorithm"] == "muon"
+        numels["muon_elements" if is_muon else "adamw_elements"] += numel
+        numels["newton_schulz"] += numel if is_muon else 0
+    assert total == numels
+
+
 @pytest.mark.parametrize(
     ("layout", "partition", "world_size"),
     [
@@ -103,7 +126,23 @@ def test_equals_the_run_of_each_rank(
     groups = training.make_groups(whole_parameters(SHAPES), SHAPES)
     node_size = 2 if partition == "hsdp" else 1
     holding = partial(holding_of, partition=partition, world_size=world_size, node_size=node_size)
-    for rank, (before, after, file_bytes) in enumerate(found):
+    optimizer = PlannedMuon(groups, {})
+    shared = [
+        [shared_parameter(each, holding(each.spec.shape)) for each in group.parameters]
+        for group in optimizer.groups
+    ]
+    subgroups = subgroups_of(shared, StoreOptions(**store_options), world_size)
+    works, _ = optimizer.works(subgroups, range(world_size), world_size)
+    assert_all_is_computed_once(works, groups)
+    received = [
+        sum(spread_bytes(subgroup, rank) for subgroup in subgroups) for rank in range(world_size)
+    ]
+    spread = sum(after.bytes_spread - before.bytes_spread for before, after, _, _ in found)
+    # Messages are padded: each part of a parameter to 64 bytes.
+    assert sum(received) <= spread <= sum(received) + 64 * world_size**2 * len(SHAPES)
+    for rank, (before, after, file_bytes, exchanged) in enumerate(found):
+        # What is gathered from a rank comes back, and the other way round.
+        assert exchanged == sum(sent + received for _, sent, received in works[rank])
         footprint = planned(
             groups, StoreOptions(**store_options), holding, world_size=world_size, rank=rank
         )

@@ -28,10 +28,11 @@ def install(path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str)
 def test_an_installed_optimizer_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "class Plan:\n def rates(self, device): yield (1, 2, 3), 'float32', [3.0, 1.0, 2.0]\n"
+    rate_text = "('roar', (1, 2, 3), 'float32'), [3.0, 1.0, 2.0]"
+    module = f"class Plan:\n def rates(self, device): yield {rate_text}\n"
     install(tmp_path, monkeypatch, "lions", module)
     (rate,) = [rate for rate in optimizer_rates(torch.device("cpu")) if rate.optimizer == "lions"]
-    assert (rate.shape, rate.dtype, rate.device) == ((1, 2, 3), "float32", "cpu")
+    assert (rate.work, rate.shape, rate.dtype, rate.device) == ("roar", (1, 2, 3), "float32", "cpu")
     assert (rate.seconds.median, rate.seconds.lowest, rate.seconds.highest) == (2, 1, 3)
 
 
@@ -52,11 +53,14 @@ def test_muon_is_an_entry_point() -> None:
 
 def test_muon_measures_several_kinds_of_shapes() -> None:
     rates = list(MuonPlan().rates(torch.device("cpu")))
-    shapes = [shape for shape, _, _ in rates]
+    shapes = [shape for (work, shape, _), _ in rates if work == "newton_schulz"]
     assert len(shapes) >= 5
     assert any(rows < 512 and count == 1 for count, rows, _ in shapes)
     assert any(rows == columns >= 512 for _, rows, columns in shapes)
     assert any(columns == 4 * rows for _, rows, columns in shapes)
     assert any(count > 1 for count, _, _ in shapes)
-    assert all(dtype in ("float32", "bfloat16") for _, dtype, _ in rates)
-    assert all(min(seconds) > 0 for _, _, seconds in rates)
+    assert all(dtype in ("float32", "bfloat16") for (_, _, dtype), _ in rates)
+    assert all(min(seconds) > 0 for _, seconds in rates)
+    elementwise = {(work, dtype) for (work, _, dtype), _ in rates if work != "newton_schulz"}
+    works, dtypes = ("adamw_elements", "muon_elements"), ("float32", "bfloat16")
+    assert elementwise == {(work, dtype) for work in works for dtype in dtypes}

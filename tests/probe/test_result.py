@@ -63,7 +63,7 @@ MACHINES = st.builds(
     huge_pages=st.none() | TEXTS,
 )
 OPTIMIZERS = st.builds(
-    OptimizerRate, TEXTS, TEXTS, st.lists(COUNTS, max_size=3).map(tuple), TEXTS, RATES
+    OptimizerRate, TEXTS, TEXTS, TEXTS, st.lists(COUNTS, max_size=3).map(tuple), TEXTS, RATES
 )
 COMPUTES = st.builds(
     Compute, RATES, RATES, RATES, MAYBE, MAYBE, st.lists(OPTIMIZERS, max_size=2).map(tuple)
@@ -93,7 +93,7 @@ PROBE = Probe(
         ),
     ),
     None,
-    Compute(RATE, RATE, RATE, None, None, (OptimizerRate("m", "cpu", (1, 2, 3), "f", RATE),)),
+    Compute(RATE, RATE, RATE, None, None, (OptimizerRate("m", "cpu", "w", (1, 2, 3), "f", RATE),)),
 )
 
 

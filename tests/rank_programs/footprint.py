@@ -13,8 +13,13 @@ from tests.rank_programs.training import Case, Model
 from tests.support.training import make_groups
 
 
-def measure(case: Case) -> tuple[tierstore.Stats, tierstore.Stats, int]:
-    """Return the counters before and after one step that commits, and the bytes of page files."""
+def measure(case: Case) -> tuple[tierstore.Stats, tierstore.Stats, int, int]:
+    """Measure one step that commits.
+
+    Returns:
+        The counters before and after it, the bytes of page files, and the bytes of matrices and
+        updates that the rank sent.
+    """
     model = Model(case)
     rank = dist.get_rank()
     assert case.directory is not None
@@ -24,9 +29,10 @@ def measure(case: Case) -> tuple[tierstore.Stats, tierstore.Stats, int]:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         store.synchronize()
-        before = store.stats()
+        before, exchanged = store.stats(), optimizer.bytes_exchanged
         optimizer.step()
         store.synchronize()
         after = store.stats()
         folder = Path(case.directory, f"rank-{rank:05d}")
-        return before, after, sum(path.stat().st_size for path in folder.glob("page-*"))
+        file_bytes = sum(path.stat().st_size for path in folder.glob("page-*"))
+        return before, after, file_bytes, optimizer.bytes_exchanged - exchanged

@@ -89,7 +89,7 @@ def _lines(probe: Probe) -> Iterator[str]:
     yield from _table("rate", rows, lambda value: f"{format_bytes(int(value))}/s")
     times = [(f"{plain(one.path)} commit", one.commit_seconds) for one in probe.directories]
     times += [
-        (plain(f"{one.optimizer} {shape_text(one.shape)} {one.dtype} {one.device}"), one.seconds)
+        (plain(f"{one.work} {shape_text(one.shape)} {one.dtype} {one.device}"), one.seconds)
         for one in compute.optimizers
     ]
     yield from _table("time", times, lambda value: f"{value * 1000:.2f} ms")

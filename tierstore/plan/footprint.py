@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tierstore.errors import PlanError
 from tierstore.layout.ownership import (
     SharedParameter,
     SharedSubgroup,
@@ -28,7 +29,11 @@ from tierstore.paging.tier_plan import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """Arguments of ``TierStore`` that decide pages, tiers and traffic; sizes in bytes."""
+    """Arguments of ``TierStore`` that decide pages, tiers and traffic; sizes in bytes.
+
+    Raises:
+        PlanError: an argument that TierStore() would refuse.
+    """
 
     host_memory: int = 16 * 2**30
     device_memory: int = 0
@@ -36,6 +41,19 @@ class StoreOptions:
     buffers: int | None = None
     commit_every: int | None = 1
     compute: str = "device"
+
+    def __post_init__(self) -> None:
+        every = self.commit_every
+        if every is not None and every < 1:
+            raise PlanError(f"commit_every must be at least 1, or None for no commit, got {every}")
+        if self.compute not in ("device", "host"):
+            raise PlanError(f"compute must be 'device' or 'host', got {self.compute!r}")
+        if self.page_bytes == 0:
+            raise PlanError("page_bytes must be above 0, or None for a size by host_memory")
+        try:
+            _ = self.budget
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
     @property
     def budget(self) -> Budget:
@@ -108,8 +126,28 @@ class Footprint:
         return self.step_written_bytes + (0 if every is None else self.commit_written_bytes / every)
 
 
+def subgroups_of(
+    groups: Sequence[Sequence[SharedParameter]], options: StoreOptions, world_size: int
+) -> list[SharedSubgroup]:
+    """Return the subgroups that a store would make, in the order of the sweep.
+
+    Args:
+        groups: the parameters of each param group, as the optimizer attaches them.
+        options: the arguments of the store.
+        world_size: number of ranks.
+    """
+    page_bytes = options.page_bytes
+    if page_bytes is None:
+        page_bytes = default_page_bytes(options.budget)
+    loads = owned_costs([], world_size)
+    subgroups: list[SharedSubgroup] = []
+    for number, parameters in enumerate(groups):
+        subgroups += partition_ranks(number, parameters, page_bytes, world_size, loads)
+    return subgroups
+
+
 def footprint_of(
-    groups: Sequence[Sequence[SharedParameter]],
+    subgroups: Sequence[SharedSubgroup],
     options: StoreOptions,
     *,
     world_size: int = 1,
@@ -119,7 +157,7 @@ def footprint_of(
     """Return what a run takes of one rank.
 
     Args:
-        groups: the parameters of each param group, as the optimizer attaches them.
+        subgroups: of subgroups_of().
         options: the arguments of the store.
         world_size: number of ranks.
         rank: the rank.
@@ -129,18 +167,12 @@ def footprint_of(
         BudgetError: the host memory cannot hold the fewest buffers that work; the message names
             the smallest budget that does.
     """
-    budget = options.budget
-    page_bytes = default_page_bytes(budget) if options.page_bytes is None else options.page_bytes
-    loads = owned_costs([], world_size)
-    subgroups: list[SharedSubgroup] = []
-    for number, parameters in enumerate(groups):
-        subgroups += partition_ranks(number, parameters, page_bytes, world_size, loads)
     layouts = [lay_out(subgroup.of(rank)) for subgroup in subgroups]
     sizes = [layout.nbytes for layout in _present(layouts)]
     on_host = options.compute == "host"
     window = pages_at_once(world_size)
     mirrors = mirrors_bytes(layouts, window) if on_host else 0
-    placement = place(sizes, replace(budget, reserved=mirrors))
+    placement = place(sizes, replace(options.budget, reserved=mirrors))
     device_bytes = placement.in_tier(Tier.DEVICE, sizes)
     if on_gpu and not on_host:
         count, nbytes = placement.staging(sizes, window)

@@ -8,7 +8,13 @@ from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
 PARTITIONS = ("ddp", "fsdp", "hsdp")
 
 
-def holding_of(shape: tuple[int, ...], partition: str, world_size: int, node_size: int) -> Holding:
+def holding_of(
+    shape: tuple[int, ...],
+    partition: str,
+    world_size: int,
+    node_size: int,
+    expert_parallel: int = 1,
+) -> Holding:
     """Return the ranks that hold a parameter, and its sharding over them.
 
     Args:
@@ -18,9 +24,13 @@ def holding_of(shape: tuple[int, ...], partition: str, world_size: int, node_siz
             every node holds all of it.
         world_size: number of ranks.
         node_size: number of ranks of a node.
+        expert_parallel: with "fsdp", the ranks that experts are dealt to: a parameter of three
+            dimensions, whose first one is the expert, is cut at experts over neighbouring ranks,
+            and each expert at rows over the others.
 
     Raises:
-        PlanError: the partition is unknown, or nodes have no equal number of ranks.
+        PlanError: the partition is unknown, or nodes have no equal number of ranks, or experts
+            cannot be dealt equally.
     """
     if partition not in PARTITIONS:
         names = ", ".join(map(repr, PARTITIONS))
@@ -30,9 +40,18 @@ def holding_of(shape: tuple[int, ...], partition: str, world_size: int, node_siz
             f"{world_size} ranks cannot fill nodes of {node_size}: both numbers must be positive, "
             "and the first a multiple of the second"
         )
+    if expert_parallel > 1 and (partition != "fsdp" or world_size % expert_parallel):
+        raise PlanError(
+            f"experts can be dealt to {expert_parallel} ranks only with the partition 'fsdp' on a "
+            f"multiple of {expert_parallel} ranks, got {partition!r} on {world_size}"
+        )
     if partition == "ddp" or not shape:  # FSDP2 leaves parameters without dimensions whole.
         return whole_on(range(world_size))
     ranks = tuple(range(world_size))
+    if expert_parallel > 1 and len(shape) == 3:
+        mesh_shape = world_size // expert_parallel, expert_parallel
+        experts = Sharding(mesh_shape=mesh_shape, placements=(Sharded(dim=1), Sharded(dim=0)))
+        return Holding(ranks=ranks, sharding=experts)
     if partition == "fsdp":
         return Holding(
             ranks=ranks, sharding=Sharding(mesh_shape=(world_size,), placements=(Sharded(dim=0),))

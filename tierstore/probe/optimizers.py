@@ -1,31 +1,77 @@
-"""Optimizers that measure themselves, found by the entry point group ``tierstore.optimizers``."""
+"""Optimizers that measure and describe themselves, by the entry points ``tierstore.optimizers``."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from tierstore.errors import PlanError
+from tierstore.layout.ownership import SharedSubgroup
+from tierstore.layout.parameters import PagedGroup
 from tierstore.probe.result import OptimizerRate
 from tierstore.probe.rounds import rate_of
 
 GROUP = "tierstore.optimizers"
 
+Work = tuple[str, tuple[int, int, int], str]
+"""A computation that an optimizer knows: its name, shape (count, rows, columns) and dtype."""
+
+PageWorks = tuple[Mapping[Work, int], int, int]
+"""Of one page: how often each computation is done; the bytes of matrices that the rank sends, and
+those that it receives, before the computation. Updates then go the other way."""
+
+
+class PlannedOptimizer(Protocol):
+    """An optimizer of a model without values."""
+
+    groups: Sequence[PagedGroup]
+    """The param groups, as the store would page them."""
+
+    call: str
+    """Python code that makes the optimizer of ``model`` on ``store``."""
+
+    def works(
+        self, subgroups: Sequence[SharedSubgroup], ranks: Sequence[int], world_size: int
+    ) -> tuple[list[list[PageWorks]], int]:
+        """Return the works of each subgroup, for each rank that is asked for.
+
+        Then the most bytes that a rank holds besides pages, such as matrices in flight.
+        """
+
 
 class OptimizerPlan(Protocol):
     """What an entry point of the group names: a class without arguments."""
 
-    def rates(
-        self, device: torch.device
-    ) -> Iterable[tuple[tuple[int, int, int], str, Sequence[float]]]:
-        """Measure updates of matrices on a device.
+    algorithms: Sequence[str]
+    """Names of the ways in which a model can be optimized, the usual one first."""
+
+    def rates(self, device: torch.device) -> Iterable[tuple[Work, Sequence[float]]]:
+        """Measure works on a device.
 
         Yields:
-            The shape (matrices, rows, columns), the dtype of the computation, and the seconds of
-            each round.
+            The work, and the seconds of each round.
+        """
+
+    def operations(self, work: Work) -> tuple[float, float]:
+        """Return the floating-point operations of a work, and the bytes of memory it moves."""
+
+    def plan(
+        self, model: nn.Module, algorithm: str, *, on_gpu: bool, options: Mapping[str, Any]
+    ) -> PlannedOptimizer:
+        """Return the optimizer of a model on the meta device.
+
+        Args:
+            model: the model.
+            algorithm: one of ``algorithms``.
+            on_gpu: whether steps are computed on a GPU.
+            options: arguments of the optimizer.
+
+        Raises:
+            ValueError, TypeError: the optimizer refuses the model or an option.
         """
 
 
@@ -50,7 +96,7 @@ def load_optimizers() -> dict[str, OptimizerPlan]:
 def optimizer_rates(device: torch.device) -> tuple[OptimizerRate, ...]:
     """Return the rates of all installed optimizers on a device."""
     return tuple(
-        OptimizerRate(name, str(device), tuple(shape), dtype, rate_of(seconds))
+        OptimizerRate(name, str(device), work, tuple(shape), dtype, rate_of(seconds))
         for name, optimizer in load_optimizers().items()
-        for shape, dtype, seconds in optimizer.rates(device)
+        for (work, shape, dtype), seconds in optimizer.rates(device)
     )

@@ -105,10 +105,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRate:
-    """Time of an optimizer's update of matrices of one shape."""
+    """Time of one computation of an optimizer."""
 
     optimizer: str
     device: str
+    work: str
+    """Name of the computation, as the optimizer gives it."""
     shape: tuple[int, ...]
     """(matrices, rows, columns)."""
     dtype: str
