@@ -74,6 +74,17 @@ def test_free_behind_a_long_backward() -> None:
     assert 0.1 + 3 * 0.1 < late.stall_s < 0.1 + 3 * 0.2
 
 
+@pytest.mark.parametrize("buffers", range(2, 7))
+def test_as_many_pages_hide_behind_the_model_as_there_are_buffers(buffers: int) -> None:
+    """The closed form of docs/guide/planning.md: 0.1 s to read a page, 0.2 s to write it."""
+    pages = [PageWork(read_bytes=10 * MB, write_bytes=10 * MB, compute_s=0.01)] * 12
+    alone_s = last(pages, buffers=buffers).seconds
+    beside_s = last(pages, buffers=buffers, model_s=10.0).seconds - 10.0
+    assert (buffers - 1) * 0.2 <= alone_s - beside_s <= buffers * 0.2
+    earlier_s = last(pages, buffers=buffers, model_s=10.0, prefetch_s=5.0).seconds - 10.0
+    assert (buffers - 1) * 0.1 - 0.02 <= beside_s - earlier_s <= buffers * 0.1
+
+
 def test_a_commit_is_durable_before_the_next_step_writes() -> None:
     pages = [PageWork(read_bytes=0, write_bytes=50 * MB, compute_s=0.1, rests=True)]
     steps = alone(pages, buffers=0, steps=4, commit_every=1, commit_s=0.5)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli import checkpoint, convert, inspect, probe, verify
+from tierstore.cli import checkpoint, convert, inspect, plan, probe, verify
 from tierstore.cli.exit_codes import Program
 from tierstore.cli.output import write
 
@@ -21,14 +21,15 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Optimizer state in pages: inspect, verify, publish and convert runs and checkpoints, and "
-    "measure machines.",
+    help="Optimizer state in pages: inspect, verify, publish and convert runs and checkpoints, "
+    "measure machines, and plan runs.",
 )
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(checkpoint.checkpoint)
 app.command()(convert.convert)
 app.command()(probe.probe)
+app.command()(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

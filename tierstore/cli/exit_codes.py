@@ -80,12 +80,12 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (CorruptionError, StorageError, PeerFailed, NotCarriedError) as error:
-        _fail(str(error), as_json, BAD_DATA)
+        fail(str(error), as_json, BAD_DATA)
     except TierstoreError as error:
-        _fail(str(error), as_json, WRONG_CALL)
+        fail(str(error), as_json, WRONG_CALL)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{error.strerror} (errno {error.errno})", as_json, BAD_DATA)
+        fail(f"{place}{error.strerror} (errno {error.errno})", as_json, BAD_DATA)
     except (typer.Exit, OutputError):
         raise
     except Exception as error:  # A fault of this program: its traceback follows.
@@ -94,7 +94,8 @@ def exit_codes(as_json: bool) -> Iterator[None]:
         raise
 
 
-def _fail(message: str, as_json: bool, code: int) -> None:
+def fail(message: str, as_json: bool, code: int) -> NoReturn:
+    """Report an error and end the command with an exit code."""
     if as_json:
         write_json({"error": message})
     complain(message)

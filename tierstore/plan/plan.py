@@ -16,7 +16,6 @@ from tierstore.plan.job import Job
 from tierstore.plan.memory import Need, model_parts, needs_of
 from tierstore.plan.models import Model
 from tierstore.plan.rates import Rates
-from tierstore.plan.simulator import DiskRates
 from tierstore.plan.skeleton import skeleton_of
 from tierstore.plan.step import Ranks, StepTime, lay_out_ranks, time_step
 from tierstore.probe.optimizers import OptimizerPlan, PlannedOptimizer, load_optimizers
@@ -232,7 +231,7 @@ class _Planner:
         ranks, _ = self.lay_out(job, algorithm)
         if self.rates.disk is not None:
             count = 1 if job.drives is None else job.drives.count
-            faster = replace(self.rates, disk=_scaled(self.rates.disk, (count + 1) / count))
+            faster = replace(self.rates, disk=self.rates.disk.scaled((count + 1) / count))
             drives = job.drives and replace(job.drives, count=count + 1)
             yield self._change(
                 "one more drive in each node", replace(job, drives=drives), algorithm, faster
@@ -328,15 +327,6 @@ def _with_drives(drives: Drives, count: int) -> Callable[[Job], Job]:
 
 def _with_nodes(nodes: int) -> Callable[[Job], Job]:
     return lambda job: replace(job, nodes=nodes)
-
-
-def _scaled(disk: DiskRates, factor: float) -> DiskRates:
-    return DiskRates(
-        read=disk.read * factor,
-        write=disk.write * factor,
-        mixed_read=disk.mixed_read * factor,
-        mixed_write=disk.mixed_write * factor,
-    )
 
 
 def _has_wide_momentum(ranks: Ranks) -> bool:

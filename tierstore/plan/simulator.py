@@ -65,6 +65,15 @@ class DiskRates:
             if not 0 < rate < math.inf:
                 raise PlanError(f"the rate {name!r} of a disk must be above 0, got {rate!r}")
 
+    def scaled(self, factor: float) -> DiskRates:
+        """Return the rates of so much of these drives, or of more of them."""
+        return DiskRates(
+            read=self.read * factor,
+            write=self.write * factor,
+            mixed_read=self.mixed_read * factor,
+            mixed_write=self.mixed_write * factor,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:

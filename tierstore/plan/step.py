@@ -234,15 +234,8 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
                 rests=tier is not Tier.NVME,
             )
         )
-    disk = rates.disk or _NO_DISK
-    share = ranks.job.node_size
     return RankWork(
         pages=pages,
-        rates=DiskRates(
-            read=disk.read / share,
-            write=disk.write / share,
-            mixed_read=disk.mixed_read / share,
-            mixed_write=disk.mixed_write / share,
-        ),
+        rates=(rates.disk or _NO_DISK).scaled(1 / ranks.job.node_size),
         buffers=footprint.placement.buffers,
     )
