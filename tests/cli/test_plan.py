@@ -31,7 +31,7 @@ def test_the_table_answers_in_order() -> None:
     code, out, err = call("plan", *JOB, *TIMES, "--gpu-memory", "80GiB", "--host-memory", "1TiB")
     assert (code, err) == (0, "")
     wanted = (
-        "llama: 8.03B parameters, muon, 1 x 8 GPUs, 80.0 GiB each, 1.0 TiB of host memory, fsdp",
+        "llama: 8.03B parameters, muon, 1 node, 8 GPUs of 80.0 GiB, 1.0 TiB of host memory, fsdp",
         "drives: 100% of their rated life is used after",
         "one GPU",
         "host of a node",

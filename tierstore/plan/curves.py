@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.plan.plan import Plan
-from tierstore.plan.simulator import DiskRates
 from tierstore.plan.step import time_step
 
 _POINTS = 12
@@ -62,18 +61,9 @@ def _by_drives(found: Plan) -> Iterable[Point]:
     now = found.job.drives.count if found.job.drives else 1
     stride = -(-2 * now // 16)  # Points are few however many drives there are.
     for count in sorted({now, *range(stride, max(8, 2 * now) + 1, stride)}):
-        rates = replace(found.rates, disk=_scaled(disk, count / now))
+        rates = replace(found.rates, disk=disk.scaled(count / now))
         time = time_step(found.ranks, rates, found.model_s or 0.0)
         yield Point(x=count, step_s=time.seconds, resident_s=time.resident_s)
-
-
-def _scaled(disk: DiskRates, factor: float) -> DiskRates:
-    return DiskRates(
-        read=disk.read * factor,
-        write=disk.write * factor,
-        mixed_read=disk.mixed_read * factor,
-        mixed_write=disk.mixed_write * factor,
-    )
 
 
 def _log_spaced(low: float, high: float) -> list[float]:

@@ -131,11 +131,13 @@ class Job:
         return seconds * self.flops * self.world_size / (6.0 * active)
 
     def describe(self) -> str:
-        """Return the machines as text."""
-        ranks = f"{self.gpus} GPUs" if self.gpus else f"{self.cpu_ranks} ranks on the CPU"
-        memory = []
+        """Return the machines as text: ``"64 nodes, 8 GPUs of 80.0 GiB on each"``."""
+        each = "" if self.nodes == 1 else " on each"
+        kind = "GPU" if self.gpus else "CPU rank"
+        ranks = f"{self.node_size} {kind}{'' if self.node_size == 1 else 's'}"
         if self.gpu_memory is not None and self.gpus:
-            memory.append(f"{format_bytes(self.gpu_memory)} each")
+            ranks += f" of {format_bytes(self.gpu_memory)}"
+        parts = ["1 node" if self.nodes == 1 else f"{self.nodes} nodes", f"{ranks}{each}"]
         if self.host_memory is not None:
-            memory.append(f"{format_bytes(self.host_memory)} of host memory")
-        return ", ".join([f"{self.nodes} x {ranks}", *memory])
+            parts.append(f"{format_bytes(self.host_memory)} of host memory{each}")
+        return ", ".join(parts)
