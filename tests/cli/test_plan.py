@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from tests.plan.test_rates import PROBE, RATE, probe_with
 from tests.support.commands import call, call_process
-from tierstore.probe.result import Bandwidths
+from tierstore.probe.result import Bandwidths, Drive
 
 CONFIGS = Path(__file__).resolve().parents[1] / "plan/configs"
 DRIVES = ("--drives", "4x3.84TB@7/5GB/s,1DWPD")
@@ -73,18 +74,25 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "needs either --drives"),
-        ((*DRIVES, "--probe", "absent.json"), "needs either --drives"),
+        ((), "needs --drives"),
+        ((*DRIVES, "--probe", "absent.json"), "absent.json cannot be read (No such file"),
         (("--probe", "absent.json"), "absent.json cannot be read (No such file"),
         (("--drives", "4 drives"), "drives must look like"),
         ((*DRIVES, "--gpu-memory", "-80GiB"), "--gpu-memory: a size must look like"),
         ((*DRIVES, "--host-memory", "80 bananas"), "--host-memory: a size must look like"),
-        ((*DRIVES, "--nodes", "-1"), "nodes must be above 0, got -1"),
+        ((*DRIVES, "--steps", "9" * 400), "steps must be a number above 0 and below 2^63"),
+        ((*DRIVES, "--store-memory", "9" * 400), "--store-memory must be below 2^63 bytes"),
+        ((*DRIVES, "--commit-every", "9" * 5000), "--commit-every must be a number"),
+        ((*DRIVES, "--network", "0"), "the rate 'network' must be above 0"),
+        ((*DRIVES, "--nodes", "-1"), "nodes must be a number above 0"),
         ((*DRIVES, "--tokens", "many"), "--tokens must be a number such as 500k"),
         ((*DRIVES, "--tokens", "4M"), "needs both the tokens"),
-        ((*DRIVES, "--model-seconds", "nan"), "model_s must be 0 or more, got nan"),
+        (
+            (*DRIVES, "--model-seconds", "nan"),
+            "--model-seconds must be a finite number, 0 or more, got nan",
+        ),
         ((*DRIVES, "--commit-every", "often"), "--commit-every must be a number"),
-        ((*DRIVES, "--commit-every", "0"), "commit_every must be at least 1"),
+        ((*DRIVES, "--commit-every", "0"), "--commit-every must be a number of steps from 1"),
         ((*DRIVES, "--compute", "tpu"), "compute must be 'device' or 'host', got 'tpu'"),
         ((*DRIVES, "--dtype", "int4"), "a dtype is one of bfloat16"),
         ((*DRIVES, "--algorithm", "sgd"), "has no algorithm 'sgd'"),
@@ -156,6 +164,34 @@ def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> Non
     assert stats.state_bytes == rank["state_bytes"]
     assert stats.host_bytes_peak == rank["host_bytes"]
     assert stats.pages_in == {tier: count for tier, count in rank["pages"].items() if count}
+
+
+def test_outputs_are_new_files(small: Path, tmp_path: Path) -> None:
+    listing = small.read_bytes()
+    new = tmp_path / "new"
+    for paths in (
+        ("--emit-config", small),
+        ("--html", new, "--emit-config", new),
+        ("--html", tmp_path / "absent" / "page.html"),
+    ):
+        code, out, err = call("plan", small, *DRIVES, *paths)
+        assert (code, out) == (2, "")
+        assert "name a new file" in err or "make it first" in err
+    assert small.read_bytes() == listing
+    assert os.listdir(tmp_path) == [small.name]
+
+
+def test_a_probe_and_drives_give_rates_and_endurance(small: Path, tmp_path: Path) -> None:
+    drive = Drive("nvme0", "x", 40, 1, None)
+    probe = probe_with(bandwidths=Bandwidths(RATE, RATE, RATE), drives=(drive,))
+    path = tmp_path / "machine.json"
+    path.write_text(probe.to_json().replace('"memory_bytes": 8', '"memory_bytes": 80000000000'))
+    steps = []
+    for used in ((), ("--used", "40"), ("--used", "0")):
+        code, out, _ = call("plan", small, "--probe", path, *DRIVES, *used, "--json")
+        assert code == 0
+        steps.append(json.loads(out)["wear"]["steps"])
+    assert steps[0] == steps[1] == pytest.approx(0.6 * steps[2])
 
 
 def test_html_is_a_page(small: Path, tmp_path: Path) -> None:

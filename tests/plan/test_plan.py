@@ -66,8 +66,14 @@ def test_a_run_that_wears_its_drives_out_is_not_allowed() -> None:
     assert planned(store=SMALL, endurance=0.6, wear=0.2).steps_allowed == pytest.approx(
         0.4 * allowed
     )
-    assert planned(store=SMALL, endurance=0.1, wear=0.2).steps_allowed == 0
-    assert planned(store=SMALL, wear=1.5).steps_allowed == 0
+    for used_up in (
+        planned(store=SMALL, endurance=0.1, wear=0.2),
+        planned(store=SMALL, wear=1.5),
+    ):
+        assert used_up.steps_allowed == 0
+        assert not used_up.lasts
+    halves = planned(store=SMALL, endurance=0.5)
+    assert halves.beside[0].days == halves.days
     unknown = planned(store=SMALL, drives="1x3.84TB@7/5GB/s", steps=10**9)
     assert unknown.steps_allowed is None
     assert unknown.lasts
@@ -112,6 +118,8 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         assert gpu.parts["parameters"] == 2 * 2 * 8 * 64 * 32 // 8
     with pytest.raises(PlanError, match="experts can be dealt to 3 ranks only with"):
         planned(experts, gpus=8, expert_parallel=3, store=SMALL)
+    with pytest.raises(PlanError, match="8 experts cannot be dealt equally to 16 ranks"):
+        planned(experts, gpus=16, expert_parallel=16, store=SMALL)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +131,14 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         ({"drives": "1x60MB@7/5GB/s,1DWPD", "checkpoints": 0}, "2 drives in each node"),
         ({"gpu_memory": 66 * 10**6, "gpus": 2, "partition": "ddp"}, "FSDP instead of DDP"),
         ({"gpu_memory": 10**6, "gpus": 1}, None),
+        (
+            {"gpu_memory": 1, "gpus": 8, "nodes": 5000},
+            None,
+        ),  # More nodes are more ranks than may be.
+        (
+            {"drives": "3000x1KB@7/5GB/s,1DWPD", "checkpoints": 3000},
+            "151292347 drives in each node",
+        ),
     ],
 )
 def test_the_nearest_change_that_fits(fields: dict[str, Any], remedy: str | None) -> None:
@@ -236,9 +252,9 @@ def test_json_has_all_answers() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"nodes": 0}, "nodes must be above 0, got 0"),
-        ({"gpus": -1}, "gpus must be 0 or more, got -1"),
-        ({"model_s": math.nan}, "model_s must be 0 or more, got nan"),
+        ({"nodes": 0}, "nodes must be a number above 0 and below 2.63, got 0"),
+        ({"gpus": -1}, "gpus must be a number 0 or more and below 2.63, got -1"),
+        ({"model_s": math.nan}, "model_s must be a number 0 or more .* got nan"),
         ({"tokens": 1000}, "needs both the tokens"),
         ({"flops": 1e12}, "needs both the tokens"),
         ({"nodes": 10_000, "gpus": 8}, "80000 ranks are more than"),

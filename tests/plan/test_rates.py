@@ -43,6 +43,16 @@ def probe_with(**fields: Any) -> Probe:
     return replaced(PROBE, directories=directories)  # type: ignore[no-any-return]
 
 
+def damaged(**fields: Any) -> Probe:
+    probe = probe_with(bandwidths=Bandwidths(RATE, RATE, RATE))
+    found: Probe = replaced(probe, compute=replaced(probe.compute, **fields))
+    return found
+
+
+def work(shape: tuple[int, ...], dtype: str = "float32", seconds: float = 1.0) -> OptimizerRate:
+    return OptimizerRate("muon", "cpu", "newton_schulz", shape, dtype, exactly(seconds))
+
+
 def rate_of(rates: Rates, shape: tuple[int, int, int], dtype: str = "bfloat16") -> float:
     work = "newton_schulz", shape, dtype
     return MUON.operations(work)[0] / rates.seconds({work: 1}, MUON)
@@ -113,8 +123,31 @@ def test_a_probe_gives_the_rates_of_its_disks() -> None:
         (PROBE, False, "no rate of reads"),
         (probe_with(bandwidths=Bandwidths(RATE, RATE, RATE)), True, "machine without a GPU"),
         (replaced(PROBE, directories=()), False, "no directory"),
+        (damaged(checksum=exactly(0.0)), False, "the rate 'checksum' must be above 0"),
+        (damaged(optimizers=(work((1, 2, 3), seconds=0.0),)), False, "which cannot be"),
+        (damaged(optimizers=(work((4, 4)),)), False, "of shape .4, 4., .* cannot be"),
+        (damaged(optimizers=(work((1, 0, 0)),)), False, "which cannot be"),
+        (damaged(optimizers=(work((1, 2, 2), "zork"),)), False, "dtype 'zork' .* cannot be"),
     ],
 )
 def test_a_probe_that_does_not_fit_is_refused(probe: Probe, on_gpu: bool, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         measured_rates(probe, on_gpu=on_gpu)
+
+
+def test_rates_that_cannot_be_are_refused() -> None:
+    for options in ({"network": 0.0}, {"pcie": -1.0}, {"flops": float("nan")}):
+        with pytest.raises(PlanError, match="must be above 0 and finite"):
+            assumed_rates(None, on_gpu=True, **options)
+
+
+def test_ranks_share_a_measured_processor() -> None:
+    probe = damaged(optimizers=(newton_schulz(512, 512, 1e12),))
+    one, two = (measured_rates(probe, on_gpu=False, cpu_ranks=count) for count in (1, 2))
+    assert rate_of(two, (1, 512, 512)) == pytest.approx(rate_of(one, (1, 512, 512)) / 2)
+    # Rates of another device say nothing.
+    elsewhere = replaced(newton_schulz(512, 512, 1e12), device="cuda")
+    assert (
+        "matrix products"
+        in measured_rates(damaged(optimizers=(elsewhere,)), on_gpu=False).assumed[0]
+    )

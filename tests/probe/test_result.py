@@ -93,7 +93,9 @@ PROBE = Probe(
         ),
     ),
     None,
-    Compute(RATE, RATE, RATE, None, None, (OptimizerRate("m", "cpu", "w", (1, 2, 3), "f", RATE),)),
+    Compute(
+        RATE, RATE, RATE, None, None, (OptimizerRate("m", "cpu", "w", (1, 2, 3), "float32", RATE),)
+    ),
 )
 
 

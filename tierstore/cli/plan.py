@@ -13,7 +13,7 @@ import typer
 
 from tierstore.cli.arguments import JsonOption
 from tierstore.cli.exit_codes import BAD_DATA, exit_codes, fail
-from tierstore.cli.output import plain, table, write_json, write_lines
+from tierstore.cli.output import OutputError, plain, table, write_json, write_lines
 from tierstore.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes, parse_bytes
 
@@ -45,7 +45,8 @@ def plan(
         str | None, typer.Option(help="Drives of each node, as 4x3.84TB@7/5GB/s,1DWPD.")
     ] = None,
     probe: Annotated[
-        Path | None, typer.Option(help="A file that `tierstore probe --json` printed.")
+        Path | None,
+        typer.Option(help="A file that `tierstore probe --json` printed; its rates are taken."),
     ] = None,
     network: Annotated[
         str | None, typer.Option(help="Bytes per second that a rank sends, as 50GB.")
@@ -94,10 +95,13 @@ def plan(
     endurance: Annotated[
         float, typer.Option(help="Percent of the drives' rated life that the run may use.")
     ] = 100.0,
-    used: Annotated[float, typer.Option(help="Percent of it that is used already.")] = 0.0,
-    html: Annotated[Path | None, typer.Option(help="Write a page with pictures.")] = None,
+    used: Annotated[
+        float | None,
+        typer.Option(help="Percent of it that is used already; by default as the probe found."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="A new file, for a page with pictures.")] = None,
     emit_config: Annotated[
-        Path | None, typer.Option(help="Write the calls that make store and optimizer.")
+        Path | None, typer.Option(help="A new file, for the calls of store and optimizer.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -112,11 +116,12 @@ def plan(
         from tierstore.plan.plan import plan as plan_job
         from tierstore.plan.plan import to_plain
 
-        if (drives is None) == (probe is None):
+        if drives is None and probe is None:
             raise PlanError(
-                "a plan needs either --drives, such as 4x3.84TB@7/5GB/s,1DWPD, or --probe with a "
-                "file that `tierstore probe --json` printed"
+                "a plan needs --drives, such as 4x3.84TB@7/5GB/s,1DWPD, or --probe with a file "
+                "that `tierstore probe --json` printed, or both"
             )
+        _check_outputs(html, emit_config)
         measured = None if probe is None else _probe(probe)
         job = Job(
             nodes=nodes,
@@ -128,14 +133,14 @@ def plan(
             partition=partition,
             expert_parallel=expert_parallel,
             tokens=_whole("--tokens", tokens),
-            flops=None if tflops is None else tflops * 1e12,
-            model_s=model_seconds,
+            flops=None if tflops is None else 1e12 * _number("--tflops", tflops),
+            model_s=None if model_seconds is None else _number("--model-seconds", model_seconds),
             active_parameters=_whole("--active-parameters", active_parameters),
             activation_bytes=_size("--activations", activations),
             checkpoints=checkpoints,
             steps=steps,
-            endurance=endurance / 100,
-            wear=used / 100,
+            endurance=_number("--endurance", endurance) / 100,
+            wear=_used(measured) if used is None else _number("--used", used) / 100,
             prefetch=prefetch,
             store=_store(store_memory, device_memory, page_bytes, buffers, commit_every, compute),
             optimizer=_optimizer(momentum_dtype, gather_memory),
@@ -147,19 +152,17 @@ def plan(
                 job,
                 rates,
                 algorithm=algorithm,
-                nvme_bytes=None
-                if measured is None
-                else sum(one.free_bytes for one in measured.directories),
+                nvme_bytes=_free_bytes(measured),
             )
         except BudgetError as error:
             fail(f"it does not fit: {error}", as_json, BAD_DATA)
         if html is not None:
             from tierstore.plan.page import html_of
 
-            html.write_text(html_of(found), encoding="utf-8")
+            _write(html, html_of(found))
         if emit_config is not None:
             places = [] if measured is None else [one.path for one in measured.directories]
-            emit_config.write_text(calls_of(found, places), encoding="utf-8")
+            _write(emit_config, calls_of(found, places))
         if as_json:
             write_json(to_plain(found))
         else:
@@ -220,9 +223,16 @@ def _rates(job: Job, measured: Probe | None, network: int | None, pcie: int | No
     from tierstore.plan.rates import assumed_rates, measured_rates
 
     on_gpu = job.on_gpu and job.store.compute == "device"
-    if measured is not None:
-        return measured_rates(measured, on_gpu=on_gpu, network=network, flops=job.flops)
     flops = job.flops if on_gpu or not job.on_gpu else None
+    if measured is not None:
+        return measured_rates(
+            measured,
+            on_gpu=on_gpu,
+            cpu_ranks=job.node_size,
+            flops=flops,
+            pcie=pcie,
+            network=network,
+        )
     return assumed_rates(job.drives, on_gpu=on_gpu, flops=flops, pcie=pcie, network=network)
 
 
@@ -239,7 +249,7 @@ def _store(
 
     every = None
     if commit_every != "none":
-        if not commit_every.isdecimal():
+        if not re.fullmatch("[1-9][0-9]{0,17}", commit_every):
             raise PlanError(
                 f"--commit-every must be a number of steps from 1, or none, got {commit_every!r}"
             )
@@ -279,6 +289,52 @@ def _size(option: str, text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise PlanError(f"{option}: {error}") from error
+    except OverflowError as error:
+        raise PlanError(f"{option} must be below 2^63 bytes, got {str(text)[:20]}...") from error
+
+
+def _number(option: str, value: float) -> float:
+    from tierstore.errors import PlanError
+
+    if not 0 <= value < math.inf:
+        raise PlanError(f"{option} must be a finite number, 0 or more, got {value:g}")
+    return value
+
+
+def _used(measured: Probe | None) -> float:
+    """Return the share of the rated life that the most worn drive of a probe has used."""
+    drives = [drive for one in measured.directories for drive in one.drives] if measured else []
+    return max((drive.percentage_used or 0 for drive in drives), default=0) / 100
+
+
+def _free_bytes(measured: Probe | None) -> int | None:
+    return None if measured is None else sum(one.free_bytes for one in measured.directories)
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    """Refuse outputs that exist, or that cannot be written, before anything is computed."""
+    from tierstore.errors import PlanError
+
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if path.exists() or given.count(path) > 1:
+            raise PlanError(f"{path} exists or is named twice: name a new file")
+        if not path.absolute().parent.is_dir():
+            raise PlanError(f"{path.absolute().parent} is not a directory: make it first")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a new file, or nothing."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                path.unlink()
+                raise
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _whole(option: str, text: str | None) -> int | None:
@@ -345,9 +401,10 @@ def _wear_lines(found: Plan) -> Iterator[str]:
         share = f"{100 * job.endurance:g}% of their rated life"
         yield f"drives: {share} is used after {steps:,.0f} steps, {days_text(found.days)}"
     if not found.lasts:
+        run = "no step is left" if job.steps is None else f"the run has {job.steps:,} steps"
         yield (
-            f"NOT ALLOWED: the run has {job.steps:,} steps: write less (commit_every, keep more in "
-            "memory), or take more or better drives"
+            f"NOT ALLOWED: {run}: write less (commit_every, keep more in memory), or take more or "
+            "better drives"
         )
 
 

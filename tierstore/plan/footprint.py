@@ -48,6 +48,10 @@ class StoreOptions:
             raise PlanError(f"commit_every must be at least 1, or None for no commit, got {every}")
         if self.compute not in ("device", "host"):
             raise PlanError(f"compute must be 'device' or 'host', got {self.compute!r}")
+        for name in ("host_memory", "device_memory", "page_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**63:
+                raise PlanError(f"{name} must be 0 or more and below 2^63, got {str(value)[:20]}")
         if self.page_bytes == 0:
             raise PlanError("page_bytes must be above 0, or None for a size by host_memory")
         try:

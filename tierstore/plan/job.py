@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,6 +14,8 @@ from tierstore.plan.partitions import holding_of
 from tierstore.units import format_bytes
 
 RANKS_MAX = 2**16
+_MOST = 2.0**63
+_MAY_BE_ZERO = ("gpus", "wear", "model_s", "checkpoints", "activation_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +70,13 @@ class Job:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                least = 0 if one.name in ("gpus", "wear", "model_s", "checkpoints") else None
-                good = math.isfinite(value) and (value > 0 if least is None else value >= least)
+                may_be_zero = one.name in _MAY_BE_ZERO
+                good = (0 <= value < _MOST) if may_be_zero else (0 < value < _MOST)
                 if not good:
-                    wanted = "above 0" if least is None else "0 or more"
-                    raise PlanError(f"{one.name} must be {wanted}, got {value!r}")
+                    wanted = "0 or more" if may_be_zero else "above 0"
+                    raise PlanError(
+                        f"{one.name} must be a number {wanted} and below 2^63, got {str(value)[:20]}"
+                    )
         if self.world_size > RANKS_MAX:
             raise PlanError(f"{self.world_size} ranks are more than {RANKS_MAX}: plan fewer nodes")
         if self.model_s is None and (self.tokens is None) != (self.flops is None):

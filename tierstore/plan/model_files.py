@@ -7,6 +7,7 @@ each its shape: ``{"up.weight": [8, 4]}``, or with a dtype,
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,7 @@ def _parameter(name: str, value: Any, where: str) -> ModelParameter:
         not isinstance(shape, list | tuple)
         or len(shape) > RECORD_DIMENSIONS_MAX
         or not all(type(size) is int and 0 <= size <= ELEMENTS_MAX for size in shape)
+        or (0 in shape and math.prod(size or 1 for size in shape) > ELEMENTS_MAX)
     ):
         raise PlanError(
             f"{where} has {shown(name)} with the shape {shown(shape)}, expected are at most "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ class ModelParameter:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layer: str | None = field(default=None, compare=False)
+    """Class of its module: "embedding", "linear" or "other"; None if only the name can tell."""
 
     @property
     def numel(self) -> int:
@@ -70,11 +72,20 @@ def model_from_module(module: nn.Module) -> Model:
         PlanError: there are no parameters, or one of a lazy module has no shape yet.
     """
     named = list(module.named_parameters())
+    layers = {
+        id(p): _layer(owner) for owner in module.modules() for p in owner._parameters.values()
+    }
     for name, parameter in named:
         if nn.parameter.is_lazy(parameter):
             raise PlanError(
                 f"parameter {name!r} has no shape yet, as its module is lazy: call the model once "
                 "with a batch before planning"
             )
-    parameters = (ModelParameter(name, tuple(p.shape), p.dtype) for name, p in named)
+    parameters = (ModelParameter(name, tuple(p.shape), p.dtype, layers[id(p)]) for name, p in named)
     return Model(type(module).__name__, tuple(parameters))
+
+
+def _layer(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "embedding"
+    return "linear" if isinstance(module, nn.Linear) else "other"

@@ -45,6 +45,10 @@ def holding_of(
             f"experts can be dealt to {expert_parallel} ranks only with the partition 'fsdp' on a "
             f"multiple of {expert_parallel} ranks, got {partition!r} on {world_size}"
         )
+    if expert_parallel > 1 and len(shape) == 3 and shape[0] % expert_parallel:
+        raise PlanError(
+            f"{shape[0]} experts cannot be dealt equally to {expert_parallel} ranks: pass a divisor"
+        )
     if partition == "ddp" or not shape:  # FSDP2 leaves parameters without dimensions whole.
         return whole_on(range(world_size))
     ranks = tuple(range(world_size))

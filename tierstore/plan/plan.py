@@ -6,12 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from tierstore.errors import BudgetError, PlanError
-from tierstore.plan.drives import SECONDS_PER_DAY, Drives, Wear, wear_of
+from tierstore.plan.drives import SECONDS_PER_DAY, Wear, wear_of
 from tierstore.plan.job import Job
 from tierstore.plan.memory import Need, model_parts, needs_of
 from tierstore.plan.models import Model
@@ -96,15 +97,13 @@ class Plan:
     @property
     def lasts(self) -> bool:
         """False if the run writes more than the drives are allowed to endure."""
-        steps = self.job.steps
-        return steps is None or self.steps_allowed is None or steps <= self.steps_allowed
+        steps = self.job.steps or 1
+        return self.steps_allowed is None or steps <= self.steps_allowed
 
     @property
     def days(self) -> float | None:
         """Days until the allowed share of the endurance is used; None if not known."""
-        if self.steps_allowed is None:
-            return None
-        return self.steps_allowed * self.time.seconds / SECONDS_PER_DAY
+        return _days_allowed(self.job, self.wear, self.time)
 
     @property
     def bottleneck(self) -> str:
@@ -176,7 +175,7 @@ def plan(
         free_model_s=_free_model_s(ranks, rates),
         changes=list(planner.changes(job, chosen)),
         remedy=None if fits else planner.remedy(job, chosen, needs),
-        beside=[planner.beside(job, each) for each in planner.optimizer.algorithms],
+        beside=[one for each in planner.optimizer.algorithms if (one := planner.beside(job, each))],
     )
 
 
@@ -230,15 +229,19 @@ class _Planner:
         """Yield what a few changes would gain."""
         ranks, _ = self.lay_out(job, algorithm)
         if self.rates.disk is not None:
-            count = 1 if job.drives is None else job.drives.count
+            count = self.rates.drives
             faster = replace(self.rates, disk=self.rates.disk.scaled((count + 1) / count))
-            drives = job.drives and replace(job.drives, count=count + 1)
+            drives = job.drives and replace(job.drives, count=job.drives.count + 1)
             yield self._change(
                 "one more drive in each node", replace(job, drives=drives), algorithm, faster
             )
-        nbytes = ranks.most("host_bytes") + ranks.most("state_bytes") // 2
+        buffers = max(
+            one.footprint.placement.buffers * one.footprint.placement.buffer_bytes
+            for one in ranks.classes
+        )
+        nbytes = buffers + ranks.most("state_bytes") // 2
         store = replace(job.store, host_memory=nbytes, buffers=None)
-        if nbytes > job.store.host_memory:
+        if nbytes > ranks.most("host_bytes"):
             text = f"half of the pages in host memory ({format_bytes(nbytes)} for each rank)"
             yield self._change(text, replace(job, store=store), algorithm, self.rates)
         if not job.optimizer.get("momentum_dtype") and _has_wide_momentum(ranks):
@@ -252,15 +255,17 @@ class _Planner:
 
     def _change(self, text: str, job: Job, algorithm: str, rates: Rates) -> Change:
         time, wear = self.time(self.lay_out(job, algorithm)[0], rates)
-        return Change(change=text, step_s=time.seconds, days=None if wear is None else wear.days)
+        return Change(change=text, step_s=time.seconds, days=_days_allowed(job, wear, time))
 
     def remedy(self, job: Job, algorithm: str, needs: Iterable[Need]) -> str | None:
         """Return the first of some changes with which everything fits."""
-        for text, changed in self._remedies(job, [need.place for need in needs if not need.fits]):
-            of_model = sum(model_parts(changed, self.model).values())
-            if changed.on_gpu and changed.gpu_memory and of_model > changed.gpu_memory:
-                continue
+        exceeded = {need.place: need for need in needs if not need.fits}
+        for text, change in self._remedies(job, exceeded):
             try:
+                changed = change(job)
+                of_model = sum(model_parts(changed, self.model).values())
+                if changed.on_gpu and changed.gpu_memory and of_model > changed.gpu_memory:
+                    continue
                 ranks, _ = self.lay_out(changed, algorithm)
             except (BudgetError, PlanError):
                 continue
@@ -268,65 +273,62 @@ class _Planner:
                 return text
         return None
 
-    def _remedies(self, job: Job, places: Sequence[str]) -> Iterator[tuple[str, Job]]:
-        store = job.store
-        variants: dict[str, Callable[[Job], Job]] = {}
-        if "GPU" in places and store.device_memory:
-            variants["device_memory=0"] = lambda j: replace(
-                j, store=replace(j.store, device_memory=0)
+    def _remedies(
+        self, job: Job, exceeded: Mapping[str, Need]
+    ) -> Iterator[tuple[str, Callable[[Job], Job]]]:
+        """Yield changes for what is exceeded, the nearest one first."""
+        store, drives = job.store, job.drives
+        if "GPU" in exceeded and store.device_memory:
+            yield (
+                "device_memory=0",
+                lambda j: replace(j, store=replace(j.store, device_memory=0)),
             )
-        if "GPU" in places and job.partition == "ddp" and job.world_size > 1:
-            variants["FSDP instead of DDP"] = lambda j: replace(j, partition="fsdp")
-        if "host" in places:
+        if "GPU" in exceeded and job.partition == "ddp" and job.world_size > 1:
+            yield "FSDP instead of DDP", lambda j: replace(j, partition="fsdp")
+        if "host" in exceeded:
             for share in (2, 4, 8):
                 size = store.host_memory // share
-                variants[f"host_memory={format_bytes(size)!r} for each store"] = _with_memory(size)
-        if "NVMe" in places and job.checkpoints:
-            for count in range(job.checkpoints - 1, -1, -1):
-                variants[f"{count} published checkpoints instead of {job.checkpoints}"] = (
-                    _with_checkpoints(count)
-                )
-        if "NVMe" in places and job.drives is not None:
-            for count in range(job.drives.count + 1, 8 * job.drives.count + 9):
-                variants[f"{count} drives in each node instead of {job.drives.count}"] = (
-                    _with_drives(job.drives, count)
-                )
-        for factor in (2, 4, 8, 16):
-            if job.partition == "fsdp" or "GPU" not in places:
-                variants[f"{factor * job.nodes} nodes instead of {job.nodes}"] = _with_nodes(
-                    factor * job.nodes
-                )
-        for text, change in variants.items():
-            yield text, change(job)
+                text = f"host_memory={format_bytes(size)!r} for each store"
+                yield text, partial(_with_memory, size=size)
+        if "NVMe" in exceeded:
+            need = exceeded["NVMe"]
+            kept = need.parts.get("published checkpoints", 0)
+            room = (need.limit or 0) - (need.nbytes - kept)
+            if kept and room >= 0:
+                count = room * job.checkpoints // kept
+                text = f"{count} published checkpoints instead of {job.checkpoints}"
+                yield text, lambda j: replace(j, checkpoints=count)
+            if drives is not None:
+                wanted = -(-need.nbytes // drives.capacity)
+                text = f"{wanted} drives in each node instead of {drives.count}"
+                yield text, lambda j: replace(j, drives=replace(drives, count=wanted))
+        if job.partition == "fsdp" or "GPU" not in exceeded:
+            for nodes in (factor * job.nodes for factor in (2, 4, 8, 16)):
+                yield f"{nodes} nodes instead of {job.nodes}", partial(_with_nodes, nodes=nodes)
 
-    def beside(self, job: Job, algorithm: str) -> Beside:
-        """Return the job under one algorithm."""
+    def beside(self, job: Job, algorithm: str) -> Beside | None:
+        """Return the job under one algorithm; None if it cannot run so."""
         options = job.optimizer if algorithm == self.optimizer.algorithms[0] else {}
-        ranks, _ = self.lay_out(replace(job, optimizer=options), algorithm)
+        try:
+            ranks, _ = self.lay_out(replace(job, optimizer=options), algorithm)
+        except (BudgetError, PlanError):
+            return None
         time, wear = self.time(ranks)
         return Beside(
             algorithm=algorithm,
             step_s=time.seconds,
             state_bytes=round(ranks.total("state_bytes")),
             written_bytes=ranks.total("mean_written_bytes"),
-            days=None if wear is None else wear.days,
+            days=_days_allowed(job, wear, time),
         )
 
 
-def _with_memory(size: int) -> Callable[[Job], Job]:
-    return lambda job: replace(job, store=replace(job.store, host_memory=size, page_bytes=None))
+def _with_memory(job: Job, *, size: int) -> Job:
+    return replace(job, store=replace(job.store, host_memory=size))
 
 
-def _with_checkpoints(count: int) -> Callable[[Job], Job]:
-    return lambda job: replace(job, checkpoints=count)
-
-
-def _with_drives(drives: Drives, count: int) -> Callable[[Job], Job]:
-    return lambda job: replace(job, drives=replace(drives, count=count))
-
-
-def _with_nodes(nodes: int) -> Callable[[Job], Job]:
-    return lambda job: replace(job, nodes=nodes)
+def _with_nodes(job: Job, *, nodes: int) -> Job:
+    return replace(job, nodes=nodes)
 
 
 def _has_wide_momentum(ranks: Ranks) -> bool:
@@ -339,9 +341,15 @@ def _steps_allowed(job: Job, wear: Wear | None) -> float | None:
     if wear is None or wear.steps is None:
         return None
     left = 1 - job.wear
-    if left <= 0:
+    allowed = job.endurance - job.wear
+    if left <= 0 or allowed <= 0:
         return 0.0
-    return wear.steps * max(0.0, job.endurance - job.wear) / left
+    return wear.steps * allowed / left
+
+
+def _days_allowed(job: Job, wear: Wear | None, time: StepTime) -> float | None:
+    steps = _steps_allowed(job, wear)
+    return None if steps is None else steps * time.seconds / SECONDS_PER_DAY
 
 
 def _busy(time: StepTime) -> dict[str, float]:

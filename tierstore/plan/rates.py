@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import PlanError
 from tierstore.plan.drives import Drives
+from tierstore.plan.models import DTYPES
 from tierstore.plan.simulator import DiskRates
 from tierstore.probe.optimizers import OptimizerPlan, Work
 from tierstore.probe.result import OptimizerRate, Probe
@@ -20,6 +21,8 @@ _CHECKSUM = 8e9
 _COMMIT_S = 0.01
 _CPU_FLOPS, _CPU_MEMORY = 200e9, 20e9
 _GPU_FLOPS, _GPU_MEMORY = 200e12, 1.5e12
+
+_ASSUMED_NETWORK = f"the network at {_NETWORK / 1e9:g} GB/s for each rank"
 
 _WIDE = 2
 """Matrices with a longer side of this many times the shorter one are measured apart."""
@@ -44,9 +47,20 @@ class Rates:
     """Floating-point operations per second of one rank, where no rate was measured."""
     memory: float
     """Memory bandwidth where steps are computed, where no rate was measured."""
+    drives: int = 1
+    """Drives of a node, or directories of the probe."""
+    cpu_ranks: int = 1
+    """Ranks that share the processor on which ``measured`` was measured."""
     measured: Sequence[OptimizerRate] = ()
     assumed: Sequence[str] = field(default=(), compare=False)
     """Sentences on what was not measured."""
+
+    def __post_init__(self) -> None:
+        names = ("commit_s", "checksum", "to_device", "from_device", "network", "flops", "memory")
+        for name in names:
+            rate = getattr(self, name)
+            if not 0 < rate < math.inf:
+                raise PlanError(f"the rate {name!r} must be above 0 and finite, got {rate!r}")
 
     def seconds(self, works: Mapping[Work, int], optimizer: OptimizerPlan) -> float:
         """Return the time of some works of an optimizer, one after the other."""
@@ -74,7 +88,7 @@ class Rates:
             return max(flops / self.flops, nbytes / self.memory)
         points = sorted((math.log(min(one.shape[1:])), self._rate(one, optimizer)) for one in alike)
         rate = _between(points, math.log(min(shape[1:])))
-        return (flops or nbytes) / rate
+        return self.cpu_ranks * (flops or nbytes) / rate
 
     def _rate(self, one: OptimizerRate, optimizer: OptimizerPlan) -> float:
         count, rows, columns = one.shape
@@ -116,33 +130,43 @@ def assumed_rates(
         pcie: bytes per second between host and GPU; None: of PCIe 4.
         network: bytes per second of a rank; None: of 200 Gbit/s.
     """
-    assumed = []
-    if flops is None:
-        flops = _GPU_FLOPS if on_gpu else _CPU_FLOPS
-        assumed.append(f"matrix products of the optimizer at {flops / 1e12:g} TFLOP/s")
-    else:
-        assumed.append(
-            f"matrix products of the optimizer at the {flops / 1e12:g} TFLOP/s of the model"
-        )
-    memory = _GPU_MEMORY if on_gpu else _CPU_MEMORY
-    assumed.append(f"memory of the {'GPU' if on_gpu else 'CPU'} at {memory / 1e9:g} GB/s")
-    assumed.append(f"checksums at {_CHECKSUM / 1e9:g} GB/s of one core")
-    assumed.append(f"commits in {_COMMIT_S * 1000:g} ms after the last write")
+    assumed = _assumed_computation(on_gpu, flops)
+    assumed += [
+        f"checksums at {_CHECKSUM / 1e9:g} GB/s of one core",
+        f"commits in {_COMMIT_S * 1000:g} ms after the last write",
+    ]
     if on_gpu and pcie is None:
         assumed.append(f"copies between host and GPU at {_PCIE / 1e9:g} GB/s")
     if network is None:
-        assumed.append(f"the network at {_NETWORK / 1e9:g} GB/s for each rank")
+        assumed.append(_ASSUMED_NETWORK)
     return Rates(
         disk=None if drives is None else disk_rates(drives),
         commit_s=_COMMIT_S,
         checksum=_CHECKSUM,
-        to_device=pcie or _PCIE,
-        from_device=pcie or _PCIE,
-        network=network or _NETWORK,
-        flops=flops,
-        memory=memory,
+        to_device=_PCIE if pcie is None else pcie,
+        from_device=_PCIE if pcie is None else pcie,
+        network=_NETWORK if network is None else network,
+        flops=_flops(on_gpu) if flops is None else flops,
+        memory=_memory(on_gpu),
+        drives=1 if drives is None else drives.count,
         assumed=tuple(assumed),
     )
+
+
+def _flops(on_gpu: bool) -> float:
+    return _GPU_FLOPS if on_gpu else _CPU_FLOPS
+
+
+def _memory(on_gpu: bool) -> float:
+    return _GPU_MEMORY if on_gpu else _CPU_MEMORY
+
+
+def _assumed_computation(on_gpu: bool, flops: float | None) -> list[str]:
+    products = f"{_flops(on_gpu) / 1e12:g} TFLOP/s"
+    if flops is not None:
+        products = f"the {flops / 1e12:g} TFLOP/s of the model"
+    memory = f"{'GPU' if on_gpu else 'CPU'} at {_memory(on_gpu) / 1e9:g} GB/s"
+    return [f"matrix products of the optimizer at {products}", f"memory of the {memory}"]
 
 
 def disk_rates(drives: Drives) -> DiskRates:
@@ -152,18 +176,27 @@ def disk_rates(drives: Drives) -> DiskRates:
 
 
 def measured_rates(
-    probe: Probe, *, on_gpu: bool, network: float | None = None, flops: float | None = None
+    probe: Probe,
+    *,
+    on_gpu: bool,
+    cpu_ranks: int = 1,
+    flops: float | None = None,
+    pcie: float | None = None,
+    network: float | None = None,
 ) -> Rates:
     """Return the rates of the machine that a probe measured.
 
     Args:
         probe: of one node, with a directory for each drive.
         on_gpu: whether steps are computed on GPUs.
-        network: bytes per second of a rank, which a probe does not measure.
+        cpu_ranks: ranks that share the processor, if steps are computed there.
         flops: operations per second that a rank achieves, where no optimizer was measured.
+        pcie: bytes per second between host and GPU; None: what was measured.
+        network: bytes per second of a rank, which a probe does not measure.
 
     Raises:
-        PlanError: the probe has no directory with direct I/O, or no GPU though ``on_gpu``.
+        PlanError: the probe has no directory with direct I/O, no GPU though ``on_gpu``, or a rate
+            or shape that cannot be.
     """
     compute = probe.compute
     if not probe.directories:
@@ -173,20 +206,31 @@ def measured_rates(
             f"the probe of {probe.machine.host} is of a machine without a GPU, and the job has "
             "GPUs: probe a machine of the job, or plan without a probe"
         )
-    base = assumed_rates(None, on_gpu=on_gpu, flops=flops, network=network)
-    assumed = [
-        text for text in base.assumed if text.startswith("the network") or not compute.optimizers
-    ]
+    device = "cuda" if on_gpu else "cpu"
+    measured = [one for one in compute.optimizers if one.device.startswith(device)]
+    for one in measured:
+        good = len(one.shape) == 3 and min(one.shape) >= 1 and one.seconds.median > 0
+        if not good or one.dtype not in DTYPES:
+            raise PlanError(
+                f"the probe has the work {one.work!r} of shape {list(one.shape)}, dtype "
+                f"{one.dtype!r} and {one.seconds.median:.6g} s, which cannot be: probe again"
+            )
+    assumed = [] if measured else _assumed_computation(on_gpu, flops)
+    if network is None:
+        assumed.append(_ASSUMED_NETWORK)
+    to_device, from_device = compute.host_to_device, compute.device_to_host
     return Rates(
         disk=_probed_disk(probe),
         commit_s=max(one.commit_seconds.median for one in probe.directories),
         checksum=compute.checksum.median,
-        to_device=compute.host_to_device.median if compute.host_to_device else base.to_device,
-        from_device=compute.device_to_host.median if compute.device_to_host else base.from_device,
-        network=base.network,
-        flops=base.flops,
-        memory=base.memory,
-        measured=compute.optimizers,
+        to_device=pcie or (to_device.median if to_device else _PCIE),
+        from_device=pcie or (from_device.median if from_device else _PCIE),
+        network=_NETWORK if network is None else network,
+        flops=_flops(on_gpu) if flops is None else flops,
+        memory=_memory(on_gpu),
+        drives=len(probe.directories),
+        cpu_ranks=1 if on_gpu else cpu_ranks,
+        measured=measured,
         assumed=tuple(assumed),
     )
 

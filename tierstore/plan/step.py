@@ -158,7 +158,7 @@ def time_step(ranks: Ranks, rates: Rates, model_s: float) -> StepTime:
     cycle = 1 if every is None else min(every, _CYCLE_MAX)
     on_gpu = job.on_gpu and job.store.compute == "device"
     times = StepTimes(
-        steps=2 + 2 * cycle,
+        steps=cycle * max(2, -(-4 // cycle)),  # The last one commits.
         model_s=model_s,
         prefetch_s=model_s * 2 / 3 if job.prefetch else 0.0,  # Backward is two thirds of it.
         commit_every=None if every is None else cycle,
@@ -169,11 +169,11 @@ def time_step(ranks: Ranks, rates: Rates, model_s: float) -> StepTime:
     works = [_rank_work(one, ranks, rates, on_gpu=on_gpu) for one in ranks.classes]
     found = simulate(works, times)
     by_step = [max(step.seconds for step in steps) for steps in zip(*found, strict=True)]
-    plain, last = by_step[-cycle - 1 if cycle > 1 else -1], by_step[-cycle:]
-    # Of more steps between two commits than were simulated, the others are like the plain one.
+    last = by_step[-cycle:]
     seconds = statistics.fmean(last)
     if every is not None and every > cycle:
-        seconds = plain + (sum(last) - cycle * plain) / every
+        # The steps that were not simulated are like the last one before the commit.
+        seconds = (sum(last) + (every - cycle) * last[-2]) / every
     slowest = max(range(len(found)), key=lambda index: found[index][-1].stop)
     resident = [
         replace(

@@ -22,7 +22,7 @@ def days_text(days: float | None) -> str:
     if math.isinf(days):
         return "for ever"
     if days < 2:
-        return f"{24 * days:.2g} hours"
+        return f"{24 * days:.1f} hours"
     if days < 730:
         return f"{days:.0f} days"
     years = days / 365
@@ -32,6 +32,6 @@ def days_text(days: float | None) -> str:
 def short_text(number: float) -> str:
     """Return a count with three digits and a letter: ``"8.03B"``, ``"500k"``."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= scale:
+        if float(f"{number / scale:.3g}") >= 1:
             return f"{number / scale:.3g}{letter}"
     return f"{number:.3g}"
