@@ -75,7 +75,8 @@ class Job:
                 if not good:
                     wanted = "0 or more" if may_be_zero else "above 0"
                     raise PlanError(
-                        f"{one.name} must be a number {wanted} and below 2^63, got {str(value)[:20]}"
+                        f"{one.name} must be a number {wanted} and below 2^63, "
+                        f"got {str(value)[:20]}"
                     )
         if self.world_size > RANKS_MAX:
             raise PlanError(f"{self.world_size} ranks are more than {RANKS_MAX}: plan fewer nodes")
