@@ -117,13 +117,18 @@ def require_bounded(source: Path, formats: list[str], memory: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["transposed", "gaps", "transposed with gaps", "dcp"])
+@pytest.mark.parametrize("kind", ["transposed", "gaps", "transposed with gaps", "dcp", "many"])
 def test_anonymous_memory_with_other_orders(kind: str, tmp_path: Path) -> None:
     """Each reader thread has at most 8 MiB of the order in the file, beside the pieces."""
     source = tmp_path / "in.pt"
     if kind == "dcp":
         tensor = torch.randn(7168, 8777).t()
         dcp.save({"model": {"w": tensor}}, checkpoint_id=source, no_dist=True)
+    elif kind == "many":
+        tensor = torch.randn(1500, 1500).t()
+        torch.save(
+            {"w": tensor, **{f"w{n}": torch.randn(1500, 1500).t() for n in range(15)}}, source
+        )
     else:
         tensor = torch.randn(7168, 8777) if kind == "transposed" else torch.randn(6000, 10000)
         tensor = tensor[:, ::2] if "gaps" in kind else tensor

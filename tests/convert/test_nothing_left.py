@@ -321,7 +321,7 @@ def test_another_conversion_to_the_same_destination_is_left_alone(
         (("nowhere", "out", "--to", "dcp"), "nowhere does not exist"),
         (("EMPTY", "out", "--to", "dcp"), "is not recognized as any of"),
         (("SRC", "out", "--to", "dcp", "--memory", "much"), "--memory: a size must look like"),
-        (("SRC", "out", "--to", "dcp", "--memory", "1MB"), "at least 64.0 MiB"),
+        (("SRC", "out", "--to", "dcp", "--memory", "1MB"), "64.0 MiB of memory, got 976.6 KiB"),
         (("SRC", "out", "--to", "dcp", "--dtype", "int3"), "--dtype must be one of"),
         (("SRC", "out", "--to", "dcp", "--only", "all"), "only must be one of model"),
         (("SRC", "out", "--to", "dcp", "--include", "x*"), "a name that matches 'x*'"),

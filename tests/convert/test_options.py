@@ -113,6 +113,79 @@ def test_a_module_of_the_name_module_keeps_it(to: str, tmp_path: Path) -> None:
     assert {e.parameter for e in conversion.entries} == {"module.module.w", "module.head"}
 
 
+def test_parts_by_pattern_become_the_whole_again(tmp_path: Path) -> None:
+    """With the dtypes of the model, where they are not those of masters."""
+    names = ["a.w", "b.w"]
+    ours = {"step": 3, "extra": "null", "dtypes": dict.fromkeys(names, torch.bfloat16)}
+    states = {name: {"exp_avg": torch.ones(2), "step": 3.0} for name in names}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": names}]}
+    model = {name: torch.ones(2) for name in names}
+    torch.save({"model": model, "optimizer": optimizer, "tierstore": ours}, tmp_path / "in.pt")
+    for name in names:
+        convert(tmp_path / "in.pt", tmp_path / name, to="dcp", include=[name])
+    convert([tmp_path / name for name in names], tmp_path / "out.pt", to="torch")
+    assert weights_of(tmp_path / "out.pt").keys() == model.keys()
+    assert (
+        torch.load(tmp_path / "out.pt", weights_only=True)["tierstore"]["dtypes"] == ours["dtypes"]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e8m0fnu])
+def test_dtypes_that_are_not_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = {"model": {"w": torch.ones(2)}, "tierstore": {"dtypes": {"w": dtype}}}
+    torch.save(value, tmp_path / "in.pt")
+    with no_trace(tmp_path), pytest.raises(tierstore.CheckpointError, match="that 'w' is float8"):
+        convert(tmp_path / "in.pt", tmp_path / "out", to="dcp")
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_parts_of_a_model_lose_the_prefix_together(prefix: str, tmp_path: Path) -> None:
+    """All names in one part may begin with "module.", which is of a module."""
+    parts = {"one": "module.w", "two": "head.w"}
+    for part, name in parts.items():
+        save_file({f"{prefix}{name}": torch.ones(2)}, tmp_path / f"{part}.safetensors")
+        torch.save({f"{prefix}{name}": torch.ones(2)}, tmp_path / f"{part}.pt")
+    for suffix in ("safetensors", "pt"):
+        sources = [tmp_path / f"{part}.{suffix}" for part in parts]
+        conversion = convert(sources, tmp_path / f"{suffix}.out", to="torch")
+        assert {entry.parameter for entry in conversion.entries} == set(parts.values())
+
+
+def saved_model(prefix: str, form: str, path: Path) -> None:
+    """Save a model with a module of the name "module", and a frozen head."""
+    model = {f"{prefix}module.w": torch.ones(3), f"{prefix}head": torch.ones(2)}
+    if form == "torch":
+        torch.save({"model": model}, path)
+    else:
+        dcp.save({"model": model}, checkpoint_id=path, no_dist=True)
+
+
+def saved_optimizer(prefix: str, form: str, path: Path) -> None:
+    """Save the optimizer of the module."""
+    name = f"{prefix}module.w"
+    group = {"lr": 0.1, "params": [name], "param_names": [name]}
+    optimizer = {"state": {name: {"exp_avg": torch.ones(3)}}, "param_groups": [group]}
+    if form == "torch":
+        torch.save(optimizer, path)
+    else:
+        dcp.save({"optimizer": optimizer}, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.parametrize("of_model", ["", "module."])
+@pytest.mark.parametrize("of_optimizer", ["", "module."])
+@pytest.mark.parametrize("forms", [("dcp", "dcp"), ("torch", "dcp"), ("torch", "torch")])
+def test_a_model_and_its_optimizer_lose_the_prefix(
+    forms: tuple[str, str], of_model: str, of_optimizer: str, tmp_path: Path
+) -> None:
+    """The program may have wrapped the model after it made the optimizer, or save what is in it."""
+    saved_model(of_model, forms[0], tmp_path / "one.pt")
+    saved_optimizer(of_optimizer, forms[1], tmp_path / "two.pt")
+    sources = [tmp_path / "one.pt", tmp_path / "two.pt"]
+    conversion = convert(sources, tmp_path / "out.pt", to="torch")
+    found = {entry.key for entry in conversion.entries}
+    assert found == {("module.w", "master"), ("module.w", "exp_avg"), ("head", "(buffer)")}
+
+
 def test_dtype_where_nothing_tells_buffers(source: Path, tmp_path: Path) -> None:
     conversion = convert(
         source, tmp_path / "out.pt", to="torch", only="model", dtype=torch.bfloat16

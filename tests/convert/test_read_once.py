@@ -111,3 +111,23 @@ def flip(path: Path, tensor: torch.Tensor) -> None:
             file.write_bytes(data)
             return
     raise AssertionError("the tensor is in no file")
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_source_that_can_no_longer_be_opened(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Opened first for its header, then for the tensor, then to compare checksums."""
+    torch.save({"w": torch.ones(8)}, tmp_path / "in.pt")
+    real, opened = os.open, []
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) == tmp_path / "in.pt":
+            opened.append(path)
+            if len(opened) == number:
+                raise OSError(5, "Input/output error")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with no_trace(tmp_path), pytest.raises(tierstore.StorageError, match=r"read.*in\.pt"):
+        convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")

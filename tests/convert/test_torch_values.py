@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import tierstore
 from tests.support.commands import call
 from tests.support.conversions import no_trace
 from tierstore.convert.convert import convert
+from tierstore.inspection import torch_archive
 
 
 def refused(value: Any, tmp_path: Path, match: str) -> None:
@@ -89,6 +91,28 @@ def test_arguments_are_not_copied_without_end(tmp_path: Path) -> None:
     with_pickle(tmp_path / "in.pt", b"\x80\x02" + items + call * 1000 + b".")
     with no_trace(tmp_path), pytest.raises(tierstore.CorruptionError, match="larger than itself"):
         convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+
+
+def test_values_are_not_made_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list for each byte of the pickle; a file may have more values the more tensors it has."""
+    monkeypatch.setattr(torch_archive, "_OPCODES_MIN", 1000)
+    with_pickle(tmp_path / "in.pt", b"\x80\x02" + b"]" * 1600 + b".")
+    with no_trace(tmp_path), pytest.raises(tierstore.CorruptionError, match="many more values"):
+        convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    torch.save({f"w{number}": torch.ones(1) for number in range(1000)}, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+
+
+def test_a_long_text_for_the_byte_order(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "in.pt", "w") as archive:
+        archive.writestr("in/data.pkl", b"\x80\x02}.")
+        archive.writestr("in/byteorder", bytes(32 * 2**20))
+    tracemalloc.start()
+    with pytest.raises(tierstore.CorruptionError, match="another byte order"):
+        convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 16 * 2**20
 
 
 def unicode(text: str) -> bytes:

@@ -75,6 +75,16 @@ def test_data_that_other_code_reads() -> None:
         checksums.compare(read_into)
 
 
+@pytest.mark.parametrize("other", [(100, 50, 7), (100, 100, 8), (50, 51, 7), (199, 1, 7)])
+def test_ranges_that_overlap(other: tuple[int, int, int]) -> None:
+    checksums = DataChecksums()
+    for start in (100, 0, 300, 100):
+        checksums.expect(start, 50 if start != 100 else 100, 7)
+    checksums.expect(150, 0, 0)
+    with pytest.raises(CorruptionError, match="overlap"):
+        checksums.expect(*other)
+
+
 def test_several_threads() -> None:
     checksums = DataChecksums()
     checksums.expect(0, 1000, zlib.crc32(DATA))

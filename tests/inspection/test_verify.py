@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 import struct
 from collections.abc import Iterator
@@ -119,6 +120,13 @@ def test_damage_without_checksums(tmp_path: Path) -> None:
     for needle in (b"PK\3\4", b"PK\1\2", b"PK\5\6", b"FloatStorage", b"torch._utils"):
         path.write_bytes(whole.replace(needle, bytes(len(needle))))
         assert not check(tmp_path).good, needle
+    entry = re.search(rb"PK\x01\x02.{42}archive/data/0", whole, re.DOTALL)
+    assert entry is not None
+    place = entry.start() + 42  # The entry says here where the header of the data is.
+    for bit in range(32):
+        changed = int.from_bytes(whole[place : place + 4], "little") ^ 1 << bit
+        path.write_bytes(whole[:place] + changed.to_bytes(4, "little") + whole[place + 4 :])
+        assert not check(tmp_path).good, bit
 
 
 # ------------------------------------------------------------------------- damaged bytes

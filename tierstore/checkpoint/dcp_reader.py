@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import mmap
 import threading
 from bisect import bisect_left
 from collections import defaultdict
@@ -285,13 +286,22 @@ def read_box(
             read_box(read_into, first + index * row_bytes, dtype, sizes[1:], offsets[1:], row)
         return
     rows_max = PIECE_BYTES // row_bytes
-    piece = torch.empty(min(rows_max, len(target)) * row_numel, dtype=dtype, device="cpu")
+    piece = mapped_tensor(min(rows_max, len(target)) * row_numel, dtype)
     for begin in range(0, len(target), rows_max):
         rows = target[begin : begin + rows_max]
         read = piece[: len(rows) * row_numel]
         read_into(read.view(torch.uint8).numpy().data, first + begin * row_bytes)
         box = Chunk((0, *offsets[1:]), tuple(rows.shape))
         rows.copy_(box.select(read.view(len(rows), *sizes[1:])))
+
+
+def mapped_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of one dimension, of at least one element, in a mapping of its own.
+
+    It goes back to the system at once, while malloc keeps what threads free.
+    """
+    buffer = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 def _is_run(target: torch.Tensor, dtype: torch.dtype, sizes: Sequence[int]) -> bool:

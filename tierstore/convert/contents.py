@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
 import torch
 
+from tierstore.checkpoint.model_contents import plain_names
 from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.torch_names import ORDER_ADVICE, Shape, match_distinct, match_names
 from tierstore.errors import CheckpointError
@@ -45,6 +46,8 @@ class Contents:
 
     source: str
     """The formats, for messages."""
+    wrapped: bool = False
+    """Whether names may have prefixes of wrappers, which merge() leaves out."""
     entries: Sequence[Entry] = ()
     groups: Sequence[Group] = ()
     scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -88,42 +91,77 @@ class Contents:
         ]
 
 
-def renamed(contents: Contents, plain_names: Callable[[list[str]], dict[str, str]]) -> Contents:
-    """Return contents under other names.
+def _without_wrappers(sources: Sequence[Contents]) -> list[Contents]:
+    """Return sources without the prefixes of wrappers in names.
 
-    Args:
-        contents: the contents.
-        plain_names: returns each name, of the model and of its optimizer, -> the other name.
+    "module." is of a wrapper if all names of the model begin with it, whatever source they are in.
+    The names of an optimizer, and of an order alone, may have it where the model has not, or lack
+    it where the model has it.
+
+    Raises:
+        CheckpointError: two names become equal.
     """
-    names = [
-        *(entry.parameter for entry in contents.entries),
-        *chain(contents.grouped, contents.scalars, contents.values, contents.aliases),
-    ]
-    plain = plain_names([name for name in dict.fromkeys(names) if isinstance(name, str)])
+    ours = [source for source in sources if source.wrapped]
+    model = plain_names(dict.fromkeys(chain.from_iterable(map(_names_of_model, ours))))
+    known = set(model.values())
 
-    def by_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {plain.get(name, name): value for name, value in values.items()}
+    def fitting(names: Collection[str]) -> dict[str, str]:
+        plain = plain_names(names, unwrap_parallel=False)
+        return plain if known.issuperset(plain.values()) else plain_names(names)
+
+    optimizer = fitting(dict.fromkeys(chain.from_iterable(map(_names_of_optimizer, ours))))
+    orders = [model if source.entries else fitting(source.order or ()) for source in sources]
+    return [
+        _renamed(source, model, optimizer, order) if source.wrapped else source
+        for source, order in zip(sources, orders, strict=True)
+    ]
+
+
+def _names_of_model(contents: Contents) -> Iterator[str]:
+    yield from contents.weights
+    yield from contents.values
+    yield from contents.aliases
+
+
+def _names_of_optimizer(contents: Contents) -> Iterator[str]:
+    yield from (e.parameter for e in contents.entries if e.state not in (MASTER, BUFFER))
+    yield from (name for name in contents.grouped if isinstance(name, str))
+    yield from contents.scalars
+
+
+Names = Mapping[str, str]
+"""Name -> another name. Names that it lacks are kept."""
+
+
+def _renamed(contents: Contents, model: Names, optimizer: Names, order: Names) -> Contents:
+    """Return contents under other names of the model, of its optimizer, and in its order."""
+
+    def renamed(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    def named(entry: Entry) -> Entry:
+        names = model if entry.state in (MASTER, BUFFER) else optimizer
+        return replace(entry, parameter=names.get(entry.parameter, entry.parameter))
 
     return replace(
         contents,
-        entries=[
-            replace(e, parameter=plain.get(e.parameter, e.parameter)) for e in contents.entries
-        ],
+        entries=list(map(named, contents.entries)),
         groups=[
-            replace(group, parameters=[plain.get(name, name) for name in group.parameters])
+            replace(group, parameters=[optimizer.get(name, name) for name in group.parameters])
             for group in contents.groups
         ],
-        scalars=by_plain(contents.scalars),
-        values=by_plain(contents.values),
-        aliases=by_plain({a: plain.get(name, name) for a, name in contents.aliases.items()}),
-        dtypes=by_plain(contents.dtypes),
+        scalars=renamed(contents.scalars, optimizer),
+        values=renamed(contents.values, model),
+        aliases={model[alias]: model[name] for alias, name in contents.aliases.items()},
+        dtypes=renamed(contents.dtypes, model),
+        order=None if contents.order is None else renamed(contents.order, order),
     )
 
 
 def merge(
     sources: Sequence[Contents], *, optimizer: bool = True, assume_model_order: bool = False
 ) -> Contents:
-    """Return what several sources hold together.
+    """Return what several sources hold together, without prefixes of wrappers.
 
     Args:
         sources: the contents of each.
@@ -132,10 +170,11 @@ def merge(
             the order of the model.
 
     Raises:
-        CheckpointError: a name occurs twice, the sources are of different steps, an optimizer
-            state has no param group, the names of its parameters do not follow, or the model lacks
-            one of them.
+        CheckpointError: a name occurs twice, also without prefixes, the sources are of different
+            steps, an optimizer state has no param group, the names of its parameters do not
+            follow, or the model lacks one of them.
     """
+    sources = _without_wrappers(sources)
     try:
         sources = [*sources, *_named(sources, assume_model_order=assume_model_order)]
     except CheckpointError:

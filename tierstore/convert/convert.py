@@ -124,7 +124,8 @@ def convert(
     budget = parse_bytes(memory)
     if budget < MEMORY_MIN:
         raise BudgetError(
-            f"a conversion needs at least {format_bytes(MEMORY_MIN)} of memory, got {memory}"
+            f"a conversion needs at least {format_bytes(MEMORY_MIN)} of memory, got "
+            f"{format_bytes(budget)}"
         )
     format_ = _writable(to)
     _check_choice("only", only, ("model",))
@@ -275,6 +276,7 @@ def _filtered(contents: Contents, include: Sequence[str], exclude: Sequence[str]
         scalars={name: values for name, values in contents.scalars.items() if taken(name)},
         values={name: value for name, value in contents.values.items() if taken(name)},
         aliases={alias: name for alias, name in contents.aliases.items() if taken(name)},
+        dtypes={name: dtype for name, dtype in contents.dtypes.items() if taken(name)},
     )
 
 

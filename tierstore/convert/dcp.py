@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
 from tierstore.checkpoint.dcp_writer import Catalog, add_hyperparameters, model_path, state_paths
 from tierstore.checkpoint.saved_values import nested
-from tierstore.convert.contents import Contents, Group, renamed
+from tierstore.convert.contents import Contents, Group
 from tierstore.convert.conventions import RENAMED, standard_groups
 from tierstore.convert.entries import BUFFER, Entry, pieces
 from tierstore.convert.options import Options, Reading
@@ -98,8 +98,9 @@ def _read(path: Path, reading: Reading) -> Contents:
     names = [entry.parameter for entry in (*contents.entries, *states)]
     groups = _groups(entries, others, names, states, flags)
     extra = json.loads(entries.value(_EXTRA)) if _EXTRA in paths else None
-    found = Contents(
+    return Contents(
         source="dcp",
+        wrapped=reading.wrapped,
         entries=[*contents.entries, *states],
         groups=groups,
         scalars={name: numbers for name, numbers in scalars.items() if numbers},
@@ -110,7 +111,6 @@ def _read(path: Path, reading: Reading) -> Contents:
         extra=tagged_json.decode(extra),
         lost=[*contents.lost, *lost, *_others(others)],
     )
-    return renamed(found, reading.plain_names)
 
 
 def _dtypes(path: Path) -> dict[str, torch.dtype]:

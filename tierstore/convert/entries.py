@@ -14,6 +14,7 @@ from tierstore.errors import CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import MASTER
+from tierstore.storage.paths import storage_errors
 
 BUFFER = "(buffer)"
 """State of a tensor of the model that no param group has. No optimizer state has this name."""
@@ -106,9 +107,10 @@ class StoredFile:
 
         Raises:
             CorruptionError: the file is absent, a link or too short, or the disk fails.
+            StorageError: the file cannot be opened.
         """
         try:
-            with self.reader.open(self.name) as file:
+            with storage_errors("read", self.path), self.reader.open(self.name) as file:
                 file.read_data_into(buffer, offset)
         except CorruptionError as error:
             raise CorruptionError(f"{self.path}: {error}") from error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from tierstore.checkpoint.model_contents import plain_names
 from tierstore.inspection.reader import Reader
 
 
@@ -35,14 +34,6 @@ class Reading:
         self._readers.append(reader)
         return reader
 
-    def plain_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Return name -> name without the prefixes of wrappers.
-
-        Raises:
-            CheckpointError: two names become equal.
-        """
-        return plain_names(names) if self.wrapped else {name: name for name in names}
-
     def compare_checksums(self) -> None:
         """Compare the data that was read with checksums of the source, unless read() did.
 
@@ -50,6 +41,7 @@ class Reading:
 
         Raises:
             CorruptionError: a source is damaged.
+            StorageError: a file of a source cannot be opened.
         """
         for reader in self._readers:
             reader.compare_checksums()

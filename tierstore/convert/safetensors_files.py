@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from tierstore.convert.contents import Contents, renamed
+from tierstore.convert.contents import Contents
 from tierstore.convert.entries import BUFFER, Entry, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import Piece, bytes_of
@@ -113,7 +113,7 @@ def read_files(
                 f"{reader.root / name}: does not have the tensors that the index says"
             )
         entries += found
-    return renamed(Contents(source="safetensors", entries=entries), reading.plain_names)
+    return Contents(source="safetensors", wrapped=reading.wrapped, entries=entries)
 
 
 def _files_in(reader: Reader) -> Mapping[str, Collection[str] | None]:

@@ -80,8 +80,8 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
     _require_complete([commit for _, commit, _ in found], paths)
     if of_run:
         groups = found[0].commit.groups
-        names = reading.plain_names(spec.name for group in groups for spec in group)
-        return [_contents(found, names)]
+        names = {spec.name: spec.name for group in groups for spec in group}
+        return [replace(_contents(found, names), wrapped=reading.wrapped)]
     names, model = _unpaged(found, paths)
     paged = _contents(found, names)
     return [

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,18 +13,19 @@ from typing import Any
 
 import torch
 
-from tierstore.checkpoint.dcp_reader import PIECE_BYTES
-from tierstore.checkpoint.model_contents import plain_names
+from tierstore.checkpoint.dcp_reader import PIECE_BYTES, mapped_tensor
 from tierstore.convert.contents import Contents, Group, Unnamed
 from tierstore.convert.conventions import RENAMED, standard_groups
 from tierstore.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Reading
+from tierstore.convert.pipeline import bytes_of
 from tierstore.convert.torch_names import Shape
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, Unread, read_torch_file
 from tierstore.layout.chunks import Chunk, is_dense, storage_order
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.parameters import MASTER, dtype_name
+from tierstore.layout.records import RECORD_DTYPES
 from tierstore.run import tagged_json
 from tierstore.run.sealed import body_errors, is_count, require
 from tierstore.units import format_bytes
@@ -76,7 +76,8 @@ def read_files(files: Sequence[tuple[Reader, str]], reading: Reading) -> list[Co
     for reader, name in files:
         value = read_torch_file(reader, name)
         found.take(_Value(StoredFile(reader, name), value), f"{reader.root / name}")
-    orders = [Contents(source="torch", order=found.order)] if found.order else []
+    order = Contents(source="torch", wrapped=reading.wrapped, order=found.order)
+    orders = [order] if found.order else []
     if orders and not found.models and not found.optimizers:
         return orders
     return [found.contents(optimizer=reading.optimizer), *orders]
@@ -139,8 +140,7 @@ class _Found:
             raise CheckpointError(f"{where} holds neither a state dict nor a dict of them")
         shapes = _meta_shapes(value)
         if shapes:
-            plain = plain_names(shapes)
-            self.order |= {plain[name]: shape for name, shape in shapes.items()}
+            self.order |= shapes
             return
         if _is_optimizer(value):
             self.optimizers.append(held)
@@ -175,7 +175,7 @@ class _Found:
         Args:
             optimizer: whether an optimizer without names is wanted.
         """
-        model = _model(self.models, self.reading)
+        model = _model(self.models)
         for held in self.optimizers:
             _check_optimizer(held.value, held.file)
         groups = [
@@ -184,8 +184,7 @@ class _Found:
             for group in held.value["param_groups"]
             for part in _by_flag(held.value["state"], group)
         ]
-        known = model.weights.keys() | model.aliases.keys()
-        names = _given_names(groups, known, self.reading)
+        names = _given_names(groups)
         unnamed = None
         if names is None and optimizer:
             unnamed = Unnamed(
@@ -194,6 +193,7 @@ class _Found:
         states = _optimizer(groups, names) if names is not None else _optimizer([], [])
         return replace(
             model,
+            wrapped=self.reading.wrapped,
             entries=[*model.entries, *states.entries],
             groups=states.groups,
             scalars=states.scalars,
@@ -308,15 +308,26 @@ def _step_and_extra(value: Mapping[Any, Any], where: str) -> tuple[int | None, A
 
 
 def dtypes_in(ours: Any) -> dict[str, torch.dtype] | None:
-    """Return parameter -> dtype in the model, if what tierstore added to a file has them."""
+    """Return parameter -> dtype in the model, if what tierstore added to a file has them.
+
+    Raises:
+        CheckpointError: a dtype is not one that tierstore writes.
+    """
     given = ours.get(DTYPES) if isinstance(ours, dict) else None
     if not isinstance(given, dict):
         return None
-    return {
+    found = {
         name: dtype
         for name, dtype in given.items()
         if isinstance(name, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point
     }
+    for name, dtype in found.items():
+        if dtype not in RECORD_DTYPES:
+            raise CheckpointError(
+                f"{DTYPES!r} of {TIERSTORE!r} says that {name!r} is {dtype_name(dtype)}, which "
+                "tierstore does not write: remove it from the file"
+            )
+    return found
 
 
 def _meta_shapes(values: Mapping[Any, Any]) -> dict[str, Shape]:
@@ -362,7 +373,7 @@ def _optimizers_in(value: Any) -> Iterator[dict[str, Any]]:
             yield from items
 
 
-def _model(models: Sequence[_Value], reading: Reading) -> Contents:
+def _model(models: Sequence[_Value]) -> Contents:
     """Return the contents of models; a tied tensor is the first of its names."""
     entries: list[Entry] = []
     values: dict[str, Any] = {}
@@ -370,8 +381,7 @@ def _model(models: Sequence[_Value], reading: Reading) -> Contents:
     lost: list[str] = []
     for held in models:
         first: dict[Any, str] = {}
-        for key, name in reading.plain_names(held.value).items():
-            value = held.value[key]
+        for name, value in held.value.items():
             if not isinstance(value, StoredTensor):
                 if holds_only_plain(value):
                     values[name] = value
@@ -383,7 +393,7 @@ def _model(models: Sequence[_Value], reading: Reading) -> Contents:
             elif math.prod(value.shape) and first.setdefault(value, name) != name:
                 aliases[name] = first[value]
             else:
-                entries.append(tensor_entry(held.file, str(name), MASTER, value))
+                entries.append(tensor_entry(held.file, name, MASTER, value))
     order = {
         entry.parameter: entry.shape
         for entry in entries
@@ -399,16 +409,8 @@ def _model(models: Sequence[_Value], reading: Reading) -> Contents:
     )
 
 
-def _given_names(
-    groups: Sequence[_StoredGroup], known: Collection[str], reading: Reading
-) -> list[list[str]] | None:
-    """Return the names of the parameters of each group; None if they have numbers.
-
-    Args:
-        groups: the groups.
-        known: the names in the model. With those, "module." may be of a wrapper or not.
-        reading: ``wrapped`` counts.
-    """
+def _given_names(groups: Sequence[_StoredGroup]) -> list[list[str]] | None:
+    """Return the names of the parameters of each group; None if they have numbers."""
     named: list[list[str]] = []
     for group in groups:
         numbers, given = group.values["params"], group.values.get("param_names")
@@ -423,12 +425,7 @@ def _given_names(
     flat = [name for names in named for name in names]
     if len(set(flat)) < len(flat):
         raise CheckpointError("two parameters of the optimizers have one name")
-    if not reading.wrapped:
-        return named
-    plain = plain_names(flat, unwrap_parallel=False)
-    if not all(name in known for name in plain.values()):
-        plain = plain_names(flat)
-    return [[plain[name] for name in names] for names in named]
+    return named
 
 
 def _shape(state: Mapping[str, Any]) -> Shape | None:
@@ -540,10 +537,8 @@ def _read_strided(file: StoredFile, name: str, tensor: StoredTensor, order: Sequ
             else:
                 fill(target[0], start)
             return
-        # A mapping of its own goes back to the system at once; malloc keeps what threads free.
-        buffer = mmap.mmap(-1, numel * tensor.dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        file.read_into(memoryview(buffer), tensor.offset + start * tensor.dtype.itemsize)
-        data = torch.frombuffer(buffer, dtype=tensor.dtype)
+        data = mapped_tensor(numel, tensor.dtype)
+        file.read_into(bytes_of(data), tensor.offset + start * tensor.dtype.itemsize)
         target.copy_(data.as_strided(target.shape, steps))
 
     def read(chunk: Chunk, target: torch.Tensor) -> None:

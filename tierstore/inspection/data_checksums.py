@@ -29,8 +29,17 @@ class DataChecksums:
         self._starts: list[int] = []
 
     def expect(self, start: int, nbytes: int, crc: int) -> None:
-        """State the CRC-32 of a range. Ranges do not overlap."""
-        if nbytes and start not in self._ranges:
+        """State the CRC-32 of a range, for the first time or again.
+
+        Raises:
+            CorruptionError: the range overlaps another one.
+        """
+        if not nbytes:
+            return
+        known = [(one.start, one.end, one.crc) for one in self._overlapping(start, start + nbytes)]
+        if known and known != [(start, start + nbytes, crc)]:
+            raise CorruptionError(f"has two pieces of data that overlap at byte {start}")
+        if not known:
             self._ranges[start] = _Range(start, start + nbytes, crc)
             insort(self._starts, start)
 

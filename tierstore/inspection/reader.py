@@ -20,7 +20,7 @@ from typing import BinaryIO, TypeVar
 from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
 from tierstore.inspection.data_checksums import DataChecksums
 from tierstore.layout.page_layout import BLOCK_BYTES
-from tierstore.storage.paths import OPEN_FLAGS, whole_file_fault
+from tierstore.storage.paths import OPEN_FLAGS, storage_errors, whole_file_fault
 
 T = TypeVar("T")
 
@@ -168,10 +168,11 @@ class Reader:
 
         Raises:
             CorruptionError: some of it is not what was written.
+            StorageError: a file cannot be opened.
         """
         for name, checksums in self.checksums.items():
             try:
-                with self.open(name) as file:
+                with storage_errors("read", self.root / name), self.open(name) as file:
                     checksums.compare(file.read_into)
             except CorruptionError as error:
                 raise CorruptionError(f"{self.root / name}: {error}") from error

@@ -7,7 +7,6 @@ import itertools
 import math
 import pickle
 import re
-import struct
 import sys
 import zipfile
 from collections import defaultdict
@@ -22,6 +21,7 @@ from tierstore.errors import CorruptionError
 from tierstore.inspection.coverage import tiling_faults
 from tierstore.inspection.page_file import is_record
 from tierstore.inspection.reader import File, Reader
+from tierstore.inspection.torch_archive import member_start
 from tierstore.layout.chunks import Chunk, is_dense, storage_order
 from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,
@@ -271,10 +271,7 @@ def _data_start(file: File, piece: _Slice, archive: zipfile.ZipFile) -> int | No
 
 
 def _member_start(file: File, piece: _Slice, entry: zipfile.ZipInfo) -> int:
-    header = piece.offset + entry.header_offset
-    # Name and extra field may be longer in front of the data than in the list of entries.
-    lengths = struct.unpack("<HH", file.read(header + 26, 4))
-    return header + 30 + int(sum(lengths))
+    return member_start(file, entry, piece.offset, piece.offset + piece.nbytes)
 
 
 def _check_archive(file: File, piece: _Slice, archive: zipfile.ZipFile, whole: bool) -> int:

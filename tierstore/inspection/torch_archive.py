@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +33,11 @@ _KEY_PARTS_MAX = 64
 _IDENTITY_MAX = 16
 _COPIED_MIN = 10**5
 _SHARED_MIN = 10**5
+_OPCODES_MIN = 4 * 10**6
+_OPCODES_PER_STORAGE = 500
+"""A tensor takes about 30, a DTensor 130; each may make an object of about 100 bytes."""
+_UTF_8 = 0x800
+"""The flag of a member whose name is UTF-8."""
 _DTYPES = {key: value for key, value in vars(torch).items() if type(value) is torch.dtype}
 
 
@@ -151,7 +156,7 @@ def read_pickle(data: bytes, where: str) -> Any:
         CorruptionError: it is damaged.
     """
     try:
-        return _loaded(io.BytesIO(data), len(data), {})
+        return _loaded(io.BytesIO(data), len(data), {}, len(data))
     except Exception as error:  # Damage can make a pickle raise anything.
         reason = error if isinstance(error, CorruptionError) else type(error).__name__
         raise CorruptionError(f"{where}: cannot be read: {reason}") from error
@@ -195,12 +200,10 @@ def _read(file: File, *, compare: bool) -> Any:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise CorruptionError("is compressed, which torch.save never does")
             if key.startswith(f"{prefix}data/"):
-                start = _start(file, entry)
-                if start + entry.file_size > file.nbytes:
-                    raise CorruptionError(f"ends before its member {key!r} does")
+                start = member_start(file, entry, 0, file.nbytes)
                 places[key.removeprefix(f"{prefix}data/")] = start, entry.file_size
-        order = members.get(f"{prefix}byteorder")
-        if order is not None and archive.read(order) != sys.byteorder.encode():
+        order, known = members.get(f"{prefix}byteorder"), sys.byteorder.encode()
+        if order is not None and (order.file_size != len(known) or archive.read(order) != known):
             raise CorruptionError("has another byte order than this machine")
         has_checksums = any(entry.CRC for entry in members.values())
         for key, entry in members.items() if has_checksums else ():
@@ -214,16 +217,33 @@ def _read(file: File, *, compare: bool) -> Any:
         if members[pickled].file_size > WHOLE_FILE_BYTES_MAX:
             raise CorruptionError(f"has a pickle of {format_bytes(members[pickled].file_size)}")
         with archive.open(members[pickled]) as member:
-            return _loaded(member, members[pickled].file_size, places)
+            opcodes_max = _OPCODES_MIN + _OPCODES_PER_STORAGE * len(places)
+            return _loaded(member, members[pickled].file_size, places, opcodes_max)
 
 
-def _start(file: File, entry: zipfile.ZipInfo) -> int:
-    """Return the byte at which the data of a member begins."""
-    header = file.read(entry.header_offset, 30)
-    if header[:4] != b"PK\3\4":
-        raise CorruptionError("has a member without a header")
-    # Name and extra field may be longer in front of the data than in the list of members.
-    return entry.header_offset + 30 + int(sum(struct.unpack("<HH", header[26:30])))
+def member_start(file: File, entry: zipfile.ZipInfo, begin: int, end: int) -> int:
+    """Return the byte of a file at which the data of a member of an archive begins.
+
+    Args:
+        file: the file.
+        entry: the member.
+        begin: the byte at which the archive begins.
+        end: the byte at which it ends.
+
+    Raises:
+        CorruptionError: what is in front of the data is not the header of this member, or the
+            data is not within the archive.
+    """
+    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
+    header = file.read(begin + entry.header_offset, 30 + len(name))
+    # The extra field may be longer in front of the data than in the list of members.
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    if header[:4] != b"PK\3\4" or (name_length, header[30:]) != (len(name), name):
+        raise CorruptionError(f"has no header of its member {entry.filename!r} where it should be")
+    start = begin + entry.header_offset + 30 + int(name_length + extra_length)
+    if entry.header_offset < 0 or start + entry.file_size > end:
+        raise CorruptionError(f"ends before its member {entry.filename!r} does")
+    return start
 
 
 class _Class:
@@ -325,9 +345,12 @@ _Stock: Any = pickle._Unpickler
 class _Unpickler(_Stock):  # type: ignore[misc]
     """Python's unpickler without any class or function but those above."""
 
-    def __init__(self, stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self, stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]], opcodes_max: int
+    ) -> None:
         super().__init__(stream, encoding="utf-8")
         self._places = places
+        self.opcodes_left = opcodes_max
         self._copied = 0
         self._copied_max = max(nbytes, _COPIED_MIN)
 
@@ -444,7 +467,9 @@ class _Unpickler(_Stock):  # type: ignore[misc]
                 target[key] = value
 
 
-def _loaded(stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]]) -> Any:
+def _loaded(
+    stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]], opcodes_max: int
+) -> Any:
     """Return what a pickle holds, none of which is in itself or in very many places at once.
 
     Code that looks at a value visits an item once for each way to it: a list that holds one list
@@ -454,8 +479,9 @@ def _loaded(stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]]) -> 
         stream: the pickle.
         nbytes: its size.
         places: name of a storage -> its first byte in the file, and its bytes.
+        opcodes_max: most opcodes of the pickle: each may make an object.
     """
-    value = _Unpickler(stream, nbytes, places).load()
+    value = _Unpickler(stream, nbytes, places, opcodes_max).load()
     sizes: dict[int, int] = {}
     items = 0
 
@@ -476,10 +502,22 @@ def _loaded(stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]]) -> 
     return value
 
 
+def _counted(load: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]:
+    """Return the function of an opcode, which counts the opcode."""
+
+    def counting(unpickler: _Unpickler) -> None:
+        unpickler.opcodes_left -= 1
+        if unpickler.opcodes_left < 0:
+            raise CorruptionError("has many more values than tensors")
+        load(unpickler)
+
+    return counting
+
+
 # Without an instruction that allocates any number of bytes, and those of out-of-band buffers.
 _REFUSED = ("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER")
 _Unpickler.dispatch = {
-    code: getattr(_Unpickler, load.__name__)
+    code: _counted(getattr(_Unpickler, load.__name__))
     for code, load in _Stock.dispatch.items()
     if code not in [getattr(pickle, name)[0] for name in _REFUSED]
 }
