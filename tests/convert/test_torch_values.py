@@ -19,6 +19,7 @@ import tierstore
 from tests.support.commands import call
 from tests.support.conversions import no_trace
 from tierstore.convert.convert import convert
+from tierstore.errors import CheckpointError
 from tierstore.inspection import torch_archive
 
 
@@ -243,6 +244,16 @@ def test_numbers_in_states_keep_their_value(to: str, tmp_path: Path) -> None:
         "flag": 1.0,
     }
     assert isinstance(found["step"], torch.Tensor)
+
+
+def test_files_of_different_steps_are_refused(tmp_path: Path) -> None:
+    for step, name in ((3, "a"), (4, "b")):
+        ours = {"step": step, "extra": "null"}
+        torch.save({"model": {name: torch.ones(2)}, "tierstore": ours}, tmp_path / f"{name}.pt")
+    with pytest.raises(
+        CheckpointError, match=r"b\.pt is of step 4, and a file before it of step 3"
+    ):
+        convert([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "out", to="dcp")
 
 
 def test_classes_are_not_values(tmp_path: Path) -> None:

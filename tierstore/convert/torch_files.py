@@ -164,7 +164,14 @@ class _Found:
                 if not (ours and key == BY_ALGORITHM):
                     self.optimizers += [_Value(file, one) for one in optimizers[key]]
             elif key == TIERSTORE and isinstance(part, dict):
-                self.step, self.extra = _step_and_extra(part, where)
+                step, extra = _step_and_extra(part, where)
+                if None not in (step, self.step) and step != self.step:
+                    raise CheckpointError(
+                        f"{where} is of step {step}, and a file before it of step {self.step}: name "
+                        "the files of one step"
+                    )
+                self.step = self.step if step is None else step
+                self.extra = self.extra if extra is None else extra
                 self.dtypes |= dtypes_in(part) or {}
             else:
                 self.lost.append(f"{key!r} is not carried: neither the model nor an optimizer")
