@@ -167,8 +167,8 @@ class _Found:
                 step, extra = _step_and_extra(part, where)
                 if None not in (step, self.step) and step != self.step:
                     raise CheckpointError(
-                        f"{where} is of step {step}, and a file before it of step {self.step}: name "
-                        "the files of one step"
+                        f"{where} is of step {step}, and a file before it of step {self.step}: "
+                        "name the files of one step"
                     )
                 self.step = self.step if step is None else step
                 self.extra = self.extra if extra is None else extra
