@@ -204,7 +204,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     nbytes: Bytes
     kernel_read: int

@@ -47,7 +47,7 @@ class Contents:
     source: str
     """The formats, for messages."""
     wrapped: bool = False
-    """Whether names may have prefixes of wrappers, which merge() leaves out."""
+    """True if names may have prefixes of wrappers, which merge() leaves out."""
     entries: Sequence[Entry] = ()
     groups: Sequence[Group] = ()
     scalars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

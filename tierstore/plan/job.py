@@ -60,7 +60,7 @@ class Job:
     wear: float = 0.0
     """Share of it that is used already."""
     prefetch: bool = False
-    """Whether reads begin during backward (``prefetch_in_backward``)."""
+    """True if reads begin during backward (``prefetch_in_backward``)."""
     store: StoreOptions = field(default_factory=StoreOptions)
     """Arguments of the store of each rank."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a job needs of GPUs, host memory and drives, part by part, beside what there is."""
+"""Needs of a job for GPU memory, host memory and drives, part by part, and their limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tierstore.plan.step import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What one kind of memory must hold."""
+    """Contents of one kind of memory."""
 
     place: str
     """"GPU" (of one rank), "host" or "NVMe" (of one node)."""
     parts: Mapping[str, int]
-    """What for -> bytes; parts of no bytes are left out."""
+    """Purpose -> bytes; parts of no bytes are left out."""
     limit: int | None
     """Bytes that there are; None if the job does not say."""
 

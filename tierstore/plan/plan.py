@@ -55,7 +55,7 @@ class Beside:
     state_bytes: int
     """Of all ranks."""
     written_bytes: float
-    """That all ranks write in a step."""
+    """Bytes that all ranks write in a step."""
     days: float | None
 
 

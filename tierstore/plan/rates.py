@@ -30,7 +30,7 @@ _WIDE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a node does in a second, in bytes unless said otherwise."""
+    """Rates of a node, in bytes per second unless said otherwise."""
 
     disk: DiskRates | None
     """All drives of a node together; None without drives."""
