@@ -42,7 +42,7 @@ class Rates:
     """Host to GPU, of one rank."""
     from_device: float
     network: float
-    """What one rank sends to others, and receives from them at the same time."""
+    """Bytes that one rank sends to others, while it receives as many."""
     flops: float
     """Floating-point operations per second of one rank, where no rate was measured."""
     memory: float

@@ -88,7 +88,7 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What all ranks do alike."""
+    """Times and limits that all ranks have in common."""
 
     steps: int
     """Number of steps to simulate; the last ones are those of a long run."""
