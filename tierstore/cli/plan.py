@@ -403,7 +403,7 @@ def _wear_lines(found: Plan) -> Iterator[str]:
     if not found.lasts:
         run = "no step is left" if job.steps is None else f"the run has {job.steps:,} steps"
         yield (
-            f"NOT ALLOWED: {run}: write less (commit_every, keep more in memory), or take more or "
+            f"NOT ALLOWED: {run}: commit less often with the state in memory, or take more or "
             "better drives"
         )
 
