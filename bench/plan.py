@@ -437,6 +437,7 @@ def predict_bytes(case: Case, ranks: Ranks) -> list[Bytes]:
     """Return the bytes of each rank, of all counted steps."""
     needs = needs_of(ranks, model_from_module(Model(case)), nvme_limit=None)
     parts = next(need.parts for need in needs if need.place == "host")
+    beside = ranks.matrix_bytes + max(one.in_flight_bytes for one in ranks.classes)
     model = (parts["parameters"] + parts["gradients"]) // case.ranks
 
     def bytes_of(footprint: Footprint) -> Bytes:
@@ -447,7 +448,7 @@ def predict_bytes(case: Case, ranks: Ranks) -> list[Bytes]:
             device=footprint.device_bytes,
             read=case.steps * footprint.step_read_bytes,
             written=written + case.commits * footprint.commit_written_bytes,
-            memory=model + footprint.host_bytes + ranks.matrix_bytes,
+            memory=model + footprint.host_bytes + beside,
         )
 
     return [

@@ -114,6 +114,23 @@ def batches(shapes: Sequence[tuple[int, ...]], *, batched: bool) -> list[list[in
     return found
 
 
+def numel_needed(shape: Sequence[int], count: int, *, on_gpu: bool) -> int:
+    """Return the elements that live at the peak of ``orthogonalize_all()`` of one batch.
+
+    On a GPU those are the matrices given, the matrices before and after a step, and two square
+    products of the shorter side; a batch is a copy more. On a CPU about five of each were
+    measured: the products there keep packed copies of their operands.
+
+    Args:
+        shape: (rows, columns) of each matrix.
+        count: number of matrices of the batch; they are given and returned in memory of their own.
+        on_gpu: whether the matrices are on a GPU.
+    """
+    rows, columns = sorted(shape)
+    copies, squares = (3 + (count > 1), 2) if on_gpu else (5, 5)
+    return count * rows * (copies * columns + squares * rows)
+
+
 def cost(shape: tuple[int, int]) -> int:
     """Return the multiplications of one Newton-Schulz step, for comparing shapes.
 

@@ -84,7 +84,8 @@ class MuonPlan:
         chosen = {"ns_batched": True, **options} if on_gpu else dict(options)
         is_adamw = algorithm == "adamw"
         groups = param_groups(model, is_muon=(lambda name, parameter: False) if is_adamw else None)
-        return PlannedMuon(groups, chosen, call=_call(chosen, is_adamw=is_adamw))
+        call = _call(chosen, is_adamw=is_adamw)
+        return PlannedMuon(groups, chosen, call=call, on_gpu=on_gpu)
 
 
 class PlannedMuon:
@@ -94,16 +95,23 @@ class PlannedMuon:
         groups: as for ``paged_groups()``.
         options: arguments of ``Muon``.
         call: Python code that makes this optimizer.
+        on_gpu: whether steps are computed on a GPU.
     """
 
     def __init__(
-        self, groups: Iterable[Mapping[str, Any]], options: Mapping[str, Any], *, call: str = ""
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        call: str = "",
+        on_gpu: bool = False,
     ) -> None:
         optimizer = _without_values(groups, options)
         self.groups = optimizer.paged_groups()
         """The param groups, as the store would page them."""
         self.call = call
         """Python code that makes the optimizer."""
+        self._on_gpu = on_gpu
         self._gather_memory = tierstore.parse_bytes(options.get("gather_memory", "2GiB"))
         self._hyperparameters = [dict(group) for group in optimizer.param_groups]
         self._names = frozenset(p.name for group in self.groups for p in group.parameters)
@@ -150,12 +158,13 @@ class PlannedMuon:
                     for index, matrix in enumerate(matrices)
                     if rank == owners.get(index, matrix.whole_rank)
                 ]
-                counts += _newton_schulz(owned, group)
+                orthogonalized = _newton_schulz(owned, group)
+                counts += orthogonalized
+                for _, (count, *shape), _ in orthogonalized:
+                    numel = newton_schulz.numel_needed(shape, count, on_gpu=self._on_gpu)
+                    largest = max(largest, itemsize * numel)
                 sent, received = _exchanged(rounds, rank)
                 found[position].append((+counts, itemsize * sent, itemsize * received))
-            for rows, columns in (sorted(matrix.shape) for matrix in matrices):
-                # Matrix, update and two square products.
-                largest = max(largest, itemsize * (2 * rows * columns + 2 * rows**2))
             for round_ in rounds:
                 needs = [memory_needed(m, round_.owners[i]) for i, m in round_.matrices.items()]
                 in_flight = max(in_flight, itemsize * max(map(sum, zip(*needs, strict=True))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 # Every offset and length of a transfer is a multiple of this. It covers the
 # direct-I/O granularity of all block devices in use (512 or 4096).
@@ -20,19 +21,22 @@ def parse_bytes(value: int | str) -> int:
     """Return a size in bytes from an int or a string such as ``"16GiB"`` or ``"1.5 MB"``.
 
     Raises:
-        ValueError: the string is not a number followed by a known unit, or is negative.
+        ValueError: the string is not a number followed by a known unit, or the size is negative or
+            2^63 bytes or more.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"a size must be an int or a string such as '16GiB', got {value!r}")
     if isinstance(value, int):
         nbytes = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f"a size must look like '16GiB', '500MB' or '4096', got {value!r}")
-        nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+        nbytes = int(Decimal(match[1]) * _UNITS[match[2].upper()])
     if nbytes < 0:
         raise ValueError(f"a size must not be negative, got {value!r}")
+    if nbytes >= 2**63:
+        raise ValueError(f"a size must be below 2^63 bytes, got {value!r}")
     return nbytes
 
 

@@ -81,7 +81,7 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
         ((*DRIVES, "--gpu-memory", "-80GiB"), "--gpu-memory: a size must look like"),
         ((*DRIVES, "--host-memory", "80 bananas"), "--host-memory: a size must look like"),
         ((*DRIVES, "--steps", "9" * 400), "steps must be a number above 0 and below 2^63"),
-        ((*DRIVES, "--store-memory", "9" * 400), "--store-memory must be below 2^63 bytes"),
+        ((*DRIVES, "--store-memory", "9" * 19), "--store-memory: a size must be below 2^63 bytes"),
         ((*DRIVES, "--commit-every", "9" * 5000), "--commit-every must be a number"),
         ((*DRIVES, "--network", "0"), "the rate 'network' must be above 0"),
         ((*DRIVES, "--nodes", "-1"), "nodes must be a number above 0"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muon
-from muon.newton_schulz import orthogonalize_all
+from muon.newton_schulz import numel_needed, orthogonalize_all
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -106,3 +109,44 @@ def test_batched_updates_keep_their_order(
     updates = orthogonalize_all(matrices(dtype, device), batched=True)
     for update, expected in zip(updates, exact, strict=True):
         assert error(update.cpu(), expected) < tolerance
+
+
+ONE_BATCH = """
+import torch
+from muon.newton_schulz import orthogonalize_all
+from tests.support.kernel import anonymous_peak, reset_peak
+
+torch.set_num_threads(1)
+orthogonalize_all([torch.ones(64, 64)], batched=False)
+reset_peak()
+before = anonymous_peak()
+orthogonalize_all([torch.full({shape}, 0.5)], batched=False)
+print(anonymous_peak() - before)
+"""
+
+
+@pytest.mark.parametrize("shape", [(256, 1024), (512, 2048), (1024, 1024), (2048, 768)])
+def test_the_memory_needed_is_that_of_a_process(shape: tuple[int, int]) -> None:
+    """How much the linear algebra of the CPU packs differs: by less than a factor of two."""
+    found = subprocess.run(
+        [sys.executable, "-c", ONE_BATCH.format(shape=shape)],
+        check=True,
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+    )
+    needed = 4 * numel_needed(shape, 1, on_gpu=False)
+    assert needed / 2 < int(found.stdout) < needed * 2
+
+
+@needs_cuda
+@pytest.mark.parametrize(("shape", "count"), [((512, 2048), 1), ((768, 768), 1), ((64, 256), 40)])
+def test_the_memory_needed_on_a_gpu(shape: tuple[int, int], count: int) -> None:
+    def given() -> list[torch.Tensor]:
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+    orthogonalize_all(given(), batched=True)  # Loads kernels and their workspace.
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    orthogonalize_all(given(), batched=True)
+    needed = 2 * numel_needed(shape, count, on_gpu=True)
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(needed, rel=0.05)

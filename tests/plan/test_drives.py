@@ -51,7 +51,7 @@ def test_every_text(
     text = f"{count}x{capacity}{capacity_unit}@{rates[0]}/{rates[1]}{rate_unit}/s"
     drives = parse_drives(text if dwpd is None else f"{text},{dwpd}DWPD")
     assert drives.count == count
-    assert drives.capacity == pytest.approx(float(capacity * UNITS[capacity_unit]), abs=1)
+    assert drives.capacity == int(capacity * UNITS[capacity_unit])
     assert drives.read_rate == rates[0] * UNITS[rate_unit]
     assert drives.write_rate == rates[1] * UNITS[rate_unit]
     if dwpd is None:

@@ -88,8 +88,9 @@ def test_memory_is_worked_out_part_by_part() -> None:
     # A page of 6 MiB and framing: stepped at most one at once, and two more are on their way.
     page = found.ranks.classes[0].footprint.layouts[0].nbytes
     assert 6 * 2**20 < page < 6 * 2**20 + 2**14
-    assert by_place["GPU"].parts["pages and their buffers"] == 3 * page
-    assert by_place["GPU"].parts["matrices of the optimizer"] == 2 * 4 * 1024**2
+    assert by_place["GPU"].parts["pages on the device"] == 3 * page
+    # The matrix that is given, those before and after a step, and two square products.
+    assert by_place["GPU"].parts["matrices of the optimizer"] == 5 * 2 * 1024**2
     assert by_place["host"].parts == {"buffers of pages": 4 * page}
     assert by_place["NVMe"].parts == {
         "pages of the run": 8 * page,
@@ -129,7 +130,7 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         ({"host_memory": 20 * 10**6, "gpus": 1}, "host_memory='16.0 MiB' for each store"),
         ({"drives": "1x120MB@7/5GB/s,1DWPD", "checkpoints": 1}, "0 published checkpoints"),
         ({"drives": "1x60MB@7/5GB/s,1DWPD", "checkpoints": 0}, "2 drives in each node"),
-        ({"gpu_memory": 66 * 10**6, "gpus": 2, "partition": "ddp"}, "FSDP instead of DDP"),
+        ({"gpu_memory": 80 * 10**6, "gpus": 2, "partition": "ddp"}, "FSDP instead of DDP"),
         ({"gpu_memory": 10**6, "gpus": 1}, None),
         (
             {"gpu_memory": 1, "gpus": 8, "nodes": 5000},
@@ -215,6 +216,21 @@ def test_commits_of_resting_pages_are_spread_over_steps() -> None:
     hundredth = planned(store=replace(store, commit_every=100), drives="1x1TB@0.01/0.01GB/s")
     waiting = planned(store=store, drives="1x1TB@0.01/0.01GB/s")
     assert hundredth.time.seconds < 0.1 * waiting.time.seconds
+
+
+def test_matrices_are_counted_where_steps_are_computed() -> None:
+    in_steps, in_messages = "matrices of the optimizer", "parameters in flight"
+    on_host = replace(SMALL, compute="host", host_memory=2**27)
+    found = planned(gpus=2, partition="ddp", store=on_host)
+    by_place = {need.place: need.parts for need in found.needs}
+    assert in_steps not in by_place["GPU"]
+    assert by_place["host"][in_steps] == 2 * found.ranks.matrix_bytes
+    # 16 MiB of parameters are less than may be in flight, so all are at once.
+    assert by_place["GPU"][in_messages] == 2 * 8 * 1024**2
+    ranks_of_cpu = planned(cpu_ranks=2, partition="ddp", store=SMALL)
+    parts = {need.place: need.parts for need in ranks_of_cpu.needs}["host"]
+    assert parts[in_messages] == 2 * 2 * 8 * 1024**2
+    assert parts[in_steps] == 2 * ranks_of_cpu.ranks.matrix_bytes
 
 
 @pytest.mark.parametrize("partition", ["ddp", "fsdp", "hsdp"])

@@ -289,8 +289,6 @@ def _size(option: str, text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise PlanError(f"{option}: {error}") from error
-    except OverflowError as error:
-        raise PlanError(f"{option} must be below 2^63 bytes, got {str(text)[:20]}...") from error
 
 
 def _number(option: str, value: float) -> float:

@@ -24,6 +24,11 @@ _BYTES_MAX = 2**28
 _ALIGNMENT = 16
 
 
+def bytes_in_flight(messages: Collection[int]) -> int:
+    """Return the most bytes in flight at once in a sweep, given those of all its messages."""
+    return min(sum(messages), max(_BYTES_MAX, max(messages, default=0)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Route:
     """The elements of one subgroup that one rank sends to the other ranks that hold them."""

@@ -44,18 +44,20 @@ def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need
         nvme_limit: bytes of the drives of a node.
     """
     job = ranks.job
-    of_model = model_parts(job, model)
-    staging = ranks.most("device_bytes") if job.on_gpu else 0
-    in_gpu = {"pages and their buffers": staging, "matrices of the optimizer": ranks.matrix_bytes}
-    if job.store.compute == "host":
-        in_gpu.pop("matrices of the optimizer")
-    in_host = _host_parts(ranks)
-    if job.on_gpu:
-        if job.store.compute == "host":
-            in_host["matrices of the optimizer"] = job.node_size * ranks.matrix_bytes
+    with_parameters = {
+        **model_parts(job, model),
+        "pages on the device": ranks.most("device_bytes"),
+        "parameters in flight": max(one.in_flight_bytes for one in ranks.classes),
+    }
+    matrices = {"matrices of the optimizer": ranks.matrix_bytes}
+    if not job.on_gpu:
+        in_gpu, of_each = {}, with_parameters | matrices
+    elif job.store.compute == "host":
+        in_gpu, of_each = with_parameters, matrices
     else:
-        beside = {**of_model, "matrices of the optimizer": ranks.matrix_bytes}
-        in_host |= {part: job.node_size * nbytes for part, nbytes in beside.items()}
+        in_gpu, of_each = with_parameters | matrices, {}
+    in_host = _host_parts(ranks)
+    in_host |= {part: job.node_size * nbytes for part, nbytes in of_each.items()}
     files = math.ceil(ranks.total("file_bytes") / job.nodes)
     state = math.ceil(ranks.total("state_bytes") / job.nodes)
     in_nvme = {
@@ -66,8 +68,7 @@ def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need
     needs = [Need(place="NVMe", parts=_without_zeros(in_nvme), limit=nvme_limit)]
     needs.insert(0, Need(place="host", parts=_without_zeros(in_host), limit=job.host_memory))
     if job.on_gpu:
-        parts = _without_zeros({**of_model, **in_gpu})
-        needs.insert(0, Need(place="GPU", parts=parts, limit=job.gpu_memory))
+        needs.insert(0, Need(place="GPU", parts=_without_zeros(in_gpu), limit=job.gpu_memory))
     return needs
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.paging.rank_checks import shared_parameter
+from tierstore.paging.replication import bytes_in_flight
 from tierstore.paging.tier_plan import Tier, pages_at_once
 from tierstore.plan.footprint import Footprint, footprint_of, subgroups_of
 from tierstore.plan.job import Job
@@ -43,6 +46,8 @@ class RankClass:
     """Of each subgroup."""
     spread_bytes: Sequence[int]
     """Bytes of parameters that the rank receives for each subgroup, as a replica."""
+    in_flight_bytes: int
+    """Most bytes of parameters that are on their way to and from replicas at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +111,15 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
         footprint = footprint_of(
             subgroups, job.store, world_size=size, rank=rank, on_gpu=job.on_gpu
         )
-        spread = [spread_bytes(subgroup, rank) for subgroup in subgroups]
+        messages = [messages_of(subgroup, rank) for subgroup in subgroups]
         classes.append(
             RankClass(
-                rank=rank, count=len(alike), footprint=footprint, works=own, spread_bytes=spread
+                rank=rank,
+                count=len(alike),
+                footprint=footprint,
+                works=own,
+                spread_bytes=[sum(found.values()) - found[rank] for found in messages],
+                in_flight_bytes=bytes_in_flight([*chain(*(m.values() for m in messages))]),
             )
         )
     return Ranks(
@@ -121,15 +131,19 @@ def lay_out_ranks(job: Job, planned: PlannedOptimizer, optimizer: OptimizerPlan)
     )
 
 
-def spread_bytes(subgroup: SharedSubgroup, rank: int) -> int:
-    """Return the bytes of parameters of a subgroup that a rank receives from other owners."""
-    nbytes = 0
+def messages_of(subgroup: SharedSubgroup, rank: int) -> Counter[int]:
+    """Return the bytes of parameters of a subgroup that a rank sends to replicas, or receives.
+
+    Returns:
+        Owner -> bytes, without padding.
+    """
+    found: Counter[int] = Counter()
     for shard in subgroup.shards:
         for replicas in shard.parameter.holding.replicas():
-            if rank in replicas:
-                owned = [shard.ranges[r] for r in replicas if r != rank]
-                nbytes += shard.spec.dtype.itemsize * sum(max(0, b - a) for a, b in owned)
-    return nbytes
+            for owner in replicas if rank in replicas else ():
+                start, stop = shard.ranges[owner]
+                found[owner] += shard.spec.dtype.itemsize * max(0, stop - start)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
