@@ -148,11 +148,7 @@ class PlannedMuon:
             itemsize = group["ns_dtype"].itemsize if is_muon else 0
             owners = {i: owner for round_ in rounds for i, owner in round_.owners.items()}
             for position, rank in enumerate(ranks):
-                counts: Counter[Work] = Counter()
-                for shard in subgroup.shards:
-                    start, stop = shard.ranges[rank]
-                    dtype = str(shard.spec.dtype).removeprefix("torch.")
-                    counts[MUON if is_muon else ADAMW, (1, 1, 1), dtype] += max(0, stop - start)
+                counts = _elements(subgroup, rank, is_muon=is_muon)
                 owned = [
                     matrix.shape
                     for index, matrix in enumerate(matrices)
@@ -164,7 +160,7 @@ class PlannedMuon:
                     numel = newton_schulz.numel_needed(shape, count, on_gpu=self._on_gpu)
                     largest = max(largest, itemsize * numel)
                 sent, received = _exchanged(rounds, rank)
-                found[position].append((+counts, itemsize * sent, itemsize * received))
+                found[position].append((counts, itemsize * sent, itemsize * received))
             for round_ in rounds:
                 needs = [memory_needed(m, round_.owners[i]) for i, m in round_.matrices.items()]
                 in_flight = max(in_flight, itemsize * max(map(sum, zip(*needs, strict=True))))
@@ -182,6 +178,22 @@ class PlannedMuon:
             world_size=world_size,
             gather_memory=self._gather_memory,
         )
+
+
+def _elements(subgroup: tierstore.SharedSubgroup, rank: int, *, is_muon: bool) -> Counter[Work]:
+    """Return the elementwise works of a rank: one for each matrix, or AdamW of all together."""
+    works: Counter[Work] = Counter()
+    together: Counter[str] = Counter()
+    for shard in subgroup.shards:
+        start, stop = shard.ranges[rank]
+        dtype = str(shard.spec.dtype).removeprefix("torch.")
+        if stop > start and is_muon:
+            works[MUON, (1, 1, stop - start), dtype] += 1
+        elif stop > start:
+            together[dtype] += stop - start
+    for dtype, numel in together.items():
+        works[ADAMW, (1, 1, numel), dtype] += 1
+    return works
 
 
 def _newton_schulz(shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) -> Counter[Work]:

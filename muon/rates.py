@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from muon.newton_schulz import fastest_dtype, orthogonalize_
 from muon.optimizer import Muon
-from muon.update import adamw_, momentum_, muon_
 
 Work = tuple[str, tuple[int, int, int], str]
 """A computation: its name, shape (count, rows, columns) and dtype."""
@@ -37,10 +37,13 @@ _GPU_SHAPES = (
     (1, 4096, 16384),
     (32, 256, 256),
 )
-_ELEMENTS = (4096, 1024)  # More than most caches hold.
-_GPU_ELEMENTS = (16384, 4096)
+# A small one shows what a call takes, a large one is more than caches hold.
+_ELEMENTS = ((256, 256), (16384, 1024))
+_GPU_ELEMENTS = ((256, 256), (16384, 4096))
 _ROUNDS = 5
-_SECONDS_MAX = 0.5  # For each work.
+# For each work: other work on the machine comes and goes meanwhile.
+_SECONDS = 0.25
+_SECONDS_MAX = 0.5  # With fewer rounds.
 
 
 def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
@@ -65,7 +68,8 @@ def rates(device: torch.device) -> Iterator[tuple[Work, list[float]]]:
 
         yield (NEWTON_SCHULZ, shape, _name(dtype)), _rounds(orthogonalize)
     for dtype in (torch.float32, torch.bfloat16):
-        yield from _element_rates(_ELEMENTS if is_cpu else _GPU_ELEMENTS, dtype, device)
+        for size in _ELEMENTS if is_cpu else _GPU_ELEMENTS:
+            yield from _element_rates(size, dtype, device)
 
 
 def operations(work: Work) -> tuple[float, float]:
@@ -87,44 +91,20 @@ def operations(work: Work) -> tuple[float, float]:
 def _element_rates(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Work, list[float]]]:
-    """Measure a step of AdamW, and of Muon without Newton-Schulz: on this the kernels differ."""
-    parameter = nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
-    parameter.grad = torch.randn_like(parameter)
-    group = {"params": [("parameter", parameter)], "algorithm": "adamw"}
-    optimizer = Muon([group])
-    master = torch.randn(shape, device=device)
-    first, second = torch.zeros_like(master), torch.zeros_like(master)
-    momentum = torch.zeros(shape, device=device, dtype=dtype)
-    update = torch.empty(shape, device=device, dtype=torch.bfloat16)
-    grad = parameter.grad
-
-    def step_adamw() -> None:
-        adamw_(
-            *([master], [grad], [first], [second]),
-            steps=[1],
-            lr=1e-3,
-            betas=(0.9, 0.999),
-            eps=1e-8,
-            weight_decay=0.01,
-        )
-
-    def step_muon() -> None:
-        momentum_(grad, momentum, momentum=0.95, nesterov=True, out=update)
-        muon_(master, update, lr=0.02, adjusted_lr=0.02, weight_decay=0.1)
-
-    whole = _rounds(lambda: _seconds(optimizer.step, device))
-    kernels = _rounds(lambda: _seconds(step_adamw, device))
-    beside = max(0.0, min(whole) - min(kernels))
-    muon = [beside + seconds for seconds in _rounds(lambda: _seconds(step_muon, device))]
-    yield (ADAMW, (1, *shape), _name(dtype)), whole
-    yield (MUON, (1, *shape), _name(dtype)), muon
+    """Measure a step of AdamW, and one of Muon without iterations of Newton-Schulz."""
+    for name, algorithm in ((ADAMW, "adamw"), (MUON, "muon")):
+        parameter = nn.Parameter(torch.randn(shape, device=device, dtype=dtype))
+        parameter.grad = torch.randn_like(parameter)
+        group = {"params": [("parameter", parameter)], "algorithm": algorithm}
+        optimizer = Muon([group], ns_steps=0)
+        yield (name, (1, *shape), _name(dtype)), _rounds(partial(_seconds, optimizer.step, device))
 
 
 def _rounds(one_round: Callable[[], float]) -> list[float]:
     """Return the seconds of several rounds, after one that loads kernels."""
     one_round()
     seconds: list[float] = []
-    while len(seconds) < _ROUNDS and sum(seconds) < _SECONDS_MAX:
+    while sum(seconds) < (_SECONDS_MAX if len(seconds) < _ROUNDS else _SECONDS):
         seconds.append(one_round())
     return seconds
 

@@ -80,11 +80,24 @@ def test_batches_have_rates_of_their_own() -> None:
     assert rate_of(measured(one), (20, 128, 128)) == pytest.approx(50e9)
 
 
+def elements(rows: int, columns: int, seconds: float) -> OptimizerRate:
+    return OptimizerRate(
+        "muon", "cpu", "adamw_elements", (1, rows, columns), "float32", exactly(seconds)
+    )
+
+
 def test_elements_take_their_time_per_byte() -> None:
-    seconds = exactly(2.0)
-    rate = OptimizerRate("muon", "cpu", "adamw_elements", (1, 1000, 1000), "float32", seconds)
-    works = {("adamw_elements", (1, 1, 1), "float32"): 500_000}
-    assert measured(rate).seconds(works, MUON) == pytest.approx(1.0)
+    works = {("adamw_elements", (1, 1, 500_000), "float32"): 3}
+    assert measured(elements(1000, 1000, 2.0)).seconds(works, MUON) == pytest.approx(3.0)
+
+
+def test_elements_take_what_a_call_takes() -> None:
+    """1 ms for each call, and 1 ns for each element."""
+    rates = measured(elements(100, 100, 1.01e-3), elements(1000, 1000, 2e-3))
+    for numel in (1, 10_000, 500_000, 10**9):
+        works = {("adamw_elements", (1, 1, numel), "float32"): 2}
+        expected = 2 * (1e-3 + 1e-9 * numel)
+        assert rates.seconds(works, MUON) == pytest.approx(expected)
 
 
 def test_what_was_not_measured_is_assumed_and_said() -> None:

@@ -69,9 +69,10 @@ class Rates:
     def _seconds_of(self, work: Work, optimizer: OptimizerPlan) -> float:
         """Return the time of one work, from measured works of the same name if there are any.
 
-        A work without floating-point operations takes the measured time per byte. Others take the
-        measured operations per second of the nearest shapes: a straight line between the logarithms
-        of the shorter sides, among wide matrices or among nearly square ones.
+        The time of a work without floating-point operations lies on a straight line through the
+        measured works of the fewest and the most bytes, so that what each call takes counts. Others
+        take the measured operations per second of the nearest shapes: a straight line between the
+        logarithms of the shorter sides, among wide matrices or among nearly square ones.
 
         Example: measured are 400 GFLOP/s for 256 x 1024 and 600 for 1024 x 4096. A matrix of
         512 x 2048 is taken to run at 490: halfway between the logarithms.
@@ -80,20 +81,28 @@ class Rates:
         name, shape, dtype = work
         found = [one for one in self.measured if one.work == name and one.dtype == dtype]
         found = found or [one for one in self.measured if one.work == name]
+        if found and not flops:
+            times = {_operations(one, optimizer)[1]: one.seconds.median for one in found}
+            (left, low), (right, high) = min(times.items()), max(times.items())
+            slope = (high - low) / (right - left) if right > left else high / right
+            return self.cpu_ranks * max(0.0, high + slope * (nbytes - right))
         kinds = {_kind(one.shape): one for one in found}
         alike = [one for one in found if _kind(one.shape) == _kind(shape)]
         if not alike and kinds:  # A batch, or matrices of another form.
             alike = [one for one in found if one.shape[0] == 1] or found
         if not alike:
             return max(flops / self.flops, nbytes / self.memory)
-        points = sorted((math.log(min(one.shape[1:])), self._rate(one, optimizer)) for one in alike)
+        points = sorted(
+            (math.log(min(one.shape[1:])), _operations(one, optimizer)[0] / one.seconds.median)
+            for one in alike
+        )
         rate = _between(points, math.log(min(shape[1:])))
-        return self.cpu_ranks * (flops or nbytes) / rate
+        return self.cpu_ranks * flops / rate
 
-    def _rate(self, one: OptimizerRate, optimizer: OptimizerPlan) -> float:
-        count, rows, columns = one.shape
-        flops, nbytes = optimizer.operations((one.work, (count, rows, columns), one.dtype))
-        return (flops or nbytes) / one.seconds.median
+
+def _operations(one: OptimizerRate, optimizer: OptimizerPlan) -> tuple[float, float]:
+    count, rows, columns = one.shape
+    return optimizer.operations((one.work, (count, rows, columns), one.dtype))
 
 
 def _kind(shape: Sequence[int]) -> tuple[bool, bool]:

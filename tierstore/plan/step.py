@@ -234,17 +234,21 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         read_bytes = readable if tier is Tier.NVME else 0
         is_copied = on_gpu and tier is not Tier.DEVICE
         leaves = on_gpu and bool(layout.nbytes)
+        exchange_s = max(sent, received) / rates.network
+        spread_s = one.spread_bytes[number] / rates.network
+        # Without GPUs, ranks send with the processor that they compute on.
+        sends_s = 0.0 if ranks.job.on_gpu else 2 * exchange_s + spread_s
         pages.append(
             PageWork(
                 read_bytes=read_bytes,
                 write_bytes=layout.nbytes,
-                compute_s=rates.seconds(works, ranks.optimizer),
+                compute_s=rates.seconds(works, ranks.optimizer) + sends_s,
                 check_s=read_bytes / rates.checksum,
                 seal_s=layout.nbytes / rates.checksum,
                 copy_in_s=layout.nbytes / rates.to_device if is_copied else 0.0,
                 copy_out_s=layout.nbytes / rates.from_device if leaves else 0.0,
-                exchange_s=max(sent, received) / rates.network,
-                spread_s=one.spread_bytes[number] / rates.network,
+                exchange_s=exchange_s,
+                spread_s=spread_s,
                 rests=tier is not Tier.NVME,
             )
         )
