@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
         ((*DRIVES, "--steps", "9" * 400), "steps must be a number above 0 and below 2^63"),
         ((*DRIVES, "--store-memory", "9" * 19), "--store-memory: a size must be below 2^63 bytes"),
         ((*DRIVES, "--commit-every", "9" * 5000), "--commit-every must be a number"),
+        ((*DRIVES, "--gpus", "2", "--cpu-ranks", "2"), "so cpu_ranks must be left out, got 2"),
         ((*DRIVES, "--network", "0"), "the rate 'network' must be above 0"),
         ((*DRIVES, "--nodes", "-1"), "nodes must be a number above 0"),
         ((*DRIVES, "--tokens", "many"), "--tokens must be a number such as 500k"),
@@ -179,6 +181,18 @@ def test_outputs_are_new_files(small: Path, tmp_path: Path) -> None:
         assert "name a new file" in err or "make it first" in err
     assert small.read_bytes() == listing
     assert os.listdir(tmp_path) == [small.name]
+
+
+def test_directories_on_one_filesystem_share_its_space(small: Path, tmp_path: Path) -> None:
+    probe = probe_with(bandwidths=Bandwidths(RATE, RATE, RATE), free_bytes=10**9)
+    (first,) = probe.directories
+    path = tmp_path / "probe.json"
+    for filesystem, limit in ((first.filesystem, 10**9), (first.filesystem + 1, 2 * 10**9)):
+        second = replace(first, path="/other", filesystem=filesystem)
+        path.write_text(replace(probe, directories=(first, second)).to_json())
+        _, out, _ = call("plan", small, "--probe", path, "--json")
+        limits = {need["place"]: need["limit"] for need in json.loads(out)["needs"]}
+        assert limits["NVMe"] == limit
 
 
 def test_a_probe_and_drives_give_rates_and_endurance(small: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ DIRECTORIES = st.builds(
     direct=st.booleans(),
     memory_alignment=st.none() | COUNTS,
     offset_alignment=st.none() | COUNTS,
+    filesystem=COUNTS,
     free_bytes=COUNTS,
     page_bytes=COUNTS,
     pages_in_flight=COUNTS,
@@ -88,7 +89,7 @@ PROBE = Probe(
     Machine("h", "c", 2, 2, 8, "Linux", "2.9", None, None, "always"),
     (
         DirectoryProbe(
-            *("/d", "io_uring", "", True, 512, 512, 1, 2, 3, 4, Bandwidths(RATE, None, None)),
+            *("/d", "io_uring", "", True, 512, 512, 7, 1, 2, 3, 4, Bandwidths(RATE, None, None)),
             *(None, RATE, (Drive("sda", None, None, None, "no"),), ()),
         ),
     ),

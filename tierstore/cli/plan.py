@@ -306,7 +306,9 @@ def _used(measured: Probe | None) -> float:
 
 
 def _free_bytes(measured: Probe | None) -> int | None:
-    return None if measured is None else sum(one.free_bytes for one in measured.directories)
+    if measured is None:
+        return None
+    return sum({one.filesystem: one.free_bytes for one in measured.directories}.values())
 
 
 def _check_outputs(*paths: Path | None) -> None:

@@ -78,6 +78,11 @@ class Job:
                         f"{one.name} must be a number {wanted} and below 2^63, "
                         f"got {str(value)[:20]}"
                     )
+        if self.gpus and self.cpu_ranks > 1:
+            raise PlanError(
+                f"a node with {self.gpus} GPUs has a rank on each of them, so cpu_ranks must be "
+                f"left out, got {self.cpu_ranks}"
+            )
         if self.world_size > RANKS_MAX:
             raise PlanError(f"{self.world_size} ranks are more than {RANKS_MAX}: plan fewer nodes")
         if self.model_s is None and (self.tokens is None) != (self.flops is None):

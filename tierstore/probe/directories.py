@@ -194,6 +194,7 @@ class _Measurer:
             direct=self.storage.direct,
             memory_alignment=self._alignment[0],
             offset_alignment=self._alignment[1],
+            filesystem=self._path.stat().st_dev,
             free_bytes=self._free,
             page_bytes=self._page_bytes,
             pages_in_flight=STREAM_BUFFERS,

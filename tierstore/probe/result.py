@@ -72,6 +72,8 @@ class DirectoryProbe:
     memory_alignment: int | None
     """Bytes that STATX_DIOALIGN requires of memory; None if the kernel does not tell."""
     offset_alignment: int | None
+    filesystem: int
+    """Its number (``st_dev``): directories with the same one share their free space."""
     free_bytes: int
     page_bytes: int
     pages_in_flight: int
