@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import tierstore
+from muon.coefficients import TABLES, steps_min
 from muon.update import ADJUST_LR_FNS
 
 # Keys of param groups: those of one algorithm, and those of both.
@@ -216,8 +217,7 @@ def _check_muon(group: Mapping[str, Any]) -> None:
     momentum = group["momentum"]
     is_number = isinstance(momentum, _NUMBERS)
     _require(group, "momentum", is_number, "be a number", ": pass a Python number")
-    are_numbers = _are_numbers(group["ns_coefficients"], 3)
-    _require(group, "ns_coefficients", are_numbers, "be three numbers", _TUPLE_ADVICE)
+    _check_coefficients(group)
     checks: dict[str, tuple[bool, str]] = {
         "momentum": (0 <= momentum <= 1, "lie in [0, 1]"),
         "adjust_lr_fn": (group["adjust_lr_fn"] in ADJUST_LR_FNS, f"be one of {ADJUST_LR_FNS}"),
@@ -228,6 +228,20 @@ def _check_muon(group: Mapping[str, Any]) -> None:
     }
     for name, (holds, expected) in checks.items():
         _require(group, name, holds, expected)
+
+
+def _check_coefficients(group: Mapping[str, Any]) -> None:
+    found = group["ns_coefficients"]
+    if isinstance(found, str):
+        known, advice = found in TABLES, ""
+    else:
+        is_table = isinstance(found, Sequence) and all(_are_numbers(one, 3) for one in found)
+        known, advice = (is_table and len(found) > 0) or _are_numbers(found, 3), _TUPLE_ADVICE
+    expected = f"be three numbers, three for each step, or one of {', '.join(TABLES)}"
+    _require(group, "ns_coefficients", known, expected, advice)
+    least = steps_min(found)
+    is_enough = not isinstance(group["ns_steps"], int) or group["ns_steps"] >= least
+    _require(group, "ns_steps", is_enough, f"be {least} or more with {found!r}")
 
 
 def _are_numbers(values: object, count: int) -> bool:

@@ -14,9 +14,11 @@ from itertools import pairwise
 
 import torch
 
+from muon.coefficients import KELLER_JORDAN, Coefficients, Triple, of_steps
+
 # Keller Jordan's coefficients have the steepest slope at zero: after five steps every singular
 # value lies in about [0.7, 1.2].
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+COEFFICIENTS = KELLER_JORDAN
 STEPS = 5
 EPS = 1e-7
 _LARGE_ROWS = 512  # From here on _iterate_on_gram() is faster on a CPU.
@@ -30,7 +32,7 @@ _BATCH_NUMEL = 1 << 24  # Elements of a batch: batching copies the matrices.
 def orthogonalize_(
     matrix: torch.Tensor,
     *,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    coefficients: Coefficients = COEFFICIENTS,
     steps: int = STEPS,
     eps: float = EPS,
 ) -> torch.Tensor:
@@ -42,7 +44,8 @@ def orthogonalize_(
     Args:
         matrix: shape (rows, columns), or (count, rows, columns) for a batch; contiguous, in
             the dtype to compute in. The content is overwritten.
-        coefficients: (a, b, c).
+        coefficients: (a, b, c), one such triple for each step, or the name of a table of
+            ``muon.coefficients``. The last triple of a table is repeated.
         steps: number of iterations.
         eps: smallest norm to divide by, so that a zero matrix stays zero.
 
@@ -60,9 +63,9 @@ def orthogonalize_(
     norm = wide.norm() if is_single else torch.linalg.matrix_norm(wide, keepdim=True)
     wide.div_(norm.clamp(min=eps))
     if is_single and wide.is_cpu and wide.size(0) >= _LARGE_ROWS:
-        wide = _iterate_on_gram(wide, coefficients, steps)  # (rows, columns)
+        wide = _iterate_on_gram(wide, of_steps(coefficients, steps))  # (rows, columns)
     else:
-        wide = _iterate(wide, coefficients, steps)  # (..., rows, columns)
+        wide = _iterate(wide, of_steps(coefficients, steps))  # (..., rows, columns)
     return wide.mT if is_tall else wide
 
 
@@ -70,7 +73,7 @@ def orthogonalize_all(
     matrices: Sequence[torch.Tensor],
     *,
     batched: bool,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    coefficients: Coefficients = COEFFICIENTS,
     steps: int = STEPS,
     eps: float = EPS,
 ) -> list[torch.Tensor]:
@@ -142,21 +145,17 @@ def cost(shape: tuple[int, int]) -> int:
     return rows**2 * (2 * columns + rows)
 
 
-def _iterate(
-    wide: torch.Tensor, coefficients: tuple[float, float, float], steps: int
-) -> torch.Tensor:
-    a, b, c = coefficients
+def _iterate(wide: torch.Tensor, table: Sequence[Triple]) -> torch.Tensor:
     addmm = torch.addmm if wide.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
+    for a, b, c in table:
         gram = wide @ wide.mT  # (..., rows, rows): A = X X^T
-        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)  # (..., rows, rows): b A + c A^2
+        # (..., rows, rows): b A + c A^2
+        polynomial = addmm(gram, gram, gram, beta=b, alpha=c) if c else gram.mul_(b)
         wide = addmm(wide, polynomial, wide, beta=a)  # (..., rows, columns): a X + (b A + c A^2) X
     return wide
 
 
-def _iterate_on_gram(
-    wide: torch.Tensor, coefficients: tuple[float, float, float], steps: int
-) -> torch.Tensor:
+def _iterate_on_gram(wide: torch.Tensor, table: Sequence[Triple]) -> torch.Tensor:
     """Iterate with fewer operations: several steps on A = X X^T, then one product with X.
 
     With P = a I + b A + c A^2, a step maps X to P X, hence A to P A P, and multiplies the
@@ -166,18 +165,19 @@ def _iterate_on_gram(
     up to a times with each step: after two steps Q is applied to X and A is computed again;
     all five steps at once diverge. The first three steps may share one Q, because nearly all
     singular values are small then and Q is nearly a multiple of I. For a nearly square X a
-    product with X costs little more than a product with A, so every step applies its own P.
+    product with X costs little more than a product with A, so every step applies its own P; so do
+    steps near a steep one.
     """
     rows, columns = wide.shape
-    is_worth_it = columns >= 2 * rows and abs(coefficients[0]) <= _STEEPEST
     done = 0
-    while done < steps:
-        together = (2 if done else 3) if is_worth_it else 1
-        count = min(together, steps - done)
+    while done < len(table):
+        together = table[done : done + (2 if done else 3)]
+        if columns < 2 * rows or any(abs(a) > _STEEPEST for a, _, _ in together):
+            together = together[:1]
         gram = _symmetric_addmm(None, wide, wide.T)  # (rows, rows): A
-        scale, rest = _polynomial(gram, coefficients, centred=count > 1)  # (rows, rows)
+        scale, rest = _polynomial(gram, together[0], centred=len(together) > 1)  # (rows, rows)
         total, product = scale, rest  # (rows, rows): Q = total I + product
-        for _ in range(count - 1):
+        for coefficients in together[1:]:
             half = _symmetric_addmm(gram, rest, gram, beta=scale)  # (rows, rows): P A
             gram = _symmetric_addmm(half, half, rest, beta=scale)  # (rows, rows): P A P
             scale, rest = _polynomial(gram, coefficients, centred=True)  # (rows, rows)
@@ -185,12 +185,12 @@ def _iterate_on_gram(
             product = _symmetric_addmm(addend, rest, product)  # (rows, rows)
             total *= scale
         wide = torch.addmm(wide, product, wide, beta=total)  # (rows, columns): Q X
-        done += count
+        done += len(together)
     return wide
 
 
 def _polynomial(
-    gram: torch.Tensor, coefficients: tuple[float, float, float], *, centred: bool
+    gram: torch.Tensor, coefficients: Triple, *, centred: bool
 ) -> tuple[float, torch.Tensor]:
     """Return P = a I + b A + c A^2 as (number, rest), with P = number I + rest.
 
@@ -205,11 +205,11 @@ def _polynomial(
         norm = float(torch.linalg.vector_norm(gram, dtype=dtype))
         mean = (b * trace + c * norm**2) / len(gram)
     if not 0.125 <= abs(mean) < 1e6:  # Negligible, divergent or NaN.
-        return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c)
+        return a, _symmetric_addmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
     mean = round(4 * mean) / 4
     addend = gram.clone()  # (rows, rows)
     addend.diagonal().sub_(mean / b)
-    return a + mean, _symmetric_addmm(addend, gram, gram, beta=b, alpha=c)
+    return a + mean, _symmetric_addmm(addend, gram, gram, beta=b, alpha=c) if c else addend.mul_(b)
 
 
 def _symmetric_addmm(

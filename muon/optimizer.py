@@ -19,6 +19,7 @@ from muon import newton_schulz
 from muon.advice import warn_of_other_rates, warn_of_slow_bfloat16
 from muon.attached import AttachedGroups
 from muon.checks import algorithm_of, check_has_scheduler, check_hyperparameters, with_dtypes
+from muon.coefficients import Coefficients
 from muon.param_groups import (
     ADAMW_DEFAULTS,
     cycle_betas,
@@ -57,10 +58,12 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         momentum: weight of the past in the running average of gradients.
         nesterov: look one step ahead.
-        ns_coefficients: coefficients of the Newton-Schulz polynomial.
+        ns_coefficients: coefficients of the Newton-Schulz polynomial: three numbers for all steps,
+            three for each step, or the name of a table, such as "polar_express_1.01".
         eps: smallest norm that Newton-Schulz divides by.
-        ns_steps: Newton-Schulz iterations.
-        adjust_lr_fn: None or "original", or "match_rms_adamw"; see ``torch.optim.Muon``.
+        ns_steps: Newton-Schulz iterations; a table of coefficients may need more than the default.
+        adjust_lr_fn: None or "original", or "match_rms_adamw", as in ``torch.optim.Muon``;
+            "spectral" or "unit_rms_norm", or "unit": see ``muon.update.adjust_lr``.
         momentum_dtype: dtype of the momentum; None: the dtype of each parameter.
         store: holds the state; None keeps all state in memory.
         partition: which rank owns parameters, and their state, that several ranks hold whole.
@@ -92,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = newton_schulz.COEFFICIENTS,
+        ns_coefficients: Coefficients = newton_schulz.COEFFICIENTS,
         eps: float = newton_schulz.EPS,
         ns_steps: int = newton_schulz.STEPS,
         adjust_lr_fn: str | None = None,

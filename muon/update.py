@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 _PIECE_ELEMENTS = 1 << 18
-ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
+ADJUST_LR_FNS = (None, "original", "match_rms_adamw", "spectral", "unit_rms_norm", "unit")
 
 
 def momentum_(
@@ -83,10 +83,17 @@ def adjust_lr(
     None and "original" scale by sqrt(max(1, rows / columns)), as Keller Jordan does.
     "match_rms_adamw" scales by 0.2 sqrt(max(rows, columns)): the update then has about the RMS
     of an AdamW update, and learning rates of AdamW carry over
-    (https://arxiv.org/abs/2502.16982).
+    (https://arxiv.org/abs/2502.16982). "spectral" scales by sqrt(rows / columns): an input whose
+    elements have RMS 1 changes the output by an RMS of ``lr`` at most, whatever the shape
+    (https://arxiv.org/abs/2310.17813). "unit_rms_norm" is Megatron's name for the same; what
+    Megatron calls "spectral" is five times "match_rms_adamw". "unit" does not scale.
     """
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
+    if adjust_lr_fn in ("spectral", "unit_rms_norm"):
+        return lr * math.sqrt(rows / columns)
+    if adjust_lr_fn == "unit":
+        return lr
     return lr * math.sqrt(max(1, rows / columns))
 
 
