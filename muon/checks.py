@@ -25,6 +25,7 @@ _OWN_KEYS = {
             "adjust_lr_fn",
             "ns_dtype",
             "ns_batched",
+            "ns_norm",
             "momentum_dtype",
         }
     ),
@@ -40,6 +41,7 @@ _COMMON_KEYS = frozenset(
         "weight_decay",
         "eps",
         "maximize",
+        "cautious_wd",
         "foreach",
     }
 )
@@ -53,7 +55,6 @@ _UNSUPPORTED: dict[str, tuple[bool, str]] = {
     "fused": (False, "leave it out; a fused AdamW rounds differently"),
     "dampening": (False, "leave it out"),
     "caution": (False, "leave it out"),
-    "cautious_wd": (False, "leave it out"),
     "bias_correction": (True, "leave it out; AdamW corrects the bias of its averages"),
     "correct_bias": (True, "leave it out; AdamW corrects the bias of its averages"),
     "adam_w_mode": (True, "leave it out; the weight decay is decoupled, as in AdamW"),
@@ -152,6 +153,8 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         advice = ": pass a Python number, or a tensor of one element"
         _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
         _require(group, name, value >= 0, "not be negative")
+    is_choice = group.get("cautious_wd") in (None, True, False)
+    _require(group, "cautious_wd", is_choice, "be True or False")
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
@@ -224,6 +227,7 @@ def _check_muon(group: Mapping[str, Any]) -> None:
         "ns_steps": (isinstance(steps, int) and 0 <= steps < 100, "be a whole number in [0, 100)"),
         "ns_dtype": (group["ns_dtype"] in _DTYPES, one_of_dtypes),
         "ns_batched": (isinstance(group["ns_batched"], bool), "be True or False"),
+        "ns_norm": (group["ns_norm"] in (None, "scaled"), "be None or 'scaled'"),
         "momentum_dtype": (group["momentum_dtype"] in (None, *_DTYPES), one_of_dtypes),
     }
     for name, (holds, expected) in checks.items():

@@ -35,6 +35,7 @@ def orthogonalize_(
     coefficients: Coefficients = COEFFICIENTS,
     steps: int = STEPS,
     eps: float = EPS,
+    norm: str | None = None,
 ) -> torch.Tensor:
     """Replace the singular values of matrices by values near one, keeping their directions.
 
@@ -48,6 +49,9 @@ def orthogonalize_(
             ``muon.coefficients``. The last triple of a table is repeated.
         steps: number of iterations.
         eps: smallest norm to divide by, so that a zero matrix stays zero.
+        norm: "scaled": scale each matrix by a power of two first, so that its largest magnitude is
+            in [0.5, 1). A matrix times a power of two then has the same update bit for bit, and
+            squares of its elements neither overflow nor vanish. None: do not.
 
     Returns:
         The update, of the same shape and dtype. For one contiguous matrix it equals the update
@@ -55,13 +59,17 @@ def orthogonalize_(
         a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations,
         which round differently.
     """
+    if norm not in (None, "scaled"):
+        raise ValueError(f"norm must be None or 'scaled', got {norm!r}")
     is_tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if is_tall else matrix  # (..., rows, columns), rows <= columns
     is_single = wide.ndim == 2
+    if norm == "scaled":
+        _scale_(wide)
     # The Frobenius norm bounds the largest singular value, which must not exceed one.
     # Its shape is () for one matrix and (count, 1, 1) for several.
-    norm = wide.norm() if is_single else torch.linalg.matrix_norm(wide, keepdim=True)
-    wide.div_(norm.clamp(min=eps))
+    length = wide.norm() if is_single else torch.linalg.matrix_norm(wide, keepdim=True)
+    wide.div_(length.clamp(min=eps))
     if is_single and wide.is_cpu and wide.size(0) >= _LARGE_ROWS:
         wide = _iterate_on_gram(wide, of_steps(coefficients, steps))  # (rows, columns)
     else:
@@ -76,6 +84,7 @@ def orthogonalize_all(
     coefficients: Coefficients = COEFFICIENTS,
     steps: int = STEPS,
     eps: float = EPS,
+    norm: str | None = None,
 ) -> list[torch.Tensor]:
     """Orthogonalize matrices one by one, or in batches of equal shape.
 
@@ -87,6 +96,7 @@ def orthogonalize_all(
         coefficients: as for ``orthogonalize_``.
         steps: as for ``orthogonalize_``.
         eps: as for ``orthogonalize_``.
+        norm: as for ``orthogonalize_``.
 
     Returns:
         The updates, in the order of ``matrices``.
@@ -97,7 +107,7 @@ def orthogonalize_all(
             stacked = matrices[batch[0]]  # (rows, columns)
         else:
             stacked = torch.stack([matrices[index] for index in batch])  # (count, rows, columns)
-        update = orthogonalize_(stacked, coefficients=coefficients, steps=steps, eps=eps)
+        update = orthogonalize_(stacked, coefficients=coefficients, steps=steps, eps=eps, norm=norm)
         unstacked = [update] if len(batch) == 1 else update.unbind()  # count x (rows, columns)
         updates.update(zip(batch, unstacked, strict=True))
     return [updates[index] for index in range(len(matrices))]
@@ -143,6 +153,19 @@ def cost(shape: tuple[int, int]) -> int:
     """
     rows, columns = sorted(shape)
     return rows**2 * (2 * columns + rows)
+
+
+def _scale_(wide: torch.Tensor) -> None:
+    """Multiply each matrix by a power of two, so that its largest magnitude is in [0.5, 1).
+
+    A matrix of zeros, and one with NaN or infinite elements, stays as it is.
+    """
+    largest = torch.linalg.vector_norm(wide, math.inf, dim=(-2, -1), keepdim=True)
+    wider = torch.promote_types(wide.dtype, torch.float32)
+    exponent = torch.frexp(largest.to(wider)).exponent  # (..., 1, 1)
+    # In two factors, since that of a subnormal number would overflow.
+    for part in (exponent // 2, exponent - exponent // 2):
+        wide.mul_(torch.ldexp(torch.ones_like(largest), -part))
 
 
 def _iterate(wide: torch.Tensor, table: Sequence[Triple]) -> torch.Tensor:

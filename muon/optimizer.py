@@ -78,6 +78,12 @@ class Muon(torch.optim.Optimizer):
         ns_batched: compute small matrices of one shape in batches, which is faster on a GPU. The
             last bits of an update then depend on the other matrices of its page or round, and so
             on ``page_bytes`` and the number of ranks.
+        ns_norm: "scaled": each matrix is scaled by a power of two before its norm is computed, so
+            that gradients times a power of two give the same update bit for bit, also if their
+            squares would overflow or vanish, and ``eps`` does not matter. None: as
+            ``torch.optim.Muon``.
+        cautious_wd: decay only the elements of a parameter that the update does not move away from
+            zero (https://arxiv.org/abs/2510.12402). An AdamW group has a key of its own for it.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
         nonfinite: what step() does if a gradient on any rank has an element that is NaN or
             infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
@@ -106,6 +112,8 @@ class Muon(torch.optim.Optimizer):
         gather_memory: int | str = "2GiB",
         ns_dtype: torch.dtype | str = torch.bfloat16,
         ns_batched: bool = False,
+        ns_norm: str | None = None,
+        cautious_wd: bool = False,
         prefetch_in_backward: bool = False,
         nonfinite: str = "raise",
     ) -> None:
@@ -121,6 +129,8 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
             "ns_batched": ns_batched,
+            "ns_norm": ns_norm,
+            "cautious_wd": cautious_wd,
             "momentum_dtype": momentum_dtype,
         }
         if partition not in ("auto", "by_parameter", "flat"):

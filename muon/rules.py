@@ -45,6 +45,7 @@ def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) ->
             coefficients=group["ns_coefficients"],
             steps=group["ns_steps"],
             eps=group["eps"],
+            norm=group["ns_norm"],
         )
 
 
@@ -62,6 +63,7 @@ def apply_updates(
                 lr=lr,
                 adjusted_lr=adjusted_lr,
                 weight_decay=group["weight_decay"],
+                cautious=bool(group.get("cautious_wd")),
             )
 
 
@@ -105,4 +107,5 @@ def step_adamw(
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=bool(group.get("maximize")),
+            cautious=bool(group.get("cautious_wd")),
         )

@@ -58,6 +58,7 @@ def muon_(
     lr: float | torch.Tensor,
     adjusted_lr: float | torch.Tensor,
     weight_decay: float,
+    cautious: bool = False,
 ) -> None:
     """Decay the master, then subtract the orthogonalized update, as ``torch.optim.Muon`` does.
 
@@ -69,10 +70,26 @@ def muon_(
         lr: learning rate before adjust_lr(), which scales the weight decay.
         adjusted_lr: learning rate after adjust_lr(), which scales the update.
         weight_decay: decoupled, as in AdamW.
+        cautious: decay only elements that the update does not move away from zero.
     """
     decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
     for master_piece, update_piece in _pieces(master, update):
-        master_piece.mul_(decay).add_(update_piece, alpha=alpha)
+        if cautious:
+            _decay_cautiously_(master_piece, update_piece, decay)
+        else:
+            master_piece.mul_(decay)
+        master_piece.add_(update_piece, alpha=alpha)
+
+
+def _decay_cautiously_(
+    values: torch.Tensor, direction: torch.Tensor, decay: float | torch.Tensor
+) -> None:
+    """Multiply the values by ``decay`` where they do not have the other sign than ``direction``.
+
+    The direction is subtracted from the values (https://arxiv.org/abs/2510.12402, algorithm 1).
+    """
+    decays = values.sign() * direction.sign() >= 0  # The product of signs is exact.
+    values.mul_(torch.ones_like(values).masked_fill_(decays, decay))
 
 
 def adjust_lr(
@@ -109,6 +126,7 @@ def adamw_(
     eps: float,
     weight_decay: float,
     maximize: bool = False,
+    cautious: bool = False,
 ) -> None:
     """Do one step of AdamW (https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW`` does.
 
@@ -126,6 +144,7 @@ def adamw_(
         eps: added to the root of v.
         weight_decay: decoupled: the masters shrink by ``lr * weight_decay``.
         maximize: follow the gradients upwards: they are negated.
+        cautious: decay only elements that the step does not move away from zero.
     """
     beta1, beta2 = betas
     decay = 1 - lr * weight_decay
@@ -139,9 +158,12 @@ def adamw_(
         wide_grads = [g.to(m.dtype) for g, m in zip(narrow_grads, means, strict=True)]
         if maximize:
             wide_grads = list(torch._foreach_neg(wide_grads))
-        if weight_decay != 0:
+        if weight_decay != 0 and not cautious:
             torch._foreach_mul_(values, decay)
         torch._foreach_lerp_(means, wide_grads, 1 - beta1)  # m = beta1 m + (1 - beta1) g
+        if weight_decay != 0 and cautious:
+            for value, mean in zip(values, means, strict=True):
+                _decay_cautiously_(value, mean, decay)
         torch._foreach_mul_(mean_sqs, beta2)
         torch._foreach_addcmul_(mean_sqs, wide_grads, wide_grads, 1 - beta2)  # v, with g^2
         denominators = torch._foreach_sqrt(mean_sqs)

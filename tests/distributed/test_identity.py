@@ -176,3 +176,20 @@ def test_matrices_in_batches_differ_by_rounding_alone(
             whole = parameters[name].flatten()[trained.positions[name]]
             rounded = 2**-7 if whole.dtype is torch.bfloat16 else 0.0
             torch.testing.assert_close(trained.values[name], whole, rtol=rounded, atol=size)
+
+
+@pytest.mark.parametrize("layout", ["rows", "fsdp and tp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cautious_wd": True},
+        {"ns_coefficients": "deepseekv4", "ns_steps": 10, "ns_norm": "scaled"},
+        {"ns_coefficients": "cubic5", "adjust_lr_fn": "spectral"},
+    ],
+    ids=str,
+)
+def test_variants(pool: RankPool, layout: str, options: dict[str, Any]) -> None:
+    of_ranks = pool.run(
+        4, "tests.rank_programs.training:train", Case(layout=layout, options=options)
+    )
+    assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, options))

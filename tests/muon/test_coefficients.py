@@ -234,3 +234,49 @@ def test_a_run_resumes_with_its_table(coefficients: Any, tmp_path: Path) -> None
                 optimizer.step()
             assert optimizer.param_groups[0]["ns_coefficients"] == coefficients
     assert torch.equal(stepped, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (3, 9, 6), (512, 520)])
+def test_scaled_norms_give_the_same_bits_for_any_power_of_two(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    matrix = torch.randn(shape, generator=generator(), dtype=torch.float64).to(dtype)
+    expected = muon.orthogonalize_(matrix.clone(), norm="scaled")
+    plain = muon.orthogonalize_(matrix.clone())
+    tolerance = 10 * torch.finfo(dtype).eps  # The norm and the quotient round differently.
+    assert (expected - plain).double().norm() <= tolerance * plain.double().norm()
+    for power in (-100, -3, 1, 60, 120):
+        scaled = torch.ldexp(matrix.double(), torch.tensor(power)).to(dtype)
+        assert torch.equal(muon.orthogonalize_(scaled, norm="scaled"), expected)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e30])
+def test_gradients_of_any_magnitude(magnitude: float) -> None:
+    """Where the plain norm overflows, or is below eps."""
+    gradient = random(12, 20).float() * magnitude
+    updates = {}
+    for norm in (None, "scaled"):
+        parameter = torch.nn.Parameter(torch.zeros(12, 20))
+        parameter.grad = gradient.clone()
+        options = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "ns_dtype": torch.float32}
+        muon.Muon([parameter], ns_norm=norm, nonfinite="allow", **options).step()
+        updates[norm] = -parameter.detach()
+    left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    distance = (updates["scaled"].double() - left @ right).norm() / left.norm()
+    assert distance < 0.3  # Singular values of 0.68 to 1.14 instead of 1.
+    assert (updates[None].double() - left @ right).norm() / left.norm() > 0.9
+
+
+def test_scaled_zeros_stay_zeros() -> None:
+    assert not muon.orthogonalize_(torch.zeros(4, 6), norm="scaled").any()
+    batch = torch.stack([torch.zeros(4, 6), torch.full((4, 6), 1e-40), torch.full((4, 6), 3e38)])
+    updates = muon.orthogonalize_(batch, norm="scaled")
+    assert not updates[0].any()
+    assert torch.equal(updates[1] > 0, updates[2] > 0)
+    assert updates[1].norm() == pytest.approx(float(updates[2].norm()), rel=1e-3)
+
+
+def test_a_norm_that_is_unknown() -> None:
+    with pytest.raises(ValueError, match="ns_norm must be None or 'scaled', got 'spectral'"):
+        muon.Muon([torch.nn.Parameter(torch.ones(2, 2))], ns_norm="spectral")
