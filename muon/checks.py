@@ -31,6 +31,8 @@ _OWN_KEYS = {
     ),
     "adamw": frozenset({"betas"}),
 }
+# Keys that a group of one algorithm may have, and need not.
+_OPTIONAL_KEYS = {"muon": frozenset[str](), "adamw": frozenset({"fused"})}
 _COMMON_KEYS = frozenset(
     {
         "params",
@@ -52,7 +54,7 @@ _UNSUPPORTED: dict[str, tuple[bool, str]] = {
     "amsgrad": (False, "leave it out"),
     "capturable": (False, "leave it out"),
     "differentiable": (False, "leave it out"),
-    "fused": (False, "leave it out; a fused AdamW rounds differently"),
+    "fused": (False, "it is a key of AdamW groups"),
     "dampening": (False, "leave it out"),
     "caution": (False, "leave it out"),
     "bias_correction": (True, "leave it out; AdamW corrects the bias of its averages"),
@@ -81,7 +83,7 @@ _REQUIRED_KEYS = {
     for algorithm, keys in _OWN_KEYS.items()
 }
 
-_KNOWN_KEYS = _COMMON_KEYS.union(*_OWN_KEYS.values(), _UNSUPPORTED)
+_KNOWN_KEYS = _COMMON_KEYS.union(*_OWN_KEYS.values(), *_OPTIONAL_KEYS.values(), _UNSUPPORTED)
 
 # A key that resembles a known key at least this much is taken for a misspelling: "momentun"
 # resembles "momentum" by 0.875.
@@ -153,8 +155,13 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         advice = ": pass a Python number, or a tensor of one element"
         _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
         _require(group, name, value >= 0, "not be negative")
-    is_choice = group.get("cautious_wd") in (None, True, False)
-    _require(group, "cautious_wd", is_choice, "be True or False")
+    for name in ("cautious_wd", "fused"):
+        _require(group, name, group.get(name) in (None, True, False), "be True or False")
+    if group.get("cautious_wd") and group.get("fused"):
+        raise ValueError(
+            f"cautious_wd and fused cannot be combined, and param group {number} has both: leave "
+            "one out"
+        )
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
@@ -177,7 +184,8 @@ def _check_keys(group: Mapping[str, Any], number: int) -> None:
         raise ValueError(
             f"param group {number} has no {key!r}: a key may be changed, but not removed"
         )
-    for key in group.keys() - _COMMON_KEYS - _OWN_KEYS[algorithm]:
+    own = _OWN_KEYS[algorithm] | _OPTIONAL_KEYS[algorithm]
+    for key in group.keys() - _COMMON_KEYS - own:
         value = group[key]
         if key in _UNSUPPORTED:
             harmless, advice = _UNSUPPORTED[key]

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 import tierstore
 from muon import newton_schulz
-from muon.update import adamw_, adjust_lr, momentum_, muon_
+from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
 
 
 def write_inputs(
@@ -95,8 +95,10 @@ def step_adamw(
     """
     chunks = [chunk for shard in shards for chunk in shard.chunks]
     grads = [grad for chunk in chunks if (grad := chunk.grad) is not None]
+    options = {"cautious": True} if group.get("cautious_wd") else {}
+    step = fused_adamw_ if group.get("fused") else adamw_
     with record_function("muon::adamw"):
-        adamw_(
+        step(
             [chunk.master for chunk in chunks],
             grads,
             [chunk.states["exp_avg"] for chunk in chunks],
@@ -107,5 +109,5 @@ def step_adamw(
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=bool(group.get("maximize")),
-            cautious=bool(group.get("cautious_wd")),
+            **options,
         )

@@ -174,6 +174,46 @@ def adamw_(
         torch._foreach_addcdiv_(values, means, denominators, step_sizes)
 
 
+def fused_adamw_(
+    masters: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    *,
+    steps: Sequence[float],
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> None:
+    """Do one step as ``torch.optim.AdamW(fused=True)``: faster than adamw_(), rounded differently.
+
+    Last bits depend on where a parameter is cut: the kernel rounds the elements that do not fill a
+    vector of the processor in another way. Arguments are those of ``adamw_``.
+    """
+    counts = {step: torch.tensor(float(step), device=masters[0].device) for step in set(steps)}
+    for indices, tensors in _batches(masters, grads, exp_avgs, exp_avg_sqs):
+        values, narrow_grads, means, mean_sqs = tensors
+        for dtype in {value.dtype for value in values}:  # The kernel takes one at a time.
+            chosen = [at for at, value in enumerate(values) if value.dtype == dtype]
+            torch._fused_adamw_(
+                [values[at] for at in chosen],
+                [narrow_grads[at].to(dtype) for at in chosen],
+                [means[at] for at in chosen],
+                [mean_sqs[at] for at in chosen],
+                [],
+                [counts[steps[indices[at]]] for at in chosen],
+                lr=float(lr),
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=maximize,
+            )
+
+
 def _batches(
     *columns: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[int], list[list[torch.Tensor]]]]:

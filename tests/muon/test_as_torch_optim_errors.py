@@ -157,11 +157,6 @@ ONLY_OURS: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"differentiable": True}, "differentiable is not supported, got True in param"),
     (
         "adamw",
-        {"fused": True},
-        "fused is not supported, got True in param group 0: leave it out; a",
-    ),
-    (
-        "adamw",
         {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
         r"betas must be two numbers in \[0, 1\), got \(tensor\(0.9000\), tensor\(0.9900\)\): pass "
         "a tuple of Python numbers",

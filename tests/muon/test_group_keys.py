@@ -175,7 +175,7 @@ def test_the_algorithm_must_be_clear(keys: dict[str, Any], message: str) -> None
     ("algorithm", "key", "value"),
     [
         ("adamw", "bias_correction", False),
-        ("adamw", "fused", True),
+        ("muon", "fused", True),
         ("adamw", "adam_w_mode", False),
         ("adamw", "amsgrad", True),
         ("adamw", "capturable", True),
@@ -436,7 +436,7 @@ def test_a_state_dict_of_a_fused_adamw_is_loaded() -> None:
         ours.grad = theirs.grad = parameter(2).detach()
         optimizer_of_either.step()
     assert torch.equal(ours, theirs)
-    assert not optimizer.param_groups[0]["fused"]
+    assert optimizer.param_groups[0]["fused"] is None
 
 
 def test_keys_of_a_scheduler_are_loaded() -> None:
