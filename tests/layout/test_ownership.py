@@ -18,7 +18,10 @@ from tierstore.layout.ownership import (
     partition_ranks,
 )
 from tierstore.layout.parameters import ParameterSpec
-from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
+from tierstore.layout.records import (
+    RECORD_DATA_BYTES_MAX,
+    record_nbytes,
+)
 from tierstore.layout.sharding import Holding, Sharded, Sharding, stacked, whole_on
 from tierstore.layout.subgroups import Elements, cut_into_pages, record_chunks
 
@@ -33,6 +36,7 @@ def make_parameter(
     elementwise: bool = False,
     flat: bool = False,
     cost: int | None = None,
+    unit: int | None = None,
 ) -> SharedParameter:
     return SharedParameter(
         spec=ParameterSpec(
@@ -41,6 +45,7 @@ def make_parameter(
             dtype=torch.float32,
             states=(("momentum_buffer", torch.float32),),
             elementwise=elementwise,
+            unit=unit,
         ),
         holding=holding,
         flat=flat,
@@ -69,17 +74,20 @@ def holdings(world_size: int) -> st.SearchStrategy[Holding]:
 def groups(draw: st.DrawFn) -> tuple[int, list[SharedParameter]]:
     world_size = draw(st.integers(1, 4))
     shapes = st.tuples(st.integers(0, 40), st.integers(0, 40))
-    parameters = [
-        make_parameter(
+
+    def draw_parameter(index: int) -> SharedParameter:
+        shape, kind = draw(shapes), draw(st.sampled_from(["elementwise", "whole", "units"]))
+        units = [rows for rows in range(1, shape[0] + 1) if shape[0] % rows == 0]
+        return make_parameter(
             f"layers.{index}",
-            draw(shapes),
+            shape,
             draw(holdings(world_size)),
-            elementwise=draw(st.booleans()),
+            elementwise=kind == "elementwise",
+            unit=draw(st.sampled_from(units)) if kind == "units" and units else None,
             flat=draw(st.booleans()),
         )
-        for index in range(draw(st.integers(0, 8)))
-    ]
-    return world_size, parameters
+
+    return world_size, [draw_parameter(index) for index in range(draw(st.integers(0, 8)))]
 
 
 def elements(chunk: Chunk) -> itertools.product[tuple[int, ...]]:
@@ -157,10 +165,64 @@ def test_parameters_that_may_not_be_cut_are_in_one_subgroup(
     subgroups = partition_ranks(0, parameters, PAGE_BYTES, world_size)
     names = [shard.parameter.spec.name for each in subgroups for shard in each.shards]
     for parameter in parameters:
-        if not parameter.spec.elementwise:
+        if not parameter.spec.elementwise and parameter.spec.unit is None:
             assert names.count(parameter.spec.name) == (math.prod(parameter.spec.shape) > 0)
     order = [parameter.spec.name for parameter in parameters]
     assert [order.index(name) for name in names] == sorted(order.index(name) for name in names)
+
+
+@given(groups())
+@settings(deadline=None)
+def test_all_parts_of_a_unit_are_in_one_subgroup(case: tuple[int, list[SharedParameter]]) -> None:
+    world_size, parameters = case
+    units = {one.spec.name: one.spec.unit for one in parameters if one.spec.unit is not None}
+    places: dict[tuple[str, int], set[int]] = {}
+    for number, subgroup in enumerate(partition_ranks(0, parameters, PAGE_BYTES, world_size)):
+        for rank in range(world_size):
+            for name, element in owned_elements([subgroup], rank):
+                if name in units:
+                    places.setdefault((name, element[0] // units[name]), set()).add(number)
+    assert all(len(numbers) == 1 for numbers in places.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "pages"),
+    [
+        ((1,), (None,), 8),
+        ((4,), (None,), 8),  # Replicas: one owner for each page.
+        ((4,), (Sharded(dim=0),), 2),  # Four experts on each rank.
+        ((3,), (Sharded(dim=0),), 3),  # 6, 6 and 4.
+        ((4,), (Sharded(dim=1),), 3),  # A third of each expert on three ranks: six fill a page.
+        ((2, 2), (Sharded(dim=0), Sharded(dim=2)), 2),  # Halves of eight on each: four do.
+    ],
+)
+def test_a_stack_of_matrices_spreads_over_pages(
+    mesh: tuple[int, ...], placements: tuple[Sharded | None, ...], pages: int
+) -> None:
+    """16 experts of 6 x 10 elements with their momentum; two of them fill a page."""
+    page_bytes = 2 * record_nbytes((2, 6, 10), torch.float32)
+    world_size = math.prod(mesh)
+    sharding = Sharding(mesh_shape=mesh, placements=placements)
+    holding = Holding(ranks=tuple(range(world_size)), sharding=sharding)
+    stack = make_parameter("experts", (16, 6, 10), holding, unit=1)
+    assert len(partition_ranks(0, [stack], page_bytes, world_size)) == pages
+
+
+@pytest.mark.parametrize(
+    "placements", [(Sharded(dim=0), None), (None, Sharded(dim=0))], ids=["hsdp", "hsdp reversed"]
+)
+def test_a_parameter_whose_units_ranks_cut_stays_in_one_page(
+    placements: tuple[Sharded | None, ...],
+) -> None:
+    replicated = Holding(
+        ranks=(0, 1, 2, 3), sharding=Sharding(mesh_shape=(2, 2), placements=placements)
+    )
+    uneven = Holding(
+        ranks=(0, 1, 2, 3), sharding=Sharding(mesh_shape=(4,), placements=(Sharded(dim=0),))
+    )
+    for holding, rows in ((replicated, 16), (uneven, 18)):
+        stack = make_parameter("w", (rows, 60), holding, unit=2)
+        assert len(partition_ranks(0, [stack], 2048, 4)) == 1
 
 
 @given(groups())

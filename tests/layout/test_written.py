@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection
 
 import pytest
@@ -53,9 +52,18 @@ def test_every_rank_keeps_its_pages(
             number = each.pages[rank]
             written = [] if number is None else by_number[number].shards
             assert part == [shard for shard in written if shard.parameter.name in kept]
-    # The parts of a parameter that is not elementwise are stepped together.
-    times = Counter(shard.spec.name for each in found for shard in each.shared.shards)
-    assert all(times[name] <= 1 for name, p in kept.items() if not p.spec.elementwise)
+    # The parts of what a rule needs together are stepped together.
+    whole = [p.spec for p in kept.values() if not p.spec.elementwise]
+    parts = {
+        (spec.name, row // (spec.unit or spec.shape[0]), number)
+        for number, each in enumerate(found)
+        for rank in range(world_size)
+        for shard in each.shared.of(rank).shards
+        for chunk in shard.chunks
+        for row in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+        if (spec := shard.parameter) in whole
+    }
+    assert len(parts) == len({(name, unit) for name, unit, _ in parts})
     # The places in the local tensors are those of the run.
     for rank in range(world_size):
         before = dict(itertools.chain(*(s.places(rank).items() for s in subgroups)))

@@ -133,7 +133,7 @@ def partition_ranks(
         page_bytes: about how many bytes of a subgroup a rank may own.
         world_size: number of ranks.
         loads: owned_costs() of earlier groups; the costs of this group are added.
-        may_cut: whether a parameter under an elementwise rule is cut where a page is full.
+        may_cut: whether a parameter that may be cut is cut where a page is full.
     """
     loads = owned_costs([], world_size) if loads is None else loads
     sequences = [_elements(parameter) for parameter in parameters]
@@ -184,14 +184,22 @@ def _elements(parameter: SharedParameter) -> Elements:
     """Return the elements that fill the pages of the rank that owns most of a parameter."""
     spec, holding = parameter.spec, parameter.holding
     if holding.is_whole:
-        is_divided = parameter.flat or not spec.elementwise
+        # Of parameters that stay whole each rank owns some; of one with units, whole pieces.
+        is_divided = parameter.flat or not (spec.elementwise or spec.unit)
         ranks = len(holding.ranks) if is_divided else 1
         return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
     numels = holding.owned_numels(spec.shape)
     most = max(numels)
     rank = holding.ranks[numels.index(most)]
-    local = replace(spec, shape=holding.local_shape(spec.shape, rank))
+    unit = spec.unit if _has_whole_units(parameter) else None
+    local = replace(spec, shape=holding.local_shape(spec.shape, rank), unit=unit)
     return Elements(parameter=local, numel=most)
+
+
+def _has_whole_units(parameter: SharedParameter) -> bool:
+    """Return whether every rank owns units of its local tensor in order, none of them in part."""
+    spec, holding = parameter.spec, parameter.holding
+    return spec.unit is not None and holding.keeps_rows_together(spec.shape, spec.unit)
 
 
 def _ranges(
@@ -218,7 +226,8 @@ def _ranges(
         elif holding.is_whole:
             flat.setdefault(holding.ranks, []).append(piece)
         else:
-            ranges[piece] = _sharded_ranges(holding, parameter.spec.shape, start, stop, world_size)
+            shape, unit = parameter.spec.shape, _has_whole_units(parameter)
+            ranges[piece] = _sharded_ranges(holding, shape, start, stop, world_size, by_rows=unit)
     for ranks, members in flat.items():
         owned = flat_ranges([piece.numel for piece in members], len(ranks))
         for piece, parts in zip(members, owned, strict=True):
@@ -229,10 +238,28 @@ def _ranges(
 
 @functools.lru_cache(maxsize=2**8)  # The layers of a model are cut alike.
 def _sharded_ranges(
-    holding: Holding, shape: tuple[int, ...], start: int, stop: int, world_size: int
+    holding: Holding,
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+    world_size: int,
+    *,
+    by_rows: bool,
 ) -> tuple[tuple[int, int], ...]:
+    """Return the range of each rank for a range of the rank that owns most.
+
+    The same elements or, with ``by_rows``, the same rows of the local tensors, which may be of
+    unequal size: the parts of a unit on all ranks are then in one page.
+    """
     numels = holding.owned_numels(shape)
-    ranges = [(min(start, numel), min(stop, numel)) for numel in numels]
+    sizes = [1] * len(numels)
+    if by_rows:
+        sizes = [math.prod(holding.local_shape(shape, rank)[1:]) for rank in holding.ranks]
+    most = sizes[numels.index(max(numels))]
+    ranges = [
+        (min(start // most * size, numel), min(stop // most * size, numel))
+        for numel, size in zip(numels, sizes, strict=True)
+    ]
     return _rank_ranges(holding.ranks, ranges, world_size)
 
 

@@ -39,6 +39,9 @@ class ParameterSpec:
     """Name and dtype of each state besides the master, each of the parameter's shape."""
     elementwise: bool
     """True if the parameter may be cut at rows over several pages."""
+    unit: int | None = None
+    """Rows of the first dimension that stay together in one page; None: all, unless
+    ``elementwise``."""
 
     @property
     def owns_master(self) -> bool:
@@ -68,6 +71,7 @@ class ParameterSpec:
             "dtype": dtype_name(self.dtype),
             "states": {name: dtype_name(dtype) for name, dtype in self.states},
             "elementwise": self.elementwise,
+            **({} if self.unit is None else {"unit": self.unit}),
         }
 
     @classmethod
@@ -79,12 +83,14 @@ class ParameterSpec:
             dtype=_dtype_of(fields["dtype"]),
             states=tuple((name, _dtype_of(dtype)) for name, dtype in fields["states"].items()),
             elementwise=fields["elementwise"],
+            unit=fields.get("unit"),
         )
 
     def describe(self) -> str:
         """Return the spec as text for messages."""
         states = ", ".join(f"{name} {dtype_name(dtype)}" for name, dtype in self.states)
         kind = "elementwise" if self.elementwise else "whole"
+        kind = kind if self.unit is None else f"in units of {self.unit} rows"
         return (
             f"{self.name!r} {dtype_name(self.dtype)} {list(self.shape)}, {kind}, "
             f"states: {states or 'none'}"
@@ -106,7 +112,13 @@ class PagedParameter:
 
     elementwise: bool = False
     """True if the update of an element depends on that element alone. The store may then cut the
-    parameter at rows over several pages. False keeps the parameter in one page."""
+    parameter at rows over several pages. False keeps the parameter in one page, or the units of
+    it."""
+
+    unit: int | None = None
+    """Number of rows of the first dimension that the update needs together, if that is not all of
+    them: 1 for a stack of matrices. The store may then cut the parameter between units over several
+    pages. The rows are a multiple of it. A parameter whose units ranks cut stays in one page."""
 
     partition: str | None = None
     """Ownership of a parameter that several ranks hold whole: with "by_parameter" one rank owns it,
@@ -131,6 +143,7 @@ class PagedParameter:
             dtype=self.tensor.dtype,
             states=tuple(self.states.items()),
             elementwise=self.elementwise,
+            unit=self.unit,
         )
 
 
@@ -231,6 +244,12 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
         yield f"{kind}; only plain dense tensors and DTensors of them can be paged"
     if parameter.partition not in (None, "flat", "by_parameter"):
         yield f"has partition {parameter.partition!r}; must be 'flat', 'by_parameter' or None"
+    if parameter.unit is not None:
+        if parameter.elementwise:
+            yield f"is elementwise and has units of {parameter.unit} rows: leave one out"
+        rows = tensor.shape[0] if tensor.ndim else 0
+        if type(parameter.unit) is not int or parameter.unit < 1 or rows % parameter.unit:
+            yield f"of {rows} rows cannot have units of {parameter.unit!r} rows"
     if tensor.device.type not in ("cpu", "cuda"):
         yield f"is on {tensor.device}; only cpu and cuda devices are supported"
     for state, dtype in parameter.states.items():

@@ -271,6 +271,13 @@ class Holding:
         """Return the number of elements that each of ``ranks`` owns, in their order."""
         return _owned_numels(shape, self.sharding)
 
+    def keeps_rows_together(self, shape: tuple[int, ...], count: int) -> bool:
+        """Return whether each rank owns whole units of ``count`` rows of its local tensor.
+
+        Ranks may cut the other dimensions: each then owns its part of every row.
+        """
+        return _keeps_rows_together(shape, self.sharding, count)
+
     def replicas(self) -> Iterator[tuple[int, ...]]:
         """Yield every set of two or more ranks that hold the same elements."""
         mesh_shape, placements = self.sharding.mesh_shape, self.sharding.placements
@@ -300,6 +307,19 @@ def _owned_numels(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]
         sum(chunk.whole.numel for chunk in _owned(shape, sharding, coordinate))
         for coordinate in coordinates
     )
+
+
+@functools.lru_cache(maxsize=2**10)
+def _keeps_rows_together(shape: tuple[int, ...], sharding: Sharding, count: int) -> bool:
+    meshes = zip(sharding.mesh_shape, sharding.placements, strict=True)
+    if any(size > 1 and placement is None for size, placement in meshes):
+        return False  # Replicas own parts of the local tensor.
+    runs = [
+        run
+        for coordinate in np.ndindex(sharding.mesh_shape)
+        for run in _dimension_runs(sharding, coordinate, 0, shape[0])
+    ]
+    return all(run.start % count == run.stop % count == 0 for run in runs)
 
 
 def whole_on(ranks: Sequence[int]) -> Holding:

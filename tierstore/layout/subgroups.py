@@ -1,7 +1,8 @@
 """Subgroups: consecutive parameters of one group, cut so that each fills one page.
 
 Parameters fill subgroups in order, up to about ``page_bytes``. A parameter under an elementwise
-rule is cut at rows where a page is full; any other parameter stays in one subgroup.
+rule is cut at rows where a page is full, one with units between two of them; any other parameter
+stays in one subgroup.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def cut_into_pages(
     Args:
         sequences: the elements of each parameter.
         page_bytes: about how large a page is.
-        may_cut: whether a parameter under an elementwise rule is cut where a page is full.
+        may_cut: whether a parameter that may be cut is cut where a page is full.
     """
     pages: list[list[Piece]] = [[]]
     room = page_bytes
@@ -99,10 +100,12 @@ def cut_into_pages(
 def _unit_numel(elements: Elements, page_bytes: int) -> int:
     """Return the number of consecutive elements that must stay in one page.
 
-    All elements of a parameter that may not be cut; else those of one row, or of a row of a
-    deeper dimension if a row is too large for half a page.
+    All elements of a parameter that may not be cut, or those of a unit; else those of one row, or
+    of a row of a deeper dimension if a row is too large for half a page.
     """
     parameter = elements.parameter
+    if parameter.unit is not None:
+        return parameter.unit * math.prod(parameter.shape[1:])
     if not parameter.elementwise:
         return elements.numel
     numel_max = page_bytes * elements.ranks // 2 // parameter.element_bytes
@@ -122,6 +125,16 @@ def _stop_within(elements: Elements, start: int, unit: int, room: int) -> int:
             return stop
         units -= 1
     return start
+
+
+def uncut_nbytes(shard: ParameterShard) -> int:
+    """Return the bytes of the records of a shard that stay in one page, however small pages are."""
+    spec, sizes = shard.parameter, [chunk.sizes for chunk in shard.chunks]
+    if spec.elementwise or not sizes:
+        return 0
+    if spec.unit is not None:
+        sizes = [(min(spec.unit, sizes[0][0]), *sizes[0][1:])]
+    return sum(record_nbytes(size, dtype) for size in sizes for _, dtype in spec.all_states)
 
 
 def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:

@@ -1,12 +1,14 @@
 """Subgroups of all ranks, found in the pages that each rank has written.
 
 A run that has lost parameters keeps its pages, which the remaining parameters alone would fill in
-another way. No page says to which page of another rank it belongs: pages that hold parts of one
-parameter of a rule that is not elementwise do, and the order of pages is that of each rank.
+another way. No page says to which page of another rank it belongs: pages that hold parts of what
+the rule needs together do, a unit of a parameter or all of it, and the order of pages is that of
+each rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from tierstore.errors import RunMismatchError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.ownership import SharedParameter, SharedShard, SharedSubgroup
 from tierstore.layout.sharding import HeldChunk
-from tierstore.layout.subgroups import Subgroup
+from tierstore.layout.subgroups import ParameterShard, Subgroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,9 @@ class WrittenSubgroup:
     """Rank -> number of its page; None for a rank that owns nothing of the subgroup."""
 
 
+_Places = dict[tuple[str, int], dict[int, int]]
+"""Name and number of a unit -> rank -> position of its page."""
+
 RankPages = Sequence[tuple[int, Subgroup]]
 """The pages of one rank in order, each with its number."""
 
@@ -61,13 +66,14 @@ def written_subgroups(
         RunMismatchError: a rank does not own what it has written, or the pages of the ranks are in
             orders that do not fit together.
     """
-    places: dict[str, dict[int, int]] = {}  # Name -> rank -> position of its page.
+    places: _Places = {}
     for rank, pages in enumerate(rank_pages):
         for position, (_, subgroup) in enumerate(pages):
             for shard in subgroup.shards:
                 parameter = parameters.get(shard.parameter.name)
                 if parameter is not None and not parameter.spec.elementwise:
-                    places.setdefault(parameter.spec.name, {})[rank] = position
+                    for unit in _units(shard):
+                        places.setdefault(unit, {})[rank] = position
     heads = [0] * len(rank_pages)
     found = []
     while waiting := [rank for rank, pages in enumerate(rank_pages) if heads[rank] < len(pages)]:
@@ -89,7 +95,7 @@ def _stepped_with(
     first: int,
     heads: Sequence[int],
     rank_pages: Sequence[RankPages],
-    places: Mapping[str, Mapping[int, int]],
+    places: _Places,
 ) -> set[int]:
     """Return the ranks whose next pages must be in one subgroup with the next page of a rank.
 
@@ -99,14 +105,26 @@ def _stepped_with(
     while new:
         rank = new.pop()
         _, subgroup = rank_pages[rank][heads[rank]]
-        for shard in subgroup.shards:
-            for other, position in places.get(shard.parameter.name, {}).items():
+        for unit in itertools.chain.from_iterable(map(_units, subgroup.shards)):
+            for other, position in places.get(unit, {}).items():
                 if position != heads[other]:
                     return set()
                 if other not in ranks:
                     ranks.add(other)
                     new.append(other)
     return ranks
+
+
+def _units(shard: ParameterShard) -> set[tuple[str, int]]:
+    """Return the name and number of each unit that a shard has a part of."""
+    spec = shard.parameter
+    if spec.unit is None:
+        return {(spec.name, 0)} if shard.chunks else set()
+    return {
+        (spec.name, row // spec.unit)
+        for chunk in shard.chunks
+        for row in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+    }
 
 
 def _merged(

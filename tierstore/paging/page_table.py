@@ -17,7 +17,7 @@ from tierstore.layout.ownership import (
 )
 from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
-from tierstore.layout.records import record_nbytes
+from tierstore.layout.subgroups import uncut_nbytes
 from tierstore.layout.written import written_subgroups
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
@@ -403,16 +403,7 @@ class PageTable:
         if page_bytes >= self._page_bytes:
             return None
         shards = [shard for page in pages for shard in page.layout.subgroup.shards]
-        # Parameters that may not be cut stay as large as they are.
-        whole = [
-            sum(
-                record_nbytes(chunk.sizes, dtype)
-                for chunk in shard.chunks
-                for _, dtype in shard.parameter.all_states
-            )
-            for shard in shards
-            if not shard.parameter.elementwise
-        ]
+        whole = [uncut_nbytes(shard) for shard in shards]
         sections_max = 1 + max(len(shard.parameter.all_states) for shard in shards)
         largest = max(page_bytes, *whole, 0) + sections_max * SECTOR_BYTES
         mirrors = budget.reserved * largest // max(page.layout.nbytes for page in pages)

@@ -72,6 +72,7 @@ class RankLayout:
             groups = [[ParameterSpec.from_json(spec) for spec in group] for group in body["groups"]]
             for spec in (spec for group in groups for spec in group):
                 require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
+                require(spec.unit is None or (is_count(spec.unit) and spec.unit > 0))
                 require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
             names = [spec.name for group in groups for spec in group]
             require(len(set(names)) == len(names))
