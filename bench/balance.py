@@ -163,13 +163,14 @@ def compute(mlp: int, partition: str, world_size: int) -> Row:
     """Plan a step of one model on ``world_size`` ranks."""
     matrices = shapes(mlp)
     pages = subgroups(matrices, partition, world_size)
-    rounds = plan_pages(
+    plans = plan_pages(
         pages,
         [{"algorithm": "muon", "ns_dtype": torch.bfloat16}],
         frozenset(shard.spec.name for page in pages for shard in page.shards),
         world_size=world_size,
         gather_memory=GATHER_MEMORY,
     )
+    rounds = [plan.rounds for plan in plans]
     parts = work(pages, rounds, world_size)
     loads = [sum(part[rank] for page in parts for part in page) for rank in range(world_size)]
     costs = list(map(newton_schulz.cost, matrices))

@@ -42,9 +42,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import muon
 import tierstore
+from muon.matrices import matrices_of
 from muon.newton_schulz import fastest_dtype
 from muon.rounds import SharedMatrix
-from muon.rules import apply_updates, step_adamw, write_inputs
+from muon.rules import apply_updates, own_matrices, step_adamw, write_inputs
 
 SHARDED, AGAIN, ALL_GATHER, REPLICATED = (
     "sharded",
@@ -202,14 +203,17 @@ class AllGather:
         matrices = [
             SharedMatrix(shape=shard.spec.shape, chunks=shard.chunks) for shard in subgroup.shards
         ]
-        inputs = []
-        for shard in page.shards:
-            parts = [torch.empty(chunk.chunk.sizes, dtype=dtype) for chunk in shard.chunks]
-            write_inputs(shard, group, parts)
+        places = [
+            (position, *matrices_of(shard.spec.shape)) for position, shard in enumerate(page.shards)
+        ]
+        own, inputs = own_matrices(page.shards, group, places), []
+        for one in own:
+            parts = [torch.empty(part.chunk.sizes, dtype=dtype) for part in one.parts]
+            write_inputs(one, group, parts)
             inputs.append(parts)
         updates, _ = allgather_reference.updates(matrices, inputs, dtype)
-        for shard, parts in zip(page.shards, updates, strict=True):
-            apply_updates(shard, group, parts)
+        for one, parts in zip(own, updates, strict=True):
+            apply_updates(one, group, parts)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch
 
 import tierstore
 from muon import newton_schulz
+from muon.matrices import declared, matrices_of
 from muon.pipeline import compute_device
 
 # A CPU with instructions for bfloat16 takes about as long for it as for float32. Without, it takes
@@ -43,11 +44,12 @@ def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[s
     """Warn if Newton-Schulz takes long because this CPU is slow in bfloat16."""
     ranks = store.ranks
     multiplications = sum(
-        group["ns_steps"] * newton_schulz.cost((*parameter.shape,))
+        group["ns_steps"] * newton_schulz.cost(matrix.shape)
         for group in groups
         if group["algorithm"] == "muon" and group["ns_dtype"] == torch.bfloat16
         for parameter in group["params"]
         if compute_device(store, parameter).type == "cpu"
+        for matrix in matrices_of(parameter.shape, declared(group))
     )
     if multiplications < _WORTH_A_WARNING or (ranks is not None and ranks.rank > 0):
         return

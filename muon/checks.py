@@ -12,6 +12,7 @@ import torch
 
 import tierstore
 from muon.coefficients import TABLES, steps_min
+from muon.matrices import declared, matrices_of
 from muon.update import ADJUST_LR_FNS
 
 # Keys of param groups: those of one algorithm, and those of both.
@@ -32,7 +33,7 @@ _OWN_KEYS = {
     "adamw": frozenset({"betas"}),
 }
 # Keys that a group of one algorithm may have, and need not.
-_OPTIONAL_KEYS = {"muon": frozenset[str](), "adamw": frozenset({"fused"})}
+_OPTIONAL_KEYS = {"muon": frozenset({"matrices"}), "adamw": frozenset({"fused"})}
 _COMMON_KEYS = frozenset(
     {
         "params",
@@ -171,6 +172,23 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         # A scheduler that cycles the betas keeps this key in the group.
         advice = ". The max_momentum of a scheduler must be below 1, too"
         _require(group, "betas", holds, expected, advice if "max_momentum" in group else "")
+
+
+def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:
+    """Check that the matrices that a Muon group declares fit a parameter.
+
+    Raises:
+        ValueError: they do not; names the parameter.
+    """
+    try:
+        matrices_of(shape, declared(group))
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r} has shape {tuple(shape)}: {error}") from error
+    except (TypeError, IndexError) as error:
+        raise ValueError(
+            f"matrices must be a tuple of cuts such as ('split', 0, (4096, 1024)), got "
+            f"{group['matrices']!r}: {error}"
+        ) from error
 
 
 def _check_keys(group: Mapping[str, Any], number: int) -> None:

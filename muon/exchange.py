@@ -96,11 +96,11 @@ class Exchange:
                 for index in round_.owned(self._rank)
             }
             for index, chunk, view in owned_parts:
-                chunk.select(matrices[index]).copy_(view)
+                round_.matrices[index].select(matrices[index], chunk).copy_(view)
         updates = dict(zip(matrices, orthogonalize([*matrices.values()]), strict=True))
         with record_function("muon::scatter"):
             for index, chunk, view in owned_parts:
-                view.copy_(chunk.select(updates[index]))
+                view.copy_(round_.matrices[index].select(updates[index], chunk))
             work = self._start(parts, sent_counts, owned, received_counts)
         del matrices, updates  # Their memory is free while the updates travel.
         yield

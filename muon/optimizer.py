@@ -18,8 +18,15 @@ import tierstore
 from muon import newton_schulz
 from muon.advice import warn_of_other_rates, warn_of_slow_bfloat16
 from muon.attached import AttachedGroups
-from muon.checks import algorithm_of, check_has_scheduler, check_hyperparameters, with_dtypes
+from muon.checks import (
+    algorithm_of,
+    check_has_scheduler,
+    check_hyperparameters,
+    check_matrices,
+    with_dtypes,
+)
 from muon.coefficients import Coefficients
+from muon.matrices import Declaration, declared, matrices_of, unit_of
 from muon.param_groups import (
     ADAMW_DEFAULTS,
     cycle_betas,
@@ -244,7 +251,9 @@ class Muon(torch.optim.Optimizer):
         check_hyperparameters(param_group, number)
         self._check_parameters([number])
         if measured:
-            param_group["ns_dtype"] = self._fastest_ns_dtype(param_group["params"])
+            param_group["ns_dtype"] = self._fastest_ns_dtype(
+                param_group["params"], declared(param_group)
+            )
 
     @tierstore.not_compiled
     def remove_parameters(self, params: Iterable[torch.Tensor | str]) -> None:
@@ -556,11 +565,14 @@ class Muon(torch.optim.Optimizer):
         }
         self.store.write_states(paged, scalars, names=states.keys())
 
-    def _fastest_ns_dtype(self, parameters: Sequence[torch.Tensor]) -> torch.dtype:
+    def _fastest_ns_dtype(
+        self, parameters: Sequence[torch.Tensor], declaration: Declaration
+    ) -> torch.dtype:
         if not parameters:
             return torch.bfloat16
         device = compute_device(self.store, parameters[0])
-        shape = max((parameter.shape for parameter in parameters), key=math.prod)
+        shapes = (m.shape for p in parameters for m in matrices_of(p.shape, declaration))
+        shape = max(shapes, key=math.prod)
         ranks = self.store.ranks
         dtype = torch.bfloat16
         if ranks is not None:
@@ -614,11 +626,8 @@ class Muon(torch.optim.Optimizer):
                     )
                 names.add(name)
                 tensors.add(parameter)
-                if self.param_groups[number]["algorithm"] == "muon" and parameter.ndim != 2:
-                    raise ValueError(
-                        f"parameter {name!r} has shape {tuple(parameter.shape)}: Muon needs "
-                        "two-dimensional parameters. Put it in a group with algorithm='adamw'"
-                    )
+                if self.param_groups[number]["algorithm"] == "muon":
+                    check_matrices(name, parameter.shape, self.param_groups[number])
             self._paged_group(number)  # Raises for a parameter that cannot be paged.
 
     def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:
@@ -750,13 +759,15 @@ class Muon(torch.optim.Optimizer):
         else:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             states = {"exp_avg": wide, "exp_avg_sq": wide}
+        matrices = matrices_of(parameter.shape, declared(group)) if is_muon else ()
         return tierstore.PagedParameter(
             name=name,
             tensor=parameter,
             states=states,
             elementwise=not is_muon,
+            unit=unit_of(parameter.shape, declared(group)) if is_muon else None,
             partition=self._partition,
-            cost=newton_schulz.cost((*parameter.shape,)) if is_muon else None,
+            cost=sum(newton_schulz.cost(m.shape) for m in matrices) if is_muon else None,
         )
 
     def _all_named(self) -> Iterator[list[tuple[str, torch.Tensor]]]:

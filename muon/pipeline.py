@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,16 @@ import torch
 
 import tierstore
 from muon.exchange import Exchange, Parts
+from muon.matrices import Declaration, Matrix, declared, matrices_of
 from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
-from muon.rules import apply_updates, orthogonalize, step_adamw, step_whole, write_inputs
+from muon.rules import (
+    apply_updates,
+    orthogonalize,
+    own_matrices,
+    step_adamw,
+    step_whole,
+    write_inputs,
+)
 
 ROUNDS_MAX = 3
 """Rounds in flight: one is gathered, one is orthogonalized, and the updates of one return."""
@@ -29,6 +37,16 @@ _InFlight = deque[tuple[int, Iterator[None]]]
 sent their updates."""
 
 
+@dataclass(frozen=True, slots=True)
+class PagePlan:
+    """The matrices of a page, and the rounds that exchange some of them."""
+
+    places: Sequence[tuple[int, Matrix]]
+    """For each matrix the position of its parameter among those of the page with a gradient."""
+    rounds: Sequence[Round]
+    """They number the matrices by their positions in ``places``."""
+
+
 def plan_pages(
     subgroups: Sequence[tierstore.SharedSubgroup],
     groups: Sequence[Mapping[str, Any]],
@@ -36,10 +54,8 @@ def plan_pages(
     *,
     world_size: int,
     gather_memory: int,
-) -> list[list[Round]]:
-    """Return the rounds in which the matrices of each page are exchanged.
-
-    A round numbers the shards of its page that have a gradient, from 0.
+) -> list[PagePlan]:
+    """Return the matrices of each page, and the rounds in which they are exchanged.
 
     Args:
         subgroups: the subgroups of a sweep, in order.
@@ -51,7 +67,8 @@ def plan_pages(
     Raises:
         ValueError: one matrix needs more than ``gather_memory``.
     """
-    known: dict[tuple[Any, ...], SharedMatrix] = {}
+    known: _Known = {}
+    places: list[list[tuple[int, Matrix]]] = []
     pages: list[list[SharedMatrix]] = []
     itemsizes: list[int] = []
     names: list[str] = []
@@ -59,9 +76,14 @@ def plan_pages(
         group = groups[subgroup.group]
         is_muon = group["algorithm"] == "muon"
         shards = [shard for shard in subgroup.shards if is_muon and shard.spec.name in present]
-        pages.append([shared_matrix(shard, known) for shard in shards])
+        places.append([])
+        pages.append([])
+        for position, shard in enumerate(shards):
+            for matrix, shared in shared_matrices(shard, declared(group), known):
+                places[-1].append((position, matrix))
+                pages[-1].append(shared)
+                names.append(shard.spec.name)
         itemsizes.append(group["ns_dtype"].itemsize if is_muon else 0)
-        names += [shard.spec.name for shard in shards]
     matrices = list(itertools.chain.from_iterable(pages))
     # Owners of all pages are chosen at once, which balances the whole sweep. Equal matrices go to
     # the ranks in turn, which also balances the matrices that are stepped at the same time.
@@ -83,20 +105,32 @@ def plan_pages(
         )
     bytes_max = gather_memory // ROUNDS_MAX
     return [
-        plan_rounds(page, page_owners, bytes_max=bytes_max, itemsize=itemsize)
-        for page, page_owners, itemsize in zip(pages, owners_by_page, itemsizes, strict=True)
+        PagePlan(page_places, plan_rounds(page, owners, bytes_max=bytes_max, itemsize=itemsize))
+        for page_places, page, owners, itemsize in zip(
+            places, pages, owners_by_page, itemsizes, strict=True
+        )
     ]
 
 
-def shared_matrix(shard: tierstore.SharedShard, known: dict[Any, SharedMatrix]) -> SharedMatrix:
-    """Return how a matrix is cut over ranks; matrices that are cut alike share one object."""
+_Known = dict[tuple[tierstore.SharedShard, Declaration], list[tuple[Matrix, SharedMatrix]]]
+
+
+def shared_matrices(
+    shard: tierstore.SharedShard, declaration: Declaration, known: _Known
+) -> list[tuple[Matrix, SharedMatrix]]:
+    """Return the matrices of a shard, and how ranks cut them; shards cut alike share the result."""
     # Chunks of all ranks take long to list, so the key is what they follow from: all but the name.
     nameless = replace(shard.parameter, spec=replace(shard.spec, name=""))
-    key = replace(shard, parameter=nameless)
+    key = replace(shard, parameter=nameless), declaration
     if key not in known:
-        rows, columns = shard.spec.shape
-        chunks = tuple(tuple(part) for part in shard.chunks)
-        known[key] = SharedMatrix(shape=(rows, columns), chunks=chunks)
+        ranks = shard.chunks
+        known[key] = []
+        for matrix in matrices_of(shard.spec.shape, declaration):
+            parts = [[matrix.part(chunk) for chunk in chunks] for chunks in ranks]
+            chunks = tuple(tuple(part.chunk for part in own if part) for own in parts)
+            if any(chunks):  # Others are in other pages.
+                shared = SharedMatrix(shape=matrix.shape, chunks=chunks, sizes=matrix.sizes)
+                known[key].append((matrix, shared))
     return known[key]
 
 
@@ -112,7 +146,7 @@ class Pipeline:
         self._store = store
         self._gather_memory = gather_memory
         self._exchange: Exchange | None = None
-        self._planned: tuple[Any, list[list[Round]]] = (None, [])
+        self._planned: tuple[Any, list[PagePlan | None]] = (None, [])
 
     @property
     def bytes_sent(self) -> int:
@@ -175,20 +209,22 @@ class Pipeline:
         number: int,
         shards: Sequence[tierstore.ShardView],
         group: Mapping[str, Any],
-        rounds: Sequence[Round],
+        plan: PagePlan | None,
         in_flight: _InFlight,
     ) -> None:
         """Step the matrices of a page that this rank has whole, and begin the exchanged ones."""
+        matrices = own_matrices(shards, group, None if plan is None else plan.places)
+        rounds = [] if plan is None else plan.rounds
         exchanged = {index for round_ in rounds for index in round_.matrices}
-        whole = [s for i, s in enumerate(shards) if i not in exchanged and s.chunks]
+        whole = [own for i, own in enumerate(matrices) if i not in exchanged and own.parts]
 
         def write_parts(parts: Parts) -> None:
             for index, inputs in parts.items():
-                write_inputs(shards[index], group, inputs)
+                write_inputs(matrices[index], group, inputs)
 
         def apply_parts(parts: Parts) -> None:
             for index, updates in parts.items():
-                apply_updates(shards[index], group, updates)
+                apply_updates(matrices[index], group, updates)
 
         for round_ in rounds:
             assert self._exchange is not None
@@ -212,21 +248,22 @@ class Pipeline:
 
     def _plan(
         self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]]
-    ) -> list[list[Round]]:
+    ) -> Sequence[PagePlan | None]:
         ranks = self._store.ranks
         if ranks is None:
-            return [[]] * pages.count
+            return [None] * pages.count
         # The dtype of a group may change: restore() brings the dtype of the run.
-        key = pages.present, pages.count, [group.get("ns_dtype") for group in groups]
+        changing = [(group.get("ns_dtype"), declared(group)) for group in groups]
+        key = pages.present, pages.count, changing
         if self._planned[0] != key:
-            rounds = plan_pages(
+            plans = plan_pages(
                 pages.shared,
                 groups,
                 pages.present,
                 world_size=ranks.world_size,
                 gather_memory=self._gather_memory,
             )
-            self._planned = key, rounds
+            self._planned = key, [*plans]
         return self._planned[1]
 
 

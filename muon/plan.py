@@ -11,10 +11,11 @@ from torch import nn
 
 import tierstore
 from muon import newton_schulz
+from muon.matrices import declared
 from muon.optimizer import Muon
-from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrix
+from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrices
 from muon.rates import ADAMW, MUON, NEWTON_SCHULZ, Work, operations, rates
-from muon.rounds import Round, SharedMatrix, memory_needed
+from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
 
 # Arguments of Muon() that a plan may change, which is to say those that change it.
@@ -138,13 +139,18 @@ class PlannedMuon:
         Raises:
             ValueError: one matrix needs more than ``gather_memory``.
         """
-        known: dict[Any, SharedMatrix] = {}
+        known: dict[Any, Any] = {}
         found: list[list[tuple[Mapping[Work, int], int, int]]] = [[] for _ in ranks]
         largest = in_flight = 0
         for subgroup, rounds in zip(subgroups, self._rounds(subgroups, world_size), strict=True):
             group = self._hyperparameters[subgroup.group]
             is_muon = group["algorithm"] == "muon"
-            matrices = [shared_matrix(s, known) for s in subgroup.shards] if is_muon else []
+            matrices = [
+                shared
+                for shard in subgroup.shards
+                if is_muon
+                for _, shared in shared_matrices(shard, declared(group), known)
+            ]
             itemsize = group["ns_dtype"].itemsize if is_muon else 0
             owners = {i: owner for round_ in rounds for i, owner in round_.owners.items()}
             for position, rank in enumerate(ranks):
@@ -168,16 +174,17 @@ class PlannedMuon:
 
     def _rounds(
         self, subgroups: Sequence[tierstore.SharedSubgroup], world_size: int
-    ) -> list[list[Round]]:
+    ) -> list[Sequence[Round]]:
         if world_size == 1:
             return [[] for _ in subgroups]
-        return plan_pages(
+        plans = plan_pages(
             subgroups,
             self._hyperparameters,
             self._names,
             world_size=world_size,
             gather_memory=self._gather_memory,
         )
+        return [plan.rounds for plan in plans]
 
 
 def _elements(subgroup: tierstore.SharedSubgroup, rank: int, *, is_muon: bool) -> Counter[Work]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import torch
+
 import tierstore
 from muon import newton_schulz
 
@@ -38,6 +40,9 @@ class SharedMatrix:
     chunks: Sequence[Sequence[tierstore.Chunk]]
     """The chunks of each rank. Each element of the matrix lies in one chunk of one rank."""
 
+    sizes: tuple[int, ...] = ()
+    """The shape in which chunks are rectangles, and the matrix is row-major; (): ``shape``."""
+
     numels: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Number of elements on each rank."""
 
@@ -49,12 +54,15 @@ class SharedMatrix:
                 f"elements in total, got {sum(numels)}"
             )
         for chunk in chain.from_iterable(self.chunks):
-            stops = tuple(map(operator.add, chunk.offsets, chunk.sizes))
-            if len(stops) != 2 or stops[0] > self.shape[0] or stops[1] > self.shape[1]:
+            if not chunk.lies_within(self.sizes or self.shape):
                 raise ValueError(
                     f"{chunk} does not lie within a matrix of shape {list(self.shape)}"
                 )
         object.__setattr__(self, "numels", numels)
+
+    def select(self, matrix: torch.Tensor, chunk: tierstore.Chunk) -> torch.Tensor:
+        """Return the view of a chunk of a tensor of shape (rows, columns)."""
+        return chunk.select(matrix.view(self.sizes) if self.sizes else matrix)
 
     @property
     def numel(self) -> int:

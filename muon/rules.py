@@ -1,8 +1,9 @@
-"""Update rules applied to the parameter shards of a page."""
+"""Update rules applied to the matrices and parameter shards of a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,25 +11,89 @@ from torch.profiler import record_function
 
 import tierstore
 from muon import newton_schulz
+from muon.matrices import Matrix, declared, matrices_of
 from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
 
 
-def write_inputs(
-    shard: tierstore.ShardView, group: Mapping[str, Any], outs: Sequence[torch.Tensor]
-) -> None:
-    """Update the momentum of a shard and write the input of Newton-Schulz.
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """The elements of a matrix in one chunk of this rank."""
+
+    chunk: tierstore.Chunk
+    """Where they are in the matrix, of shape ``Matrix.sizes``."""
+    grad: torch.Tensor
+    momentum: torch.Tensor
+    master: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMatrix:
+    """A matrix of a page, and this rank's parts of it."""
+
+    matrix: Matrix
+    parts: Sequence[OwnPart]
+
+    def select(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a tensor of shape (rows, columns)."""
+        whole = tensor.view(self.matrix.sizes)
+        return [part.chunk.select(whole) for part in self.parts]
+
+
+def own_matrices(
+    shards: Sequence[tierstore.ShardView],
+    group: Mapping[str, Any],
+    places: Sequence[tuple[int, Matrix]] | None = None,
+) -> list[OwnMatrix]:
+    """Return the matrices of shards with a gradient.
 
     Args:
-        shard: a shard with a gradient.
-        group: hyperparameters of the shard.
-        outs: one tensor per chunk of the shard, in the shape of the chunk; overwritten.
+        shards: the shards.
+        group: their hyperparameters.
+        places: for each matrix the position of its shard; None: the matrices that this rank has
+            parts of.
+    """
+    chunks = []
+    for shard in shards:
+        grads = [chunk.grad for chunk in shard.chunks]
+        chunks.append(list(zip(shard.chunks, grads, strict=True)))
+    if places is None:
+        places = [
+            (position, matrix)
+            for position, shard in enumerate(shards)
+            for matrix in matrices_of(shard.spec.shape, declared(group))
+        ]
+        found = [OwnMatrix(matrix, _own_parts(matrix, chunks[at])) for at, matrix in places]
+        return [one for one in found if one.parts]
+    return [OwnMatrix(matrix, _own_parts(matrix, chunks[at])) for at, matrix in places]
+
+
+def _own_parts(
+    matrix: Matrix, chunks: Sequence[tuple[tierstore.ChunkView, torch.Tensor | None]]
+) -> list[OwnPart]:
+    parts = []
+    for chunk, grad in chunks:
+        part = matrix.part(chunk.chunk)
+        if part is not None:
+            assert grad is not None
+            momentum = chunk.states["momentum_buffer"]
+            tensors = (tensor[part.index] for tensor in (grad, momentum, chunk.master))
+            parts.append(OwnPart(part.chunk, *tensors))
+    return parts
+
+
+def write_inputs(matrix: OwnMatrix, group: Mapping[str, Any], outs: Sequence[torch.Tensor]) -> None:
+    """Update the momentum of a matrix and write the input of Newton-Schulz.
+
+    Args:
+        matrix: the matrix.
+        group: its hyperparameters.
+        outs: one tensor for each part, in the shape of the part; overwritten.
     """
     with record_function("muon::momentum"):
-        for chunk, out in zip(shard.chunks, outs, strict=True):
-            assert chunk.grad is not None
+        for part, out in zip(matrix.parts, outs, strict=True):
             momentum_(
-                chunk.grad,
-                chunk.states["momentum_buffer"],
+                part.grad,
+                part.momentum,
                 momentum=group["momentum"],
                 nesterov=group["nesterov"],
                 out=out,
@@ -50,15 +115,15 @@ def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) ->
 
 
 def apply_updates(
-    shard: tierstore.ShardView, group: Mapping[str, Any], updates: Sequence[torch.Tensor]
+    matrix: OwnMatrix, group: Mapping[str, Any], updates: Sequence[torch.Tensor]
 ) -> None:
-    """Step the chunks of a shard, given one update per chunk in the shape of the chunk."""
+    """Step the parts of a matrix, given one update for each in its shape."""
     lr = group["lr"]
-    adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *shard.spec.shape)
+    adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *matrix.matrix.outputs_and_inputs)
     with record_function("muon::apply"):
-        for chunk, update in zip(shard.chunks, updates, strict=True):
+        for part, update in zip(matrix.parts, updates, strict=True):
             muon_(
-                chunk.master,
+                part.master,
                 update,
                 lr=lr,
                 adjusted_lr=adjusted_lr,
@@ -67,20 +132,18 @@ def apply_updates(
             )
 
 
-def step_whole(shards: Sequence[tierstore.ShardView], group: Mapping[str, Any]) -> None:
-    """Step matrices with a gradient whose chunks all lie in this page."""
-    shapes = [shard.spec.shape for shard in shards]
+def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any]) -> None:
+    """Step matrices whose parts all lie in this page."""
+    shapes = [own.matrix.shape for own in matrices]
     for batch in newton_schulz.batches(shapes, batched=group["ns_batched"]):
-        matrices = []
+        inputs = []
         for index in batch:
-            device = shards[index].chunks[0].master.device
-            matrix = torch.empty(shapes[index], dtype=group["ns_dtype"], device=device)
-            matrices.append(matrix)  # (rows, columns)
-            outs = [chunk.chunk.select(matrix) for chunk in shards[index].chunks]  # chunk.sizes
-            write_inputs(shards[index], group, outs)
-        for index, update in zip(batch, orthogonalize(matrices, group), strict=True):
-            updates = [chunk.chunk.select(update) for chunk in shards[index].chunks]  # chunk.sizes
-            apply_updates(shards[index], group, updates)
+            device = matrices[index].parts[0].master.device
+            tensor = torch.empty(shapes[index], dtype=group["ns_dtype"], device=device)
+            inputs.append(tensor)  # (rows, columns)
+            write_inputs(matrices[index], group, matrices[index].select(tensor))
+        for index, update in zip(batch, orthogonalize(inputs, group), strict=True):
+            apply_updates(matrices[index], group, matrices[index].select(update))
 
 
 def step_adamw(

@@ -45,6 +45,10 @@ GROUP_OPTIONS: list[dict[str, Any]] = [
     },
     {"algorithm": "adamw", "lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
     {"algorithm": "muon", "lr": 0.01},
+    {"algorithm": "muon", "lr": 0.02, "matrices": (("stack",),)},
+    {"algorithm": "muon", "matrices": (("split", 0, (16, 8, 8)), ("blocks", 0, 4))},
+    {"algorithm": "muon", "matrices": (("interleaved", 0, 2),)},
+    {"algorithm": "muon", "matrices": (("flatten",),)},
 ]
 
 
