@@ -57,7 +57,9 @@ class Muon(torch.optim.Optimizer):
             ``muon.param_groups(model)`` makes groups. Names identify the state on disk: pass
             named parameters if the run may be resumed. A group with ``algorithm="adamw"`` or
             ``use_muon=False`` takes lr, betas, eps and weight_decay with the defaults of
-            ``torch.optim.AdamW``; any other group is a Muon group of two-dimensional parameters.
+            ``torch.optim.AdamW``; any other group is a Muon group of two-dimensional parameters, or
+            of parameters that hold several matrices, which its key ``matrices`` declares: see
+            ``muon.matrices``.
             A group with ``maximize=True`` is stepped with the negated gradient. A parameter that is
             in a group twice is stepped once, with a warning. Unknown keys of a group are kept and
             committed, unless they change the results of other optimizers or resemble a known key.

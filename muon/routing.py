@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from muon.checks import check_matrices
+from muon.matrices import Declaration, declared, matrices_of
 from muon.routing_rules import Use, rules_by_place, uses_named, uses_of
 
 logger = logging.getLogger("muon")
@@ -43,7 +46,11 @@ class ParamGroups(list[dict[str, Any]]):
             names = group.get("param_names")
             named = zip(names, group["params"], strict=True) if names else group["params"]
             for position, (name, tensor) in enumerate(named):
-                shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
+                shape = _by(tensor.shape) or "scalar"
+                if "matrices" in group:
+                    inner = Counter(m.shape for m in matrices_of(tensor.shape, declared(group)))
+                    held = ", ".join(f"{count} of {_by(one)}" for one, count in inner.items())
+                    shape = f"{shape}: {held}"
                 rates = (f"{group['lr']:g}", f"{group['weight_decay']:g}")
                 heading = (str(index), group["algorithm"], *rates) if position == 0 else [""] * 4
                 table.add_row(*heading, name, shape, self.rules.get(name, ""))
@@ -64,6 +71,7 @@ def param_groups(
     adamw_weight_decay: float = 0.01,
     adamw_names: str | Collection[str] = (),
     conv: str = "adamw",
+    matrices: Mapping[str | type[nn.Module], Declaration] | None = None,
     head: str | Collection[str] | None = None,
     is_muon: Callable[[str, nn.Parameter], bool | None] | None = None,
     no_decay: Callable[[str, nn.Parameter], bool] | str | Collection[str] = (),
@@ -78,6 +86,7 @@ def param_groups(
 
     - ``adamw_names``: AdamW for the names given.
     - ``is_muon``: the algorithm that this function chooses.
+    - ``matrices``: Muon for parameters whose matrices are declared.
     - ``embedding``: AdamW for weights of embeddings.
     - ``head``: AdamW for weights of output layers.
     - ``vector``: AdamW for parameters with at most one dimension larger than 1: biases, norms,
@@ -107,6 +116,10 @@ def param_groups(
         conv: what to do with parameters of the rule ``kernel``, such as convolutions and stacks of
             experts. "adamw": route them to AdamW and log their number as a warning of the logger
             ``muon``. "refuse": raise.
+        matrices: the matrices that parameters hold, as the key ``matrices`` of a group (see
+            ``muon.matrices``), by patterns of names such as "*.qkv.weight" (see ``fnmatch``), or by
+            classes of modules, whose parameters of two or more dimensions they are for. The first
+            that fits a parameter holds. Example: ``{"*.experts.*": (("stack",),)}``.
         head: names of the output layers (modules or parameters), which go to AdamW entirely.
             ``()``: the model has none. None: they are found, as the layers that end a module with
             a common name of a head, such as "lm_head", "score" or "classifier", outside of
@@ -123,12 +136,13 @@ def param_groups(
         momentum: momentum of Muon groups; None: the default of the optimizer.
 
     Returns:
-        A Muon group, an AdamW group, then the same without weight decay; groups without
-        parameters are left out. Parameters have names.
+        A Muon group, an AdamW group, then the same without weight decay, then a Muon group for each
+        declaration of matrices; groups without parameters are left out. Parameters have names.
 
     Raises:
-        ValueError: a name in ``adamw_names`` or ``head``, or a pattern in ``no_decay``, fits
-            nothing in the model; ``is_muon`` is True for a parameter that does not have two
+        ValueError: a name in ``adamw_names`` or ``head``, a pattern in ``no_decay``, or a rule in
+            ``matrices`` fits nothing in the model; a declaration does not fit its parameter;
+            ``is_muon`` is True for a parameter that does not have two
             dimensions; ``conv`` is "refuse" and there are kernels; or no parameter requires a
             gradient.
     """
@@ -142,6 +156,7 @@ def param_groups(
             raise ValueError(f"the model has no parameter {name!r}, named in adamw_names")
         for_adamw.update(use.parameter for use in found)
     place_rules = rules_by_place(model, uses, head)
+    declarations = _declarations(matrices or {}, uses)
     is_no_decay = no_decay if callable(no_decay) else _pattern_choice(no_decay, uses)
 
     uses_by_parameter: dict[nn.Parameter, list[Use]] = {}
@@ -155,13 +170,20 @@ def param_groups(
         "muon": {"lr": lr, "weight_decay": weight_decay, "momentum": momentum},
         "adamw": {"lr": adamw_lr, "weight_decay": adamw_weight_decay, "betas": betas, "eps": eps},
     }
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    for without_decay in (False, True):
-        for algorithm, values in options.items():
-            given = {key: value for key, value in values.items() if value is not None}
-            groups[algorithm, without_decay] = {"params": [], "algorithm": algorithm, **given}
-            if without_decay:
-                groups[algorithm, without_decay]["weight_decay"] = 0.0
+    kinds: list[tuple[str, bool, Declaration]] = [
+        (algorithm, without_decay, ()) for without_decay in (False, True) for algorithm in options
+    ]
+    for declaration in dict.fromkeys(declarations.values()):
+        kinds += [("muon", without_decay, declaration) for without_decay in (False, True)]
+    groups: dict[tuple[str, bool, Declaration], dict[str, Any]] = {}
+    for algorithm, without_decay, declaration in kinds:
+        given = {key: value for key, value in options[algorithm].items() if value is not None}
+        group = {"params": [], "algorithm": algorithm, **given}
+        if without_decay:
+            group["weight_decay"] = 0.0
+        if declaration:
+            group["matrices"] = declaration
+        groups[algorithm, without_decay, declaration] = group
     rules = {}
     for parameter, named in uses_by_parameter.items():
         name = named[0].name
@@ -171,23 +193,27 @@ def param_groups(
             algorithm, rules[name] = "adamw", "adamw_names"
         elif choices:
             algorithm, rules[name] = "muon" if all(choices) else "adamw", "is_muon"
+        elif parameter in declarations:
+            algorithm, rules[name] = "muon", "matrices"
         else:
             holding = (rule for rule, holds in place_rules.items() if any(map(holds, named)))
             rules[name] = next(holding, "matrix")
             algorithm = "muon" if rules[name] == "matrix" else "adamw"
-        if algorithm == "muon" and parameter.ndim != 2:
+        declaration = declarations.get(parameter, ()) if algorithm == "muon" else ()
+        if algorithm == "muon" and parameter.ndim != 2 and not declaration:
             raise ValueError(
                 f"is_muon is True for parameter {name!r} of shape {tuple(parameter.shape)}: Muon "
-                "needs two-dimensional parameters"
+                "needs two-dimensional parameters, or matrices= that declares what they hold"
             )
         without_decay = any(is_no_decay(use.name, parameter) for use in named)
-        groups[algorithm, without_decay]["params"].append((name, parameter))
+        groups[algorithm, without_decay, declaration]["params"].append((name, parameter))
     firsts = [named[0] for named in uses_by_parameter.values()]
     kernels = [use for use in firsts if rules[use.name] == "kernel"]
     if kernels and conv == "refuse":
         raise ValueError(
             f"parameters with more than two dimensions: {len(kernels)}; {_first_of(kernels)}. Muon "
-            "needs two-dimensional parameters. Name them in adamw_names, or pass conv='adamw'"
+            "needs two-dimensional parameters. Declare the matrices that they hold with matrices=, "
+            "name them in adamw_names, or pass conv='adamw'"
         )
     _report("parameters with more than two dimensions", kernels, firsts)
     _report(
@@ -212,6 +238,30 @@ def _pattern_choice(patterns: str | Collection[str], uses: Collection[Use]) -> _
     return lambda _, parameter: parameter in fitting
 
 
+def _declarations(
+    matrices: Mapping[str | type[nn.Module], Declaration], uses: Collection[Use]
+) -> dict[nn.Parameter, Declaration]:
+    """Return the declarations of parameters, of the first rule that fits each."""
+    found: dict[nn.Parameter, Declaration] = {}
+    for rule, declaration in matrices.items():
+        if isinstance(rule, str):
+            fitting = uses_named(uses, rule, fnmatchcase)
+        else:
+            fitting = [u for u in uses if isinstance(u.module, rule) and u.parameter.ndim > 1]
+        if not fitting:
+            name = repr(rule) if isinstance(rule, str) else rule.__qualname__
+            raise ValueError(
+                f"matrices has the rule {name}, which fits no parameter of the model. A pattern "
+                "fits whole names: '*.qkv.weight'; a class fits modules of it"
+            )
+        group = {"matrices": declaration}
+        for use in fitting:
+            if use.parameter not in found:
+                check_matrices(use.name, use.parameter.shape, group)
+                found[use.parameter] = declared(group)
+    return found
+
+
 def _report(what: str, routed: Collection[Use], uses: Collection[Use]) -> None:
     """Log parameters that are routed to AdamW and may be most of the model."""
     if routed:
@@ -224,6 +274,10 @@ def _report(what: str, routed: Collection[Use], uses: Collection[Use]) -> None:
             / max(1, sum(use.parameter.numel() for use in uses)),
             _first_of(routed),
         )
+
+
+def _by(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _first_of(uses: Collection[Use]) -> str:

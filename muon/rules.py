@@ -56,15 +56,15 @@ def own_matrices(
     for shard in shards:
         grads = [chunk.grad for chunk in shard.chunks]
         chunks.append(list(zip(shard.chunks, grads, strict=True)))
+    is_alone = places is None
     if places is None:
         places = [
             (position, matrix)
             for position, shard in enumerate(shards)
             for matrix in matrices_of(shard.spec.shape, declared(group))
         ]
-        found = [OwnMatrix(matrix, _own_parts(matrix, chunks[at])) for at, matrix in places]
-        return [one for one in found if one.parts]
-    return [OwnMatrix(matrix, _own_parts(matrix, chunks[at])) for at, matrix in places]
+    found = [OwnMatrix(matrix, _own_parts(matrix, chunks[at])) for at, matrix in places]
+    return [one for one in found if one.parts] if is_alone else found
 
 
 def _own_parts(

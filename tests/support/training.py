@@ -45,6 +45,10 @@ GROUP_OPTIONS: list[dict[str, Any]] = [
     },
     {"algorithm": "adamw", "lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
     {"algorithm": "muon", "lr": 0.01},
+]
+
+# The groups after those, of parameters that hold several matrices.
+MATRICES_OPTIONS: list[dict[str, Any]] = [
     {"algorithm": "muon", "lr": 0.02, "matrices": (("stack",),)},
     {"algorithm": "muon", "matrices": (("split", 0, (16, 8, 8)), ("blocks", 0, 4))},
     {"algorithm": "muon", "matrices": (("interleaved", 0, 2),)},
@@ -66,14 +70,21 @@ def make_groups(
     parameters: Mapping[str, torch.Tensor], shapes: Shapes = SHAPES
 ) -> list[dict[str, Any]]:
     """Return the groups that any of these parameters is in."""
-    return [group for group in make_all_groups(parameters, shapes) if group["params"]]
+    all_options = [*GROUP_OPTIONS, *MATRICES_OPTIONS]
+    return [group for group in _groups(parameters, shapes, all_options) if group["params"]]
 
 
 def make_all_groups(parameters: Mapping[str, torch.Tensor], shapes: Shapes) -> list[dict[str, Any]]:
-    """Return all groups, of which some may be empty."""
+    """Return the groups of GROUP_OPTIONS, of which some may be empty."""
+    return _groups(parameters, shapes, GROUP_OPTIONS)
+
+
+def _groups(
+    parameters: Mapping[str, torch.Tensor], shapes: Shapes, all_options: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     return [
         {"params": [(n, parameters[n]) for n in shapes if shapes[n][1] == number], **options}
-        for number, options in enumerate(GROUP_OPTIONS)
+        for number, options in enumerate(all_options)
     ]
 
 
