@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import tierstore
+from muon.matrices import Declaration, declared
 
 _Group = dict[str, Any]
 
@@ -27,6 +28,7 @@ class AttachedGroups:
         # id() of a tensor -> number of its group, and the parameter, which keeps the tensor alive.
         self._members: dict[int, tuple[int, tierstore.PagedParameter]] = {}
         self._algorithms: list[str] = []
+        self._declarations: list[Declaration] = []
         # Number, dict and parameters of each param group when all were last followed.
         self._followed: list[tuple[int, _Group, list[torch.Tensor]]] = []
 
@@ -43,6 +45,7 @@ class AttachedGroups:
             self._members |= {id(member.tensor): (number, member) for member in group.parameters}
         self.groups += groups
         self._algorithms += [group.hyperparameters["algorithm"] for group in groups]
+        self._declarations += [declared(group.hyperparameters) for group in groups]
         self._note(param_groups, self._numbers(param_groups))
 
     def remove(self, names: Collection[str], param_groups: Sequence[_Group]) -> None:
@@ -130,6 +133,7 @@ class AttachedGroups:
         return len(followed) == len(param_groups) and all(
             group is known
             and group.get("algorithm") == self._algorithms[number]
+            and declared(group) == self._declarations[number]
             and len(group["params"]) == len(tensors)
             and all(map(operator.is_, group["params"], tensors))
             for group, (number, known, tensors) in zip(param_groups, followed, strict=True)
@@ -220,6 +224,11 @@ class AttachedGroups:
             raise ValueError(
                 f"param group {index} was attached with algorithm {self._algorithms[number]!r} and "
                 f"has {group.get('algorithm')!r} now: put it back, because the states differ"
+            )
+        if declared(group) != self._declarations[number]:
+            raise ValueError(
+                f"param group {index} was attached with matrices={self._declarations[number]} and "
+                f"has {declared(group)} now: put it back, because pages are cut between matrices"
             )
 
 

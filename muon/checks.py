@@ -157,7 +157,9 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
         _require(group, name, value >= 0, "not be negative")
     for name in ("cautious_wd", "fused"):
-        _require(group, name, group.get(name) in (None, True, False), "be True or False")
+        _require(
+            group, name, group.get(name) is None or type(group[name]) is bool, "be True or False"
+        )
     if group.get("cautious_wd") and group.get("fused"):
         raise ValueError(
             f"cautious_wd and fused cannot be combined, and param group {number} has both: leave "
@@ -180,15 +182,11 @@ def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) ->
     Raises:
         ValueError: they do not; names the parameter.
     """
+    declaration = declared(group)
     try:
-        matrices_of(shape, declared(group))
+        matrices_of(shape, declaration)
     except ValueError as error:
         raise ValueError(f"parameter {name!r} has shape {tuple(shape)}: {error}") from error
-    except (TypeError, IndexError) as error:
-        raise ValueError(
-            f"matrices must be a tuple of cuts such as ('split', 0, (4096, 1024)), got "
-            f"{group['matrices']!r}: {error}"
-        ) from error
 
 
 def _check_keys(group: Mapping[str, Any], number: int) -> None:

@@ -81,19 +81,45 @@ class Matrix:
 
 
 def declared(group: Mapping[str, Any]) -> Declaration:
-    """Return the declaration of a param group, which may have lists."""
+    """Return the declaration of a param group, which may have lists.
+
+    Raises:
+        ValueError: it is not a sequence of cuts.
+    """
+    value = group.get("matrices")
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(map(_is_cut, value)):
+        raise ValueError(
+            "matrices must be a tuple of cuts, each one of ('split', dim, sizes), "
+            "('blocks', dim, size), ('interleaved', dim, count), ('stack',), ('flatten',) and "
+            f"('transposed',), got {value!r}"
+        )
     return tuple(
-        tuple(tuple(one) if isinstance(one, list) else one for one in cut)
-        for cut in group.get("matrices") or ()
+        tuple(tuple(one) if isinstance(one, list) else one for one in cut) for cut in value
     )
+
+
+def _is_cut(cut: object) -> bool:
+    match cut:
+        case ["split", dim, [*sizes]]:
+            return all(type(number) is int for number in (dim, *sizes))
+        case ["blocks" | "interleaved", dim, number]:
+            return type(dim) is int and type(number) is int
+        case ["stack" | "flatten" | "transposed"]:
+            return True
+    return False
 
 
 def matrices_of(shape: Sequence[int], declaration: Declaration = ()) -> tuple[Matrix, ...]:
     """Return the matrices of a parameter.
 
+    Args:
+        shape: of the parameter.
+        declaration: of ``declared()``.
+
     Raises:
         ValueError: the declaration does not fit the shape, or leaves more than two dimensions.
-        TypeError: a cut has other arguments.
     """
     return _matrices_of(tuple(shape), declaration)
 
@@ -103,6 +129,8 @@ def _matrices_of(shape: tuple[int, ...], declaration: Declaration) -> tuple[Matr
     whole = Matrix(starts=(0,) * len(shape), steps=(1,) * len(shape), sizes=shape)
     found, is_matrix = [whole], len(shape) == 2
     for kind, *arguments in declaration:
+        if kind == "stack" and len(shape) < 3:
+            raise ValueError("a stack of matrices has three dimensions or more")
         if kind in ("stack", "flatten"):
             is_matrix = len(shape) >= 2
             rows = len(shape) - 1 if kind == "stack" else 1
@@ -114,8 +142,6 @@ def _matrices_of(shape: tuple[int, ...], declaration: Declaration) -> tuple[Matr
                 found = [one for matrix in found for one in _blocks(matrix, dimension, 1)]
         elif kind in _CUTS:
             found = [one for matrix in found for one in _CUTS[kind](matrix, *arguments)]
-        elif kind != "flatten":
-            raise ValueError(f"expected cuts are {', '.join(KINDS)}, got {kind!r}")
     if not is_matrix:
         raise ValueError(
             "Muon needs two-dimensional parameters. Put it in a group with algorithm='adamw', or "
@@ -132,7 +158,7 @@ def unit_of(shape: Sequence[int], declaration: Declaration) -> int | None:
     """
     matrices = matrices_of(shape, declaration)
     counts = {matrix.sizes[0] for matrix in matrices}
-    if len(matrices) == 1 or len(counts) > 1 or any(matrix.steps[0] > 1 for matrix in matrices):
+    if len(matrices) < 2 or len(counts) > 1 or any(matrix.steps[0] > 1 for matrix in matrices):
         return None
     (count,) = counts
     fits = count and shape[0] % count == 0 and count < shape[0]
@@ -199,5 +225,3 @@ _CUTS: dict[str, Callable[..., Iterator[Matrix]]] = {
     "blocks": _blocks,
     "interleaved": _interleaved,
 }
-
-KINDS = (*_CUTS, "stack", "flatten", "transposed")

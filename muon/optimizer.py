@@ -417,6 +417,9 @@ class Muon(torch.optim.Optimizer):
         finally:  # A scheduler may set hyperparameters of its own.
             for group, values in zip(self.param_groups, committed, strict=True):
                 group.update(values)
+            for group, values in zip(self.param_groups, unchanged, strict=True):
+                if "matrices" not in values:  # Nor does a declaration of the run change it.
+                    group.pop("matrices", None)
         # Groups that were attached after the commit come last.
         restored = self._attached.hyperparameters[: self.store.groups_written]
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []

@@ -119,7 +119,7 @@ def param_groups(
         matrices: the matrices that parameters hold, as the key ``matrices`` of a group (see
             ``muon.matrices``), by patterns of names such as "*.qkv.weight" (see ``fnmatch``), or by
             classes of modules, whose parameters of two or more dimensions they are for. The first
-            that fits a parameter holds. Example: ``{"*.experts.*": (("stack",),)}``.
+            that fits a parameter holds. Example: ``{"*.experts.*_proj": (("stack",),)}``.
         head: names of the output layers (modules or parameters), which go to AdamW entirely.
             ``()``: the model has none. None: they are found, as the layers that end a module with
             a common name of a head, such as "lm_head", "score" or "classifier", outside of
@@ -205,6 +205,8 @@ def param_groups(
                 f"is_muon is True for parameter {name!r} of shape {tuple(parameter.shape)}: Muon "
                 "needs two-dimensional parameters, or matrices= that declares what they hold"
             )
+        if declaration:
+            check_matrices(name, parameter.shape, {"matrices": declaration})
         without_decay = any(is_no_decay(use.name, parameter) for use in named)
         groups[algorithm, without_decay, declaration]["params"].append((name, parameter))
     firsts = [named[0] for named in uses_by_parameter.values()]
@@ -243,6 +245,12 @@ def _declarations(
 ) -> dict[nn.Parameter, Declaration]:
     """Return the declarations of parameters, of the first rule that fits each."""
     found: dict[nn.Parameter, Declaration] = {}
+    is_mapping = isinstance(matrices, Mapping)
+    if not is_mapping or not all(isinstance(rule, str | type) for rule in matrices):
+        raise ValueError(
+            "matrices must map patterns of names, or classes of modules, to cuts, such as "
+            f"{{'*.qkv.weight': (('split', 0, (4096, 1024, 1024)),)}}, got {matrices!r}"
+        )
     for rule, declaration in matrices.items():
         if isinstance(rule, str):
             fitting = uses_named(uses, rule, fnmatchcase)
@@ -254,11 +262,8 @@ def _declarations(
                 f"matrices has the rule {name}, which fits no parameter of the model. A pattern "
                 "fits whole names: '*.qkv.weight'; a class fits modules of it"
             )
-        group = {"matrices": declaration}
         for use in fitting:
-            if use.parameter not in found:
-                check_matrices(use.name, use.parameter.shape, group)
-                found[use.parameter] = declared(group)
+            found.setdefault(use.parameter, declared({"matrices": declaration}))
     return found
 
 

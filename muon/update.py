@@ -207,8 +207,8 @@ def fused_adamw_(
                 lr=float(lr),
                 beta1=betas[0],
                 beta2=betas[1],
-                weight_decay=weight_decay,
-                eps=eps,
+                weight_decay=float(weight_decay),
+                eps=float(eps),
                 amsgrad=False,
                 maximize=maximize,
             )

@@ -84,6 +84,13 @@ def test_a_group_steps_in_its_own_way() -> None:
     assert optimizer.param_groups[0]["fused"] is True
 
 
+def test_hyperparameters_of_one_element() -> None:
+    expected_of, found_of = training.make_parameters(), training.make_parameters()
+    tensors = {name: torch.tensor(OPTIONS[name]) for name in ("lr", "weight_decay", "eps")}
+    expected = train(expected_of, muon.Muon(group(expected_of)))
+    assert_close(train(found_of, muon.Muon(group(found_of, **tensors))), expected)
+
+
 def test_cautious_weight_decay_is_refused() -> None:
     parameters = training.make_parameters()
     with pytest.raises(ValueError, match="cautious_wd and fused cannot be combined"):

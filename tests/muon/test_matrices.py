@@ -224,10 +224,24 @@ def test_a_run_resumes_with_its_matrices(tmp_path: Path) -> None:
         ((8, 6), (("blocks", 0, 3),), "blocks of 3 do not fit the 8 indices of dimension 0"),
         ((8, 6), (("blocks", 2, 3),), "'blocks' is of dimension 2, and the parameter has 2"),
         ((8, 6), (("interleaved", 0, 3),), "3 interleaved matrices do not fit the 8 indices"),
-        ((8, 6), (("halves", 0),), "expected cuts are split, blocks, .*, got 'halves'"),
-        ((8, 6), (("split", 0),), "matrices must be a tuple of cuts such as"),
-        ((8, 6), 3, "matrices must be a tuple of cuts such as"),
-        ((8, 6), (3,), "matrices must be a tuple of cuts such as"),
+        (
+            (8, 6),
+            (("stack",),),
+            "'w' has shape .* a stack of matrices has three dimensions",
+        ),
+        ((8, 6), (("halves", 0),), "matrices must be a tuple of cuts, .*, got .*'halves'"),
+        ((8, 6), (("split", 0),), "matrices must be a tuple of cuts"),
+        ((8, 6), (("split", 0, (2.0, 6.0)),), "matrices must be a tuple of cuts"),
+        ((8, 6), (("blocks", True, 2),), "matrices must be a tuple of cuts"),
+        ((8, 6), (("flatten", 1),), "matrices must be a tuple of cuts"),
+        ((8, 6), ((),), "matrices must be a tuple of cuts"),
+        ((8, 6), ("stack",), "matrices must be a tuple of cuts"),
+        ((8, 6), "stack", "matrices must be a tuple of cuts"),
+        ((8, 6), {("blocks", 0, 2)}, "matrices must be a tuple of cuts"),
+        ((8, 6), (cut for cut in [("blocks", 0, 2)]), "matrices must be a tuple of cuts"),
+        ((8, 6), torch.tensor([1, 2]), "matrices must be a tuple of cuts"),
+        ((8, 6), 3, "matrices must be a tuple of cuts"),
+        ((8, 6), (3,), "matrices must be a tuple of cuts"),
     ],
 )
 def test_a_declaration_that_does_not_fit(
@@ -236,6 +250,55 @@ def test_a_declaration_that_does_not_fit(
     parameter = torch.nn.Parameter(torch.ones(shape))
     with pytest.raises(ValueError, match=message):
         muon.Muon([{"params": [("w", parameter)], "matrices": declaration}])
+
+
+@pytest.mark.parametrize("other", [None, (("blocks", 0, 32),), (("blocks", 0, 7),)])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_declaration_cannot_change(on_disk: bool, other: Any, tmp_path: Path) -> None:
+    """Pages are cut between matrices: other ones would lie in several."""
+    parameter = torch.nn.Parameter(gradients((64, 32), 0))
+    group = {"params": [("w", parameter)], "matrices": (("blocks", 0, 8),)}
+    with tierstore.TierStore(tmp_path if on_disk else None, page_bytes=4096, buffers=3) as store:
+        optimizer = muon.Muon([group], store=store, **OPTIONS)
+        parameter.grad = gradients((64, 32), 1)
+        optimizer.step()
+        before = parameter.detach().clone()
+        kept = optimizer.param_groups[0].pop("matrices")
+        if other is not None:
+            optimizer.param_groups[0]["matrices"] = other
+        with pytest.raises(ValueError, match=r"was attached with matrices=.* put it back"):
+            optimizer.step()
+        assert torch.equal(parameter, before)
+        optimizer.param_groups[0]["matrices"] = kept
+        optimizer.step()
+        assert not torch.equal(parameter, before)
+
+
+def test_a_restored_run_has_the_declaration_of_the_program(tmp_path: Path) -> None:
+    for resume, declaration in ((False, (("split", 0, (8, 24)),)), (True, None)):
+        parameter = torch.nn.Parameter(gradients((32, 20), 0))
+        group: dict[str, Any] = {"params": [("w", parameter)]}
+        if declaration is not None:
+            group["matrices"] = declaration
+        with tierstore.TierStore(tmp_path, resume=resume) as store:
+            optimizer = muon.Muon([group], store=store, **OPTIONS)
+            if resume:
+                optimizer.restore()
+            assert declared(optimizer.param_groups[0]) == (declaration or ())
+            parameter.grad = gradients((32, 20), 1)
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("shape", "declaration"),
+    [((0, 4), (("blocks", 0, 2),)), ((0, 4, 4), (("stack",),)), ((0, 4), (("interleaved", 0, 2),))],
+)
+def test_a_parameter_without_elements(shape: tuple[int, ...], declaration: Declaration) -> None:
+    parameter = torch.nn.Parameter(torch.ones(shape))
+    other = torch.nn.Parameter(torch.ones(4, 4))
+    other.grad = torch.ones(4, 4)
+    group = {"params": [parameter], "matrices": declaration}
+    muon.Muon([group, {"params": [other]}]).step()
 
 
 def test_adamw_groups_have_no_matrices() -> None:

@@ -120,6 +120,9 @@ def test_weight_decay_and_other_choices_come_first() -> None:
         ({"qkv.bias": (("blocks", 0, 8),)}, "'qkv.bias' has shape .*Muon needs two-dimensional"),
         ({"experts.*_proj": (("blocks", 1, 4),)}, "has shape .*: Muon needs two-dimensional"),
         ({"qkv.weight": 3}, "matrices must be a tuple of cuts"),
+        ({3: STACK}, "matrices must map patterns of names, or classes of modules, to cuts"),
+        ([("*", STACK)], "matrices must map patterns of names"),
+        ({"experts.*": STACK}, r"'experts\.bias' has shape .* three dimensions or more"),
     ],
 )
 def test_rules_that_do_not_fit(matrices: Any, message: str) -> None:

@@ -121,3 +121,8 @@ def test_other_units_are_refused_at_a_resume(
 def test_units_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"parameter 'stack' {message}"):
         tierstore.PagedParameter(name="stack", tensor=torch.ones(SHAPE), **fields)
+
+
+def test_a_parameter_without_dimensions_has_no_units() -> None:
+    with pytest.raises(ValueError, match="of 0 rows cannot have units of 1 rows"):
+        tierstore.PagedParameter(name="scalar", tensor=torch.ones(()), unit=1)

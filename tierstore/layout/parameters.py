@@ -248,7 +248,8 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
         if parameter.elementwise:
             yield f"is elementwise and has units of {parameter.unit} rows: leave one out"
         rows = tensor.shape[0] if tensor.ndim else 0
-        if type(parameter.unit) is not int or parameter.unit < 1 or rows % parameter.unit:
+        is_count = type(parameter.unit) is int and parameter.unit > 0
+        if not is_count or not tensor.ndim or rows % parameter.unit:
             yield f"of {rows} rows cannot have units of {parameter.unit!r} rows"
     if tensor.device.type not in ("cpu", "cuda"):
         yield f"is on {tensor.device}; only cpu and cuda devices are supported"

@@ -128,13 +128,16 @@ def _stop_within(elements: Elements, start: int, unit: int, room: int) -> int:
 
 
 def uncut_nbytes(shard: ParameterShard) -> int:
-    """Return the bytes of the records of a shard that stay in one page, however small pages are."""
-    spec, sizes = shard.parameter, [chunk.sizes for chunk in shard.chunks]
-    if spec.elementwise or not sizes:
+    """Return the bytes of the records of a shard that smaller pages may not cut.
+
+    All of a parameter with units: how small pages make it depends on its ranks.
+    """
+    spec = shard.parameter
+    if spec.elementwise:
         return 0
-    if spec.unit is not None:
-        sizes = [(min(spec.unit, sizes[0][0]), *sizes[0][1:])]
-    return sum(record_nbytes(size, dtype) for size in sizes for _, dtype in spec.all_states)
+    return sum(
+        record_nbytes(chunk.sizes, dtype) for chunk in shard.chunks for _, dtype in spec.all_states
+    )
 
 
 def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
