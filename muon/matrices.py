@@ -32,9 +32,9 @@ class Part:
     """The elements of a matrix that lie in a chunk."""
 
     index: tuple[slice, ...]
-    """Where they are in the chunk."""
+    """Indices in the chunk."""
     chunk: tierstore.Chunk
-    """Where they are in the matrix, of shape ``Matrix.sizes``."""
+    """Place in the matrix, of shape ``Matrix.sizes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

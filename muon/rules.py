@@ -20,7 +20,7 @@ class OwnPart:
     """The elements of a matrix in one chunk of this rank."""
 
     chunk: tierstore.Chunk
-    """Where they are in the matrix, of shape ``Matrix.sizes``."""
+    """Place in the matrix, of shape ``Matrix.sizes``."""
     grad: torch.Tensor
     momentum: torch.Tensor
     master: torch.Tensor

@@ -253,7 +253,7 @@ def test_scaled_norms_give_the_same_bits_for_any_power_of_two(
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e30])
 def test_gradients_of_any_magnitude(magnitude: float) -> None:
-    """Where the plain norm overflows, or is below eps."""
+    """The plain norm overflows, or is below eps."""
     gradient = random(12, 20).float() * magnitude
     updates = {}
     for norm in (None, "scaled"):
