@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 import tierstore
+from muon.blocks import KEYS as BLOCK_KEYS
+from muon.blocks import blocks_of
 from muon.coefficients import TABLES, steps_min
 from muon.matrices import declared, matrices_of
 from muon.update import ADJUST_LR_FNS
@@ -33,7 +35,7 @@ _OWN_KEYS = {
     "adamw": frozenset({"betas"}),
 }
 # Keys that a group of one algorithm may have, and need not.
-_OPTIONAL_KEYS = {"muon": frozenset({"matrices"}), "adamw": frozenset({"fused"})}
+_OPTIONAL_KEYS = {"muon": BLOCK_KEYS | {"matrices"}, "adamw": frozenset({"fused"})}
 _COMMON_KEYS = frozenset(
     {
         "params",
@@ -177,14 +179,15 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
 
 
 def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:
-    """Check that the matrices that a Muon group declares fit a parameter.
+    """Check that the matrices that a Muon group declares, and their blocks, fit a parameter.
 
     Raises:
         ValueError: they do not; names the parameter.
     """
-    declaration = declared(group)
+    declarations = declared(group), blocks_of(group)
     try:
-        matrices_of(shape, declaration)
+        for declaration in declarations:
+            matrices_of(shape, declaration)
     except ValueError as error:
         raise ValueError(f"parameter {name!r} has shape {tuple(shape)}: {error}") from error
 
@@ -256,6 +259,25 @@ def _check_muon(group: Mapping[str, Any]) -> None:
     }
     for name, (holds, expected) in checks.items():
         _require(group, name, holds, expected)
+    _check_blocks(group)
+
+
+def _check_blocks(group: Mapping[str, Any]) -> None:
+    given = {key: group[key] for key in BLOCK_KEYS if group.get(key) is not None}
+    if missing := sorted(BLOCK_KEYS - given.keys() if given else ()):
+        raise ValueError(
+            f"a Muon group with {min(given)} needs {missing[0]}, too: blocks have block_grid, "
+            "block_period and block_lr_ratio"
+        )
+    if not given:
+        return
+    grid, period, ratio = (group[k] for k in ("block_grid", "block_period", "block_lr_ratio"))
+    is_grid = _are_numbers(grid, 2) and all(type(n) is int and n > 0 for n in grid)
+    _require(group, "block_grid", is_grid, "be two whole numbers above 0", _TUPLE_ADVICE)
+    is_period = type(period) is int and period > 0
+    _require(group, "block_period", is_period, "be a whole number above 0")
+    is_ratio = isinstance(ratio, int | float) and 0 <= ratio < float("inf")
+    _require(group, "block_lr_ratio", is_ratio, "be a number from 0 on")
 
 
 def _check_coefficients(group: Mapping[str, Any]) -> None:

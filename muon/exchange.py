@@ -109,6 +109,13 @@ class Exchange:
         apply_updates(own_parts)
         self._free.append(buffer)
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks; all of them call this."""
+        values = values.to(self._device)
+        with record_function("muon::sum"):
+            self._wait(dist.all_reduce(values, group=self._group, async_op=True))
+        return values
+
     def _take(self, nbytes: int) -> torch.Tensor:
         """Return a buffer of at least ``nbytes`` bytes."""
         buffer = self._free.pop() if self._free else None

@@ -5,6 +5,7 @@ A declaration is a sequence of cuts, each applied to all matrices that the ones 
 - ``("split", dim, sizes)``: consecutive matrices of these sizes along a dimension.
 - ``("blocks", dim, size)``: consecutive matrices of one size, as the heads of a projection.
 - ``("interleaved", dim, count)``: matrix i has the indices i, i + count, i + 2 count, ...
+- ``("grid", rows, columns)``: equal blocks, so many along the rows and along the columns.
 - ``("stack",)``: one matrix for each index of all but the last two dimensions.
 - ``("flatten",)``: one row for each index of the first dimension, as in convolutions.
 - ``("transposed",)``: rows are the inputs of the layer, as in GPT-2's Conv1D, which the scale of
@@ -92,8 +93,8 @@ def declared(group: Mapping[str, Any]) -> Declaration:
     if not isinstance(value, list | tuple) or not all(map(_is_cut, value)):
         raise ValueError(
             "matrices must be a tuple of cuts, each one of ('split', dim, sizes), "
-            "('blocks', dim, size), ('interleaved', dim, count), ('stack',), ('flatten',) and "
-            f"('transposed',), got {value!r}"
+            "('blocks', dim, size), ('interleaved', dim, count), ('grid', rows, columns), "
+            f"('stack',), ('flatten',) and ('transposed',), got {value!r}"
         )
     return tuple(
         tuple(tuple(one) if isinstance(one, list) else one for one in cut) for cut in value
@@ -104,8 +105,8 @@ def _is_cut(cut: object) -> bool:
     match cut:
         case ["split", dim, [*sizes]]:
             return all(type(number) is int for number in (dim, *sizes))
-        case ["blocks" | "interleaved", dim, number]:
-            return type(dim) is int and type(number) is int
+        case ["blocks" | "interleaved" | "grid", first, second]:
+            return type(first) is int and type(second) is int
         case ["stack" | "flatten" | "transposed"]:
             return True
     return False
@@ -197,6 +198,24 @@ def _interleaved(matrix: Matrix, dimension: int, count: int) -> Iterator[Matrix]
         yield _with(matrix, dimension, first, count, extent // count)
 
 
+def _grid(matrix: Matrix, rows: int, columns: int) -> Iterator[Matrix]:
+    first = matrix.row_dimensions
+    found = [matrix]
+    for dimensions, count in ((range(first), rows), (range(first, len(matrix.sizes)), columns)):
+        # Blocks are boxes: the outermost dimension is cut; experts have one index in others.
+        dimension = next((d for d in dimensions if matrix.sizes[d] > 1), dimensions[-1])
+        extent = matrix.sizes[dimension]
+        if count < 1 or extent % count:
+            raise ValueError(
+                f"a grid of {rows} x {columns} blocks does not fit a matrix of "
+                f"{' x '.join(map(str, matrix.shape))}: {count} do not divide {extent}"
+            )
+        if count > 1:
+            size = extent // count
+            found = [one for each in found for one in _blocks(each, dimension, size)]
+    yield from found
+
+
 def _extent(matrix: Matrix, kind: str, dimension: int) -> int:
     if not 0 <= dimension < len(matrix.sizes):
         raise ValueError(
@@ -224,4 +243,5 @@ _CUTS: dict[str, Callable[..., Iterator[Matrix]]] = {
     "split": _split,
     "blocks": _blocks,
     "interleaved": _interleaved,
+    "grid": _grid,
 }

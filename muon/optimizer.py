@@ -18,6 +18,7 @@ import tierstore
 from muon import newton_schulz
 from muon.advice import warn_of_other_rates, warn_of_slow_bfloat16
 from muon.attached import AttachedGroups
+from muon.blocks import at_step
 from muon.checks import (
     algorithm_of,
     check_has_scheduler,
@@ -26,6 +27,7 @@ from muon.checks import (
     with_dtypes,
 )
 from muon.coefficients import Coefficients
+from muon.hooks import UpdateHook
 from muon.matrices import Declaration, declared, matrices_of, unit_of
 from muon.param_groups import (
     ADAMW_DEFAULTS,
@@ -35,6 +37,8 @@ from muon.param_groups import (
     name_empty_groups,
 )
 from muon.pipeline import Pipeline, compute_device
+from muon.qk_clip import QKClip, Scale, largest
+from muon.rules import Extras
 from muon.state import PagedState
 from muon.state_dicts import adopting_names, check_keys, match, pack
 
@@ -93,6 +97,8 @@ class Muon(torch.optim.Optimizer):
             ``torch.optim.Muon``.
         cautious_wd: decay only the elements of a parameter that the update does not move away from
             zero (https://arxiv.org/abs/2510.12402). An AdamW group has a key of its own for it.
+        hooks: called before and after the weight update of each matrix; see ``muon.UpdateHook``.
+        qk_clip: the attention heads that ``step(qk_logits=)`` is about.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
         nonfinite: what step() does if a gradient on any rank has an element that is NaN or
             infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
@@ -123,6 +129,8 @@ class Muon(torch.optim.Optimizer):
         ns_batched: bool = False,
         ns_norm: str | None = None,
         cautious_wd: bool = False,
+        hooks: Sequence[UpdateHook] = (),
+        qk_clip: QKClip | None = None,
         prefetch_in_backward: bool = False,
         nonfinite: str = "raise",
     ) -> None:
@@ -149,6 +157,8 @@ class Muon(torch.optim.Optimizer):
         if nonfinite not in ("raise", "skip", "allow"):
             raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
         self._nonfinite = nonfinite
+        self._hooks = tuple(hooks)
+        self._qk_clip = qk_clip
         self._owns_store = store is None
         self._gather_memory = tierstore.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
@@ -314,11 +324,21 @@ class Muon(torch.optim.Optimizer):
 
     @tierstore.not_compiled
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        qk_logits: Mapping[str, Sequence[float] | torch.Tensor] | None = None,
+    ) -> Any:
         """Do one step with the gradients in ``.grad``, which are not modified.
 
         Args:
-            closure: evaluates the model and returns the loss.
+            closure: evaluates the model and returns the loss. It may fill ``qk_logits``.
+            qk_logits: for attention layers of ``qk_clip`` the largest attention logit of each head
+                that this rank saw, before the softmax: a head that it does not have has -inf. All
+                ranks pass it, or none. Heads above the threshold in the largest over the ranks are
+                scaled after their update; see ``muon.QKClip``. Parameters without a gradient are
+                not scaled.
 
         Returns:
             The result of the closure, or None.
@@ -328,7 +348,8 @@ class Muon(torch.optim.Optimizer):
                 "raise". Nothing was changed; or, for gradients on a GPU and a store with a
                 commit, the store has failed before it committed the step.
             ValueError: ranks that hold the same elements have different gradients: reduce
-                gradients before the step. Nothing was changed.
+                gradients before the step. Or ``qk_logits`` does not fit ``qk_clip``, or has a NaN.
+                Nothing was changed.
             StorageError, CorruptionError: pages could not be read or written. If a page was
                 stepped already, the store is failed, and restore() returns to the last commit.
 
@@ -347,8 +368,13 @@ class Muon(torch.optim.Optimizer):
             groups = self._attached.hyperparameters
             for number, group in enumerate(groups if is_attached else ()):
                 check_hyperparameters(group, number)
+                for parameter in self._attached.groups[number].parameters:
+                    if group.get("block_grid") is not None:  # It may have been changed.
+                        check_matrices(parameter.name, parameter.tensor.shape, group)
             if is_attached:
                 self._warn()
+            groups = [at_step(group, self.store.step + 1) for group in groups]
+            extras = Extras(hooks=self._hooks, scales=self._qk_scales(qk_logits))
             window = self.store.window_max
             with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
                 self._pipeline.open(groups)
@@ -358,11 +384,36 @@ class Muon(torch.optim.Optimizer):
                     for name, values in scalars.items()
                     if name in pages.present
                 }
-                self._pipeline.step_pages(pages, groups, steps, window)
+                self._pipeline.step_pages(pages, groups, steps, window, extras)
                 for name, step in steps.items():
                     scalars[name]["step"] = step
         self._prefetched = False
         return loss
+
+    def _qk_scales(
+        self, qk_logits: Mapping[str, Sequence[float] | torch.Tensor] | None
+    ) -> dict[str, list[Scale]]:
+        """Return by name of a parameter what QK-clip scales in this step."""
+        if qk_logits is None:
+            return {}
+        if self._qk_clip is None:
+            raise ValueError("step(qk_logits=) needs Muon(qk_clip=muon.QKClip.of(model))")
+        plain = {
+            layer: torch.as_tensor(values).flatten().tolist() for layer, values in qk_logits.items()
+        }
+        ranks = self.store.ranks
+        logits = plain if ranks is None else largest(ranks.gather(plain))
+        scales = {}
+        for parameter, found in self._qk_clip.scales(logits):
+            attached = self._attached.find(parameter)
+            if attached is None:
+                raise ValueError(
+                    f"QK-clip scales a parameter of shape {list(parameter.shape)} that is in no "
+                    "param group: make QKClip of the model that the groups are of, after it was "
+                    "sharded, and give frozen projections no qk_logits"
+                )
+            scales[attached.name] = found
+        return scales
 
     @tierstore.not_compiled
     def restore(

@@ -21,6 +21,7 @@ from muon.exchange import Exchange, Parts
 from muon.matrices import Declaration, Matrix, declared, matrices_of
 from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
 from muon.rules import (
+    Extras,
     apply_updates,
     orthogonalize,
     own_matrices,
@@ -31,6 +32,9 @@ from muon.rules import (
 
 ROUNDS_MAX = 3
 """Rounds in flight: one is gathered, one is orthogonalized, and the updates of one return."""
+
+_PLANS_MAX = 4
+"""Plans kept: those of whole matrices and of blocks, with and without some parameters."""
 
 _InFlight = deque[tuple[int, Iterator[None]]]
 """Page number and stages of each round that has begun, oldest first: all but the newest have
@@ -146,7 +150,7 @@ class Pipeline:
         self._store = store
         self._gather_memory = gather_memory
         self._exchange: Exchange | None = None
-        self._planned: tuple[Any, list[PagePlan | None]] = (None, [])
+        self._planned: dict[Any, list[PagePlan | None]] = {}
 
     @property
     def bytes_sent(self) -> int:
@@ -177,6 +181,7 @@ class Pipeline:
         groups: Sequence[Mapping[str, Any]],
         steps: Mapping[str, float],
         window: int,
+        extras: Extras,
     ) -> None:
         """Step all pages of a sweep.
 
@@ -185,6 +190,7 @@ class Pipeline:
             groups: all param groups.
             steps: for each AdamW parameter with a gradient the number of this step, from 1.
             window: number of pages that are valid at once.
+            extras: what else to do; ``sum`` is not used.
 
         Raises:
             ValueError: one matrix needs more than ``gather_memory``. No page was stepped.
@@ -195,9 +201,9 @@ class Pipeline:
             group = groups[page.group]
             shards = [shard for shard in page.shards if shard.has_gradient]
             if group["algorithm"] == "muon":
-                self._begin_matrices(number, shards, group, planned[number], in_flight)
+                self._begin_matrices(number, shards, group, planned[number], in_flight, extras)
             else:
-                step_adamw(shards, group, steps)
+                step_adamw(shards, group, steps, extras.scales)
             # Asking for the next page writes the oldest valid page. The last page ends the sweep.
             is_last = number + 1 == pages.count
             oldest_valid = number + 1 if is_last else number + 2 - window
@@ -211,9 +217,11 @@ class Pipeline:
         group: Mapping[str, Any],
         plan: PagePlan | None,
         in_flight: _InFlight,
+        extras: Extras,
     ) -> None:
         """Step the matrices of a page that this rank has whole, and begin the exchanged ones."""
-        matrices = own_matrices(shards, group, None if plan is None else plan.places)
+        places = None if plan is None else plan.places
+        matrices = own_matrices(shards, group, places, extras.scales)
         rounds = [] if plan is None else plan.rounds
         exchanged = {index for round_ in rounds for index in round_.matrices}
         whole = [own for i, own in enumerate(matrices) if i not in exchanged and own.parts]
@@ -224,7 +232,9 @@ class Pipeline:
 
         def apply_parts(parts: Parts) -> None:
             for index, updates in parts.items():
-                apply_updates(matrices[index], group, updates)
+                assert self._exchange is not None
+                shared = replace(extras, sum=self._exchange.sum)
+                apply_updates(matrices[index], group, updates, shared)
 
         for round_ in rounds:
             assert self._exchange is not None
@@ -237,14 +247,14 @@ class Pipeline:
             )
             in_flight.append((number, stages))
             next(stages)
-            step_whole(whole, group)  # While the first round is gathered.
+            step_whole(whole, group, extras)  # While the first round is gathered.
             whole = []
             if len(in_flight) > 1:
                 _, previous = in_flight[-2]
                 next(previous)
             if len(in_flight) == ROUNDS_MAX:
                 _end(in_flight.popleft()[1])
-        step_whole(whole, group)
+        step_whole(whole, group, extras)
 
     def _plan(
         self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]]
@@ -253,9 +263,11 @@ class Pipeline:
         if ranks is None:
             return [None] * pages.count
         # The dtype of a group may change: restore() brings the dtype of the run.
-        changing = [(group.get("ns_dtype"), declared(group)) for group in groups]
+        changing = tuple((group.get("ns_dtype"), declared(group)) for group in groups)
         key = pages.present, pages.count, changing
-        if self._planned[0] != key:
+        if key not in self._planned:
+            if len(self._planned) == _PLANS_MAX:
+                self._planned.clear()
             plans = plan_pages(
                 pages.shared,
                 groups,
@@ -263,8 +275,8 @@ class Pipeline:
                 world_size=ranks.world_size,
                 gather_memory=self._gather_memory,
             )
-            self._planned = key, [*plans]
-        return self._planned[1]
+            self._planned[key] = [*plans]
+        return self._planned[key]
 
 
 def _end(stages: Iterator[None]) -> None:

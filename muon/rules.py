@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +12,21 @@ from torch.profiler import record_function
 
 import tierstore
 from muon import newton_schulz
+from muon.hooks import UpdateHook, WeightUpdate
 from muon.matrices import Matrix, declared, matrices_of
+from muon.qk_clip import Scale, factors
 from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a step does with weights besides the rule of their group."""
+
+    hooks: Sequence[UpdateHook] = ()
+    scales: Mapping[str, Sequence[Scale]] = field(default_factory=dict)
+    """Parameter name -> what QK-clip scales in this step."""
+    sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    """Sums a tensor over the ranks that share a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +38,16 @@ class OwnPart:
     grad: torch.Tensor
     momentum: torch.Tensor
     master: torch.Tensor
+    factors: Sequence[torch.Tensor]
+    """What QK-clip multiplies the master by; broadcast to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMatrix:
     """A matrix of a page, and this rank's parts of it."""
 
+    name: str
+    """Name of the parameter that holds the matrix."""
     matrix: Matrix
     parts: Sequence[OwnPart]
 
@@ -43,6 +61,7 @@ def own_matrices(
     shards: Sequence[tierstore.ShardView],
     group: Mapping[str, Any],
     places: Sequence[tuple[int, Matrix]] | None = None,
+    scales: Mapping[str, Sequence[Scale]] | None = None,
 ) -> list[OwnMatrix]:
     """Return the matrices of shards with a gradient.
 
@@ -51,6 +70,7 @@ def own_matrices(
         group: their hyperparameters.
         places: for each matrix the position of its shard; None: the matrices that this rank has
             parts of.
+        scales: parameter name -> what QK-clip scales.
     """
     chunks = []
     for shard in shards:
@@ -63,21 +83,36 @@ def own_matrices(
             for position, shard in enumerate(shards)
             for matrix in matrices_of(shard.spec.shape, declared(group))
         ]
-    found = [OwnMatrix(matrix, _own_parts(matrix, chunks[at])) for at, matrix in places]
-    return [one for one in found if one.parts] if is_alone else found
+    found = []
+    for at, matrix in places:
+        name = shards[at].spec.name
+        parts = _own_parts(matrix, chunks[at], (scales or {}).get(name, ()))
+        if parts or not is_alone:
+            found.append(OwnMatrix(name, matrix, parts))
+    return found
 
 
 def _own_parts(
-    matrix: Matrix, chunks: Sequence[tuple[tierstore.ChunkView, torch.Tensor | None]]
+    matrix: Matrix,
+    chunks: Sequence[tuple[tierstore.ChunkView, torch.Tensor | None]],
+    scales: Sequence[Scale],
 ) -> list[OwnPart]:
     parts = []
     for chunk, grad in chunks:
         part = matrix.part(chunk.chunk)
         if part is not None:
             assert grad is not None
-            momentum = chunk.states["momentum_buffer"]
-            tensors = (tensor[part.index] for tensor in (grad, momentum, chunk.master))
-            parts.append(OwnPart(part.chunk, *tensors))
+            own = OwnPart(
+                part.chunk,
+                grad=grad[part.index],
+                momentum=chunk.states["momentum_buffer"][part.index],
+                master=chunk.master[part.index],
+                factors=[
+                    factor.expand(chunk.chunk.sizes)[part.index]
+                    for factor in factors(scales, chunk.chunk, chunk.master)
+                ],
+            )
+            parts.append(own)
     return parts
 
 
@@ -115,13 +150,13 @@ def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) ->
 
 
 def apply_updates(
-    matrix: OwnMatrix, group: Mapping[str, Any], updates: Sequence[torch.Tensor]
+    matrix: OwnMatrix, group: Mapping[str, Any], updates: Sequence[torch.Tensor], extras: Extras
 ) -> None:
     """Step the parts of a matrix, given one update for each in its shape."""
     lr = group["lr"]
     adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *matrix.matrix.outputs_and_inputs)
-    with record_function("muon::apply"):
-        for part, update in zip(matrix.parts, updates, strict=True):
+    with record_function("muon::apply"), _hooked(matrix, group, updates, extras) as hooked:
+        for part, update in zip(matrix.parts, hooked, strict=True):
             muon_(
                 part.master,
                 update,
@@ -130,9 +165,38 @@ def apply_updates(
                 weight_decay=group["weight_decay"],
                 cautious=bool(group.get("cautious_wd")),
             )
+    for part in matrix.parts:
+        for factor in part.factors:
+            part.master.mul_(factor)
 
 
-def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _hooked(
+    matrix: OwnMatrix, group: Mapping[str, Any], updates: Sequence[torch.Tensor], extras: Extras
+) -> Iterator[Sequence[torch.Tensor]]:
+    """Call the hooks before and after the weights change; yield the updates that they leave."""
+    if not extras.hooks:
+        yield updates
+        return
+    masters = [part.master for part in matrix.parts]
+    update = WeightUpdate(
+        name=matrix.name,
+        starts=matrix.matrix.starts,
+        shape=matrix.matrix.shape,
+        group=group,
+        weights=masters,
+        # In the dtype of the masters, so that a hook that scales them rounds nothing.
+        updates=[narrow.to(own.dtype) for narrow, own in zip(updates, masters, strict=True)],
+        _sum=extras.sum,
+    )
+    for hook in extras.hooks:
+        hook.before(update)
+    yield update.updates
+    for hook in extras.hooks:
+        hook.after(update)
+
+
+def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: Extras) -> None:
     """Step matrices whose parts all lie in this page."""
     shapes = [own.matrix.shape for own in matrices]
     for batch in newton_schulz.batches(shapes, batched=group["ns_batched"]):
@@ -143,11 +207,14 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any]) -> None:
             inputs.append(tensor)  # (rows, columns)
             write_inputs(matrices[index], group, matrices[index].select(tensor))
         for index, update in zip(batch, orthogonalize(inputs, group), strict=True):
-            apply_updates(matrices[index], group, matrices[index].select(update))
+            apply_updates(matrices[index], group, matrices[index].select(update), extras)
 
 
 def step_adamw(
-    shards: Sequence[tierstore.ShardView], group: Mapping[str, Any], steps: Mapping[str, float]
+    shards: Sequence[tierstore.ShardView],
+    group: Mapping[str, Any],
+    steps: Mapping[str, float],
+    scales: Mapping[str, Sequence[Scale]],
 ) -> None:
     """Step shards with a gradient.
 
@@ -155,6 +222,7 @@ def step_adamw(
         shards: the shards.
         group: their hyperparameters.
         steps: parameter name -> number of this step.
+        scales: parameter name -> what QK-clip scales.
     """
     chunks = [chunk for shard in shards for chunk in shard.chunks]
     grads = [grad for chunk in chunks if (grad := chunk.grad) is not None]
@@ -174,3 +242,7 @@ def step_adamw(
             maximize=bool(group.get("maximize")),
             **options,
         )
+        for shard in shards if scales else ():
+            for chunk in shard.chunks:
+                for factor in factors(scales.get(shard.spec.name, ()), chunk.chunk, chunk.master):
+                    chunk.master.mul_(factor)

@@ -75,6 +75,8 @@ class Case:
     """Further options of TierStore, one dict per rank."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of Muon."""
+    heads: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Parameter name -> number of heads, and the power of their scale: for QK-clip."""
     first: int = 1
     last: int = STEPS
     absent_on: tuple[int, ...] = ()
@@ -105,6 +107,39 @@ class Trained:
     """Number of pages that rest in memory."""
     bytes_spread: int
     bytes_exchanged: int
+
+
+# ---------------------------------------------------------------------------- QK-clip
+
+Heads = Mapping[str, tuple[int, float]]
+
+
+def clip_of(parameters: Mapping[str, torch.Tensor], heads: Heads) -> dict[str, Any]:
+    """Return options of Muon: each of these parameters is an attention layer."""
+    layers = {
+        name: [
+            muon.HeadRows(
+                parameter=parameters[name],
+                head=head,
+                start=head * (len(parameters[name]) // count),
+                stop=(head + 1) * (len(parameters[name]) // count),
+                power=power,
+            )
+            for head in range(count)
+        ]
+        for name, (count, power) in heads.items()
+    }
+    return {"qk_clip": muon.QKClip(layers, threshold=1.0)} if layers else {}
+
+
+def qk_logits(heads: Heads, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Return what a rank saw of the largest logits of a step: that of every n-th head."""
+    found = {}
+    for name, (count, _) in heads.items():
+        wholes = 2.5 * torch.rand(count, generator=torch.Generator().manual_seed(step))
+        seen = torch.arange(count) % ranks == rank
+        found[name] = torch.where(seen, wholes, -math.inf)
+    return found
 
 
 # ---------------------------------------------------------------------------- one process
@@ -140,6 +175,8 @@ def one_process(
     options: Mapping[str, Any],
     steps: int = STEPS,
     zeroed: Mapping[str, torch.Tensor] | None = None,
+    heads: Heads | None = None,
+    uniform: bool = False,
 ) -> tuple[Tensors, States]:
     """Return parameters and states after all steps of whole tensors.
 
@@ -148,17 +185,21 @@ def one_process(
         options: those of Muon.
         steps: how many.
         zeroed: where gradients are zero at every third step: flat positions by name.
+        heads: as of a case.
+        uniform: as of a case.
     """
-    parameters = {name: nn.Parameter(whole) for name, whole in whole_parameters(shapes).items()}
-    optimizer = muon.Muon(make_groups(parameters, shapes), **options)
+    values = whole_parameters(shapes, uniform)
+    parameters = {name: nn.Parameter(whole) for name, whole in values.items()}
+    clip = clip_of(parameters, heads or {})
+    optimizer = muon.Muon(make_groups(parameters, shapes), **options, **clip)
     for step in range(1, steps + 1):
-        gradients = whole_gradients(shapes, step)
+        gradients = whole_gradients(shapes, step, uniform)
         for name, positions in (zeroed or {}).items():
             if step % 3 == 0 and name in gradients:
                 gradients[name].view(-1)[positions] = 0
         for name, parameter in parameters.items():
             parameter.grad = gradients.get(name)
-        optimizer.step()
+        optimizer.step(qk_logits=qk_logits(heads, step) if heads else None)
     states = {
         (name, state): tensor
         for name, of_parameter in optimizer.store.read_states().items()
@@ -337,7 +378,10 @@ def train(case: Case) -> Trained:
         tierstore.TierStore(directory, resume=resume, **options) as store,
     ):
         optimizer = muon.Muon(
-            make_groups(model.parameters, case.shapes), store=store, **case.options
+            make_groups(model.parameters, case.shapes),
+            store=store,
+            **case.options,
+            **clip_of(model.parameters, case.heads),
         )
         if resume:
             assert optimizer.restore() == case.first - 1
@@ -345,7 +389,8 @@ def train(case: Case) -> Trained:
             absent = step % 3 == 0 and rank in case.absent_on
             gradients = {} if absent else whole_gradients(case.shapes, step, case.uniform)
             model.set_gradients(gradients)
-            optimizer.step()
+            logits = qk_logits(case.heads, step, rank, dist.get_world_size())
+            optimizer.step(qk_logits=logits if case.heads else None)
         return trained_by(model, optimizer, issued, states=case.last == STEPS)
 
 

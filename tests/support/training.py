@@ -53,6 +53,7 @@ MATRICES_OPTIONS: list[dict[str, Any]] = [
     {"algorithm": "muon", "matrices": (("split", 0, (16, 8, 8)), ("blocks", 0, 4))},
     {"algorithm": "muon", "matrices": (("interleaved", 0, 2),)},
     {"algorithm": "muon", "matrices": (("flatten",),)},
+    {"algorithm": "muon", "block_grid": (2, 2), "block_period": 3, "block_lr_ratio": 0.5},
 ]
 
 
