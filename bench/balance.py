@@ -1,13 +1,14 @@
 """Balance of the work of a step over ranks, computed without ranks or devices.
 
-The matrices of a model of 32 layers are laid out, assigned to owners and cut into rounds as in a
-step. Work is counted in multiplications of Newton-Schulz.
+The matrices of a model are laid out, assigned to owners and cut into rounds as in a step. Work is
+counted in multiplications of Newton-Schulz.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import typer
@@ -18,32 +19,82 @@ from rich.table import Table
 
 import tierstore
 from muon import newton_schulz
-from muon.pipeline import ROUNDS_MAX, plan_pages
-from muon.rounds import Round
+from muon.matrices import Declaration, matrices_of, unit_of
+from muon.pipeline import ROUNDS_MAX, PagePlan, plan_pages, shared_matrices
 from tierstore.layout.ownership import SharedParameter, partition_ranks
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
 
-LAYERS = 32
-HIDDEN = 4096
-KEYS = 1024
-MLPS = (11008, 14336)
 PAGE_BYTES = 256 * MIB
 GATHER_MEMORY = 2 * GIB
-PARTITIONS = ("sharded", "flat", "by_parameter")
+
+_Parameters = list[tuple[tuple[int, ...], Declaration]]
+STACK: Declaration = (("stack",),)
+
+
+def llama(mlp: int) -> _Parameters:
+    """Return the matrices of 32 layers of hidden size 4096: q, k, v, o, gate, up, down."""
+    layer = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]
+    return [(shape, ()) for shape in [*layer, (mlp, 4096), (mlp, 4096), (4096, mlp)] * 32]
+
+
+def qwen3_30b() -> _Parameters:
+    """Return those of Qwen3-30B-A3B: 48 layers with 128 experts each, gate and up in one stack."""
+    attention: _Parameters = [
+        (shape, ()) for shape in ((4096, 2048), (512, 2048), (512, 2048), (2048, 4096))
+    ]
+    gate_up: Declaration = (*STACK, ("split", 1, (768, 768)))
+    experts: _Parameters = [((128, 1536, 2048), gate_up), ((128, 2048, 768), STACK)]
+    return [*attention, *experts] * 48
+
+
+def deepseek_v3() -> _Parameters:
+    """Return those of DeepSeek-V3: 61 layers, of which 58 have 256 experts and a shared one."""
+    latent = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
+    attention: _Parameters = [(shape, ()) for shape in latent]
+    gate_up: Declaration = (*STACK, ("split", 1, (2048, 2048)))
+    experts: _Parameters = [((256, 4096, 7168), gate_up), ((256, 7168, 2048), STACK)]
+
+    def mlp(size: int) -> _Parameters:
+        return [(shape, ()) for shape in ((size, 7168), (size, 7168), (7168, size))]
+
+    return [*attention, *mlp(18432)] * 3 + [*attention, *mlp(2048), *experts] * 58
+
+
+MODELS = {
+    "MLP of 11008": llama(11008),
+    "MLP of 14336": llama(14336),
+    "Qwen3-30B-A3B": qwen3_30b(),
+    "DeepSeek-V3": deepseek_v3(),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Parameters of one run of the program."""
 
-    world_sizes: tuple[int, ...]
-    mlps: tuple[int, ...]
+    cases: dict[str, tuple[tuple[str, ...], tuple[int, ...]]]
+    """Model -> partitions and numbers of ranks. Experts are cut at experts, which is the only
+    partition of them in use."""
 
 
+_ALL = ("sharded", "flat", "by_parameter")
 PLANS = {
-    "small": Plan(world_sizes=(8, 64), mlps=MLPS),
-    "default": Plan(world_sizes=(8, 64, 512), mlps=MLPS),
+    "small": Plan(
+        cases={
+            "MLP of 11008": (_ALL, (8, 64)),
+            "MLP of 14336": (_ALL, (8, 64)),
+            "Qwen3-30B-A3B": (("sharded",), (64,)),
+        }
+    ),
+    "default": Plan(
+        cases={
+            "MLP of 11008": (_ALL, (8, 64, 512)),
+            "MLP of 14336": (_ALL, (8, 64, 512)),
+            "Qwen3-30B-A3B": (("sharded",), (8, 64)),
+            "DeepSeek-V3": (("sharded",), (64,)),
+        }
+    ),
 }
 
 
@@ -51,9 +102,10 @@ PLANS = {
 class Row:
     """One line of the result. Work is relative to the mean of the ranks."""
 
-    mlp: int
+    model: str
     partition: str
     world_size: int
+    matrices: int
     pages: int
     rounds: int
     busiest: float
@@ -64,63 +116,67 @@ class Row:
     """Time until the last rank ends, if sending takes no time."""
 
 
-def shapes(mlp: int) -> list[tuple[int, int]]:
-    """Return the matrices of all layers: q, k, v, o, gate, up, down."""
-    layer = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN)]
-    return [*layer, (mlp, HIDDEN), (mlp, HIDDEN), (HIDDEN, mlp)] * LAYERS
-
-
 def subgroups(
-    matrices: Sequence[tuple[int, int]], partition: str, world_size: int
+    parameters: Sequence[tuple[int, tuple[int, ...]]],
+    declaration: Declaration,
+    number: int,
+    partition: str,
+    world_size: int,
 ) -> list[tierstore.SharedSubgroup]:
-    """Lay out matrices as an optimizer's only group."""
+    """Lay out the parameters of one group, each with its number in the model."""
     holding = whole_on(range(world_size))
     if partition == "sharded":
         rows = Sharding(mesh_shape=(world_size,), placements=(Sharded(dim=0),))
         holding = Holding(ranks=tuple(range(world_size)), sharding=rows)
-    parameters = [
+    shared = [
         SharedParameter(
             spec=ParameterSpec(
-                name=f"{number}",
+                name=f"{position}",
                 shape=shape,
                 dtype=torch.bfloat16,
                 states=(("momentum_buffer", torch.bfloat16),),
                 elementwise=False,
+                unit=unit_of(shape, declaration),
             ),
             holding=holding,
             flat=partition == "flat",
-            cost=newton_schulz.cost(shape),
+            cost=sum(newton_schulz.cost(m.shape) for m in matrices_of(shape, declaration)),
         )
-        for number, shape in enumerate(matrices)
+        for position, shape in parameters
     ]
-    return partition_ranks(0, parameters, PAGE_BYTES, world_size)
+    return partition_ranks(number, shared, PAGE_BYTES, world_size)
 
 
 def work(
-    pages: Sequence[tierstore.SharedSubgroup], rounds: Sequence[Sequence[Round]], world_size: int
+    pages: Sequence[tierstore.SharedSubgroup],
+    plans: Sequence[PagePlan],
+    groups: Sequence[dict[str, Any]],
+    world_size: int,
 ) -> list[list[list[int]]]:
     """Return the work of each rank for each page: first whole matrices, then each round."""
     found = []
-    for page, page_rounds in zip(pages, rounds, strict=True):
+    known: dict[Any, Any] = {}
+    for page, plan in zip(pages, plans, strict=True):
         whole = [0] * world_size
-        exchanged = {index for round_ in page_rounds for index in round_.matrices}
-        for index, shard in enumerate(page.shards):
+        exchanged = {index for round_ in plan.rounds for index in round_.matrices}
+        declaration = groups[page.group]["matrices"]
+        matrices = [
+            shared
+            for shard in page.shards
+            for _, shared in shared_matrices(shard, declaration, known)
+        ]
+        for index, matrix in enumerate(matrices):
             if index not in exchanged:
-                (owner,) = (rank for rank, (start, stop) in enumerate(shard.ranges) if start < stop)
-                whole[owner] += newton_schulz.cost(_matrix(shard.spec.shape))
+                assert matrix.whole_rank is not None
+                whole[matrix.whole_rank] += newton_schulz.cost(matrix.shape)
         parts = [whole]
-        for round_ in page_rounds:
+        for round_ in plan.rounds:
             owned = [0] * world_size
             for index, owner in round_.owners.items():
                 owned[owner] += newton_schulz.cost(round_.matrices[index].shape)
             parts.append(owned)
         found.append(parts)
     return found
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, columns = shape
-    return rows, columns
 
 
 def makespan(pages: Sequence[Sequence[Sequence[int]]], world_size: int) -> int:
@@ -159,29 +215,44 @@ def makespan(pages: Sequence[Sequence[Sequence[int]]], world_size: int) -> int:
     return max(clocks)
 
 
-def compute(mlp: int, partition: str, world_size: int) -> Row:
+def compute(model: str, partition: str, world_size: int) -> Row:
     """Plan a step of one model on ``world_size`` ranks."""
-    matrices = shapes(mlp)
-    pages = subgroups(matrices, partition, world_size)
+    parameters = MODELS[model]
+    by_declaration: dict[Declaration, list[tuple[int, tuple[int, ...]]]] = {}
+    for position, (shape, declaration) in enumerate(parameters):
+        by_declaration.setdefault(declaration, []).append((position, shape))
+    groups = [
+        {"algorithm": "muon", "ns_dtype": torch.bfloat16, "matrices": declaration}
+        for declaration in by_declaration
+    ]
+    pages = [
+        page
+        for number, (declaration, members) in enumerate(by_declaration.items())
+        for page in subgroups(members, declaration, number, partition, world_size)
+    ]
     plans = plan_pages(
         pages,
-        [{"algorithm": "muon", "ns_dtype": torch.bfloat16}],
+        groups,
         frozenset(shard.spec.name for page in pages for shard in page.shards),
         world_size=world_size,
         gather_memory=GATHER_MEMORY,
     )
-    rounds = [plan.rounds for plan in plans]
-    parts = work(pages, rounds, world_size)
+    parts = work(pages, plans, groups, world_size)
     loads = [sum(part[rank] for page in parts for part in page) for rank in range(world_size)]
-    costs = list(map(newton_schulz.cost, matrices))
+    costs = [
+        newton_schulz.cost(matrix.shape)
+        for shape, declaration in parameters
+        for matrix in matrices_of(shape, declaration)
+    ]
     assert sum(loads) == sum(costs)
     mean = sum(costs) / world_size
     return Row(
-        mlp=mlp,
+        model=model,
         partition=partition,
         world_size=world_size,
+        matrices=len(costs),
         pages=len(pages),
-        rounds=sum(map(len, rounds)),
+        rounds=sum(len(plan.rounds) for plan in plans),
         busiest=max(loads) / mean,
         bound=max(mean, max(costs)) / mean,
         makespan=makespan(parts, world_size) / mean,
@@ -191,15 +262,17 @@ def compute(mlp: int, partition: str, world_size: int) -> Row:
 def report(rows: list[Row]) -> Table:
     """Return the result as a table."""
     table = Table(title="Work of a step, relative to the mean of the ranks")
-    for heading in ("mlp", "partition", "ranks", "pages", "rounds"):
-        table.add_column(heading, justify="left" if heading == "partition" else "right")
+    for heading in ("model", "partition"):
+        table.add_column(heading)
+    for heading in ("ranks", "matrices", "pages", "rounds"):
+        table.add_column(heading, justify="right")
     for heading in ("busiest", "lower bound", "makespan"):
         table.add_column(heading, justify="right")
     for row in rows:
-        counts = (row.world_size, row.pages, row.rounds)
+        counts = (row.world_size, row.matrices, row.pages, row.rounds)
         figures = (row.busiest, row.bound, row.makespan)
         table.add_row(
-            str(row.mlp), row.partition, *map(str, counts), *(f"{each:.3f}" for each in figures)
+            row.model, row.partition, *map(str, counts), *(f"{each:.3f}" for each in figures)
         )
     return table
 
@@ -208,10 +281,10 @@ def main(small: SmallOption = False, json_path: JsonOption = None) -> None:
     """Compute how evenly ranks share the work of a step."""
     plan = PLANS["small" if small else "default"]
     rows = [
-        compute(mlp, partition, world_size)
-        for mlp in plan.mlps
-        for partition in PARTITIONS
-        for world_size in track(plan.world_sizes, description=f"{mlp}, {partition}")
+        compute(model, partition, world_size)
+        for model, (partitions, world_sizes) in plan.cases.items()
+        for partition in partitions
+        for world_size in track(world_sizes, description=f"{model}, {partition}")
     ]
     Console(width=120).print(report(rows))
     write_report(json_path, plan=asdict(plan), rows=[asdict(row) for row in rows])

@@ -14,12 +14,16 @@ def test_small_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
     partitions = ("sharded", "flat", "by_parameter")
-    assert [(row["mlp"], row["partition"], row["world_size"]) for row in rows] == [
-        (mlp, partition, world_size)
-        for mlp in (11008, 14336)
-        for partition in partitions
-        for world_size in (8, 64)
+    assert [(row["model"], row["partition"], row["world_size"]) for row in rows] == [
+        *(
+            (f"MLP of {mlp}", partition, world_size)
+            for mlp in (11008, 14336)
+            for partition in partitions
+            for world_size in (8, 64)
+        ),
+        ("Qwen3-30B-A3B", "sharded", 64),
     ]
+    assert rows[-1]["matrices"] == 48 * (4 + 3 * 128)
     for row in rows:
         assert 1 <= row["bound"] <= row["busiest"] <= row["makespan"]
         assert f"{row['makespan']:.3f}" in done.stdout
