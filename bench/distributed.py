@@ -45,7 +45,7 @@ import tierstore
 from muon.matrices import matrices_of
 from muon.newton_schulz import fastest_dtype
 from muon.rounds import SharedMatrix
-from muon.rules import apply_updates, own_matrices, step_adamw, write_inputs
+from muon.rules import Extras, apply_updates, own_matrices, step_adamw, write_inputs
 
 SHARDED, AGAIN, ALL_GATHER, REPLICATED = (
     "sharded",
@@ -184,14 +184,15 @@ class AllGather:
         groups: Sequence[Mapping[str, Any]],
         steps: Mapping[str, float],
         window: int,
+        extras: Extras,
     ) -> None:
         """Step all pages of a sweep."""
         for page, subgroup in zip(pages, pages.shared, strict=True):
             group = groups[page.group]
             if group["algorithm"] == "muon":
-                self._step_matrices(page, subgroup, group["ns_dtype"], group)
+                self._step_matrices(page, subgroup, group["ns_dtype"], group, extras)
             else:
-                step_adamw(page.shards, group, steps)
+                step_adamw(page.shards, group, steps, extras.scales)
 
     def _step_matrices(
         self,
@@ -199,6 +200,7 @@ class AllGather:
         subgroup: tierstore.SharedSubgroup,
         dtype: torch.dtype,
         group: Mapping[str, Any],
+        extras: Extras,
     ) -> None:
         matrices = [
             SharedMatrix(shape=shard.spec.shape, chunks=shard.chunks) for shard in subgroup.shards
@@ -213,7 +215,7 @@ class AllGather:
             inputs.append(parts)
         updates, _ = allgather_reference.updates(matrices, inputs, dtype)
         for one, parts in zip(own, updates, strict=True):
-            apply_updates(one, group, parts)
+            apply_updates(one, group, parts, extras)
 
 
 @contextlib.contextmanager
