@@ -16,14 +16,17 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.support import killed_processes
 from tierstore.errors import PeerFailed, RollCallError, StoreClosedError
+from tierstore.ranks.failure_detector import clone
 from tierstore.ranks.job import ProcessGroupRanks
 from tierstore.ranks.peers import Peers, agree
+from tierstore.ranks.roll_call import RollCalls
 
 # Whatever happens, the ranks of a test have ended by then, on a busy machine as well.
 JOB_TIMEOUT_S = 120
@@ -287,6 +290,31 @@ def open_again(here: Here, times: int) -> list[list[Any]]:
     except StoreClosedError as error:
         found.append([type(error).__name__])
     return found
+
+
+def come_after_a_look(here: Here) -> list[Any]:
+    """Open, with rank 1 coming to the roll call after rank 0 has looked where it stays."""
+    store = clone(dist.distributed_c10d._get_default_store())
+    look, take_part = RollCalls._look, RollCalls.take_part
+
+    def look_and_tell(self: RollCalls, *arguments: Any, **options: Any) -> None:
+        look(self, *arguments, **options)
+        store.set("looked", "yes")
+
+    def come_late(self: RollCalls, *arguments: Any, **options: Any) -> bool:
+        store.wait(["looked"])
+        return take_part(self, *arguments, **options)
+
+    late = (
+        mock.patch.object(RollCalls, "_look", look_and_tell)
+        if here.rank == 0
+        else mock.patch.object(RollCalls, "take_part", come_late)
+    )
+    with late:
+        ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S)
+    gathered = ranks.gather(here.rank)
+    ranks.close()
+    return gathered
 
 
 def leave(here: Here, closes: bool) -> list[Any]:

@@ -95,6 +95,12 @@ def test_ranks_can_be_made_again() -> None:
         assert job.results() == [[*opened, ["StoreClosedError"]]] * 2
 
 
+def test_a_rank_that_is_about_to_come_is_not_refused() -> None:
+    """It has said which store it opens, and is late for the roll call of opening it."""
+    with running(programs.come_after_a_look, 2) as job:
+        assert job.results() == [[0, 1]] * 2
+
+
 @pytest.mark.parametrize("closes", [True, False])
 def test_ranks_exit_soon(closes: bool) -> None:
     with running(programs.leave, 3, closes) as job:

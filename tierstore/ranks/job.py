@@ -270,10 +270,16 @@ class ProcessGroupRanks(Ranks):
         meetings = PrefixStore(f"tierstore/{ranks}", default)
         opening = PrefixStore("tierstore/opening", default)
         me = str(self.global_ranks[self.rank])
+        ours = [str(rank) for rank in self.global_ranks]
+        has_met = False
 
         def awaits_this_rank(rank: int) -> bool:
-            key = str(self.global_ranks[rank])
-            return opening.check([key]) and me in json.loads(opening.get(key))
+            # Reads the key, or gets the expected value back: get() would wait for a key that is
+            # deleted in between.
+            text = opening.compare_set(str(self.global_ranks[rank]), "null", "null")
+            opened = json.loads(text)
+            # A rank that opens the same store is on its way to this meeting.
+            return opened is not None and me in opened and (has_met or opened != ours)
 
         interrupted = threading.Event()
 
@@ -294,10 +300,12 @@ class ProcessGroupRanks(Ranks):
             return (calls, store) if came else None
 
         def meet() -> tuple[RollCalls, Store]:
-            opening.set(me, json.dumps([str(rank) for rank in self.global_ranks]))
+            nonlocal has_met
+            opening.set(me, json.dumps(ours))
             try:
                 while (met := come_to_meeting()) is None:
                     pass
+                has_met = True
                 return met
             finally:
                 opening.delete_key(me)
