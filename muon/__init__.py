@@ -5,6 +5,7 @@ from muon.newton_schulz import orthogonalize_
 from muon.optimizer import Muon
 from muon.qk_clip import HeadRows, QKClip
 from muon.routing import ParamGroups, param_groups
+from muon.statistics import Statistics
 
 __all__ = [
     "HeadRows",
@@ -12,6 +13,7 @@ __all__ = [
     "Muon",
     "ParamGroups",
     "QKClip",
+    "Statistics",
     "UpdateHook",
     "WeightUpdate",
     "orthogonalize_",

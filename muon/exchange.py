@@ -43,8 +43,9 @@ class Exchange:
         """
         self.bytes_sent = 0
         """Bytes that this rank has sent to other ranks."""
+        self.rank = dist.get_rank(group)
+        """This rank's position in ``SharedMatrix.chunks``."""
         self._group = group
-        self._rank = dist.get_rank(group)
         self._wait = wait
         self._device = device
         # Buffers of ended rounds: touching new memory takes about as long as sending it.
@@ -74,7 +75,7 @@ class Exchange:
                 overwritten.
             apply_updates: reads the updates of the parts that this rank sent.
         """
-        sent, received = round_.sent(self._rank), round_.received(self._rank)
+        sent, received = round_.sent(self.rank), round_.received(self.rank)
         sent_counts, received_counts = _counts(sent), _counts(received)
         # First the parts that this rank sends, then the parts of the matrices that it owns.
         numels = [sum(sent_counts), sum(received_counts)]
@@ -93,7 +94,7 @@ class Exchange:
             self._wait(work)
             matrices = {
                 index: owned.new_empty(round_.matrices[index].shape)  # (rows, columns)
-                for index in round_.owned(self._rank)
+                for index in round_.owned(self.rank)
             }
             for index, chunk, view in owned_parts:
                 round_.matrices[index].select(matrices[index], chunk).copy_(view)
@@ -131,7 +132,7 @@ class Exchange:
         input_: torch.Tensor,
         input_counts: list[int],
     ) -> dist.Work:
-        self.bytes_sent += (sum(input_counts) - input_counts[self._rank]) * input_.itemsize
+        self.bytes_sent += (sum(input_counts) - input_counts[self.rank]) * input_.itemsize
         work: dist.Work = dist.all_to_all_single(
             output, input_, output_counts, input_counts, group=self._group, async_op=True
         )

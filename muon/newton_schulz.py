@@ -155,6 +155,11 @@ def cost(shape: tuple[int, int]) -> int:
     return rows**2 * (2 * columns + rows)
 
 
+def flops(shape: tuple[int, int], steps: int = STEPS) -> int:
+    """Return the floating-point operations of Newton-Schulz, also where fewer are done."""
+    return 2 * steps * cost(shape)
+
+
 def _scale_(wide: torch.Tensor) -> None:
     """Multiply each matrix by a power of two, so that its largest magnitude is in [0.5, 1).
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import tierstore
+from muon import newton_schulz
 from muon.exchange import Exchange, Parts
 from muon.matrices import Declaration, Matrix, declared, matrices_of
 from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
@@ -47,6 +48,8 @@ class PagePlan:
 
     places: Sequence[tuple[int, Matrix]]
     """For each matrix the position of its parameter among those of the page with a gradient."""
+    owners: Sequence[int]
+    """The rank that orthogonalizes each matrix."""
     rounds: Sequence[Round]
     """They number the matrices by their positions in ``places``."""
 
@@ -109,7 +112,11 @@ def plan_pages(
         )
     bytes_max = gather_memory // ROUNDS_MAX
     return [
-        PagePlan(page_places, plan_rounds(page, owners, bytes_max=bytes_max, itemsize=itemsize))
+        PagePlan(
+            places=page_places,
+            owners=owners,
+            rounds=plan_rounds(page, owners, bytes_max=bytes_max, itemsize=itemsize),
+        )
         for page_places, page, owners, itemsize in zip(
             places, pages, owners_by_page, itemsizes, strict=True
         )
@@ -151,11 +158,30 @@ class Pipeline:
         self._gather_memory = gather_memory
         self._exchange: Exchange | None = None
         self._planned: dict[Any, list[PagePlan | None]] = {}
+        self._stepped: tuple[Any, Any, frozenset[str]] = ([], [], frozenset())
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of matrices and updates that this rank has sent to other ranks."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
+
+    def flops_by_rank(self) -> list[int]:
+        """Return the operations of Newton-Schulz that each rank owned in the last step."""
+        shared, groups, present = self._stepped
+        ranks = self._store.ranks
+        found = [0] * (1 if ranks is None else ranks.world_size)
+        plans = plan_pages(
+            shared,
+            groups,
+            present,
+            world_size=len(found),
+            gather_memory=self._gather_memory,
+        )
+        for subgroup, plan in zip(shared, plans, strict=True):
+            for (_, matrix), owner in zip(plan.places, plan.owners, strict=True):
+                steps = groups[subgroup.group]["ns_steps"]
+                found[owner] += newton_schulz.flops(matrix.shape, steps)
+        return found
 
     def open(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Make the process group that matrices are exchanged over, if ranks share any.
@@ -196,6 +222,7 @@ class Pipeline:
             ValueError: one matrix needs more than ``gather_memory``. No page was stepped.
         """
         planned = self._plan(pages, groups)
+        self._stepped = pages.shared, groups, pages.present
         in_flight: _InFlight = deque()
         for number, page in enumerate(pages):
             group = groups[page.group]
@@ -238,11 +265,14 @@ class Pipeline:
 
         for round_ in rounds:
             assert self._exchange is not None
+            names = [matrices[index].name for index in round_.owned(self._exchange.rank)]
             stages = self._exchange.stages(
                 round_,
                 group["ns_dtype"],
                 write_inputs=write_parts,
-                orthogonalize=partial(orthogonalize, group=group),
+                orthogonalize=partial(
+                    orthogonalize, group=group, names=names, sample=extras.sample
+                ),
                 apply_updates=apply_parts,
             )
             in_flight.append((number, stages))

@@ -218,7 +218,8 @@ def _projections(module: Any, size: int) -> Iterator[HeadRows]:
 
 def _latent(module: Any) -> Iterator[HeadRows]:
     plain, rotary, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
-    queries = module.q_b_proj if hasattr(module, "q_b_proj") else module.q_proj
+    queries = getattr(module, "q_b_proj", None)  # None also where queries are not compressed.
+    queries = module.q_proj if queries is None else queries
     for head in range(queries.weight.shape[0] // (plain + rotary)):
         start = head * (plain + rotary)
         yield from _both(queries, start, plain, head, 0.5)

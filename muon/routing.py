@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from muon import newton_schulz
 from muon.checks import check_matrices
 from muon.matrices import Declaration, declared, matrices_of
 from muon.routing_rules import Use, rules_by_place, uses_named, uses_of
@@ -39,21 +40,28 @@ class ParamGroups(list[dict[str, Any]]):
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE, title="param groups")
-        for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape", "rule"):
+        for column in ("group", "algorithm", "lr", "weight decay", "parameter", "shape"):
             table.add_column(column)
+        table.add_column("GFLOP", justify="right")  # Of Newton-Schulz, in a step.
+        table.add_column("rule")
         for index, group in enumerate(self):
             # An optimizer takes the names out of "params".
             names = group.get("param_names")
             named = zip(names, group["params"], strict=True) if names else group["params"]
             for position, (name, tensor) in enumerate(named):
                 shape = _by(tensor.shape) or "scalar"
-                if "matrices" in group:
+                flops = ""
+                if group["algorithm"] == "muon":
                     inner = Counter(m.shape for m in matrices_of(tensor.shape, declared(group)))
+                    steps = group.get("ns_steps", newton_schulz.STEPS)
+                    total = sum(n * newton_schulz.flops(one, steps) for one, n in inner.items())
+                    flops = f"{total / 1e9:.3g}"
+                if "matrices" in group:
                     held = ", ".join(f"{count} of {_by(one)}" for one, count in inner.items())
                     shape = f"{shape}: {held}"
                 rates = (f"{group['lr']:g}", f"{group['weight_decay']:g}")
                 heading = (str(index), group["algorithm"], *rates) if position == 0 else [""] * 4
-                table.add_row(*heading, name, shape, self.rules.get(name, ""))
+                table.add_row(*heading, name, shape, flops, self.rules.get(name, ""))
         # The console is as wide as the table, so that no name is cut.
         width = Console(width=sys.maxsize).measure(table).maximum
         console = Console(width=width, no_color=True, highlight=False, markup=False, emoji=False)

@@ -15,18 +15,21 @@ from muon import newton_schulz
 from muon.hooks import UpdateHook, WeightUpdate
 from muon.matrices import Matrix, declared, matrices_of
 from muon.qk_clip import Scale, factors
+from muon.statistics import Sample
 from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a step does with weights besides the rule of their group."""
+    """What a step does besides the rule of each group."""
 
     hooks: Sequence[UpdateHook] = ()
     scales: Mapping[str, Sequence[Scale]] = field(default_factory=dict)
     """Parameter name -> what QK-clip scales in this step."""
     sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Sums a tensor over the ranks that share a matrix."""
+    sample: Sample | None = None
+    """Takes the statistics of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +139,24 @@ def write_inputs(matrix: OwnMatrix, group: Mapping[str, Any], outs: Sequence[tor
             )
 
 
-def orthogonalize(matrices: Sequence[torch.Tensor], group: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the updates of whole matrices of shapes (rows, columns), which are overwritten."""
+def orthogonalize(
+    matrices: Sequence[torch.Tensor],
+    group: Mapping[str, Any],
+    names: Sequence[str],
+    sample: Sample | None,
+) -> list[torch.Tensor]:
+    """Return the updates of whole matrices of shapes (rows, columns), which are overwritten.
+
+    Args:
+        matrices: the inputs.
+        group: their hyperparameters.
+        names: the name of the parameter of each, for the sample.
+        sample: takes statistics, if it is there.
+    """
+    if sample is not None:
+        with record_function("muon::statistics"):
+            for name, matrix in zip(names, matrices, strict=True):
+                sample.note_input(name, matrix)
     with record_function("muon::newton_schulz"):
         return newton_schulz.orthogonalize_all(
             matrices,
@@ -156,6 +175,9 @@ def apply_updates(
     lr = group["lr"]
     adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *matrix.matrix.outputs_and_inputs)
     with record_function("muon::apply"), _hooked(matrix, group, updates, extras) as hooked:
+        if extras.sample is not None:
+            masters = [part.master for part in matrix.parts]
+            extras.sample.note_update(matrix.name, adjusted_lr, hooked, masters)
         for part, update in zip(matrix.parts, hooked, strict=True):
             muon_(
                 part.master,
@@ -206,7 +228,9 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
             tensor = torch.empty(shapes[index], dtype=group["ns_dtype"], device=device)
             inputs.append(tensor)  # (rows, columns)
             write_inputs(matrices[index], group, matrices[index].select(tensor))
-        for index, update in zip(batch, orthogonalize(inputs, group), strict=True):
+        names = [matrices[index].name for index in batch]
+        updates = orthogonalize(inputs, group, names, extras.sample)
+        for index, update in zip(batch, updates, strict=True):
             apply_updates(matrices[index], group, matrices[index].select(update), extras)
 
 

@@ -1,3 +1,5 @@
+"""Time of Newton-Schulz, measured as a user measures it."""
+
 from __future__ import annotations
 
 import json
@@ -20,7 +22,13 @@ def test_small_run(tmp_path: Path) -> None:
         ([512, 768], "float32"),
     ]
     for row in rows:
-        assert row["ratio"] == sorted(row["ratio"])
-        assert row["ratio"][0] > 0
+        for name in ("ratio", "usual_of_products", "ours_of_products", "statistics_ratio"):
+            assert row[name] == sorted(row[name])
+            assert row[name][0] > 0
         assert 0 < row["ours_error"] < (0.1 if row["dtype"] == "bfloat16" else 1e-3)
         assert f"{row['shape'][0]} x {row['shape'][1]}" in done.stdout
+    steps = report["steps"]
+    assert [(step["shape"], step["count"]) for step in steps] == [([64, 64], 2), ([512, 64], 1)]
+    # The ratio of all lies between those of the shapes, in each round.
+    assert min(s["ratio"][0] for s in steps) <= report["step_ratio"][2]
+    assert report["step_ratio"][2] <= max(s["ratio"][-1] for s in steps)

@@ -22,6 +22,8 @@ SHAPES: Shapes = {
     "dense": ((12, 20), 0),
     "again": ((12, 16, 20), 5),
 }
+MATRICES = {(16, 20): 24, (10, 12): 2, (4, 20): 8, (6, 14): 5, (9, 36): 1, (12, 20): 1}
+TOTAL_FLOPS = sum(n * (20 * r**2 * c + 10 * r**3) for (r, c), n in MATRICES.items())
 SMALL_PAGES = {"page_bytes": 8192, "buffers": 5}
 
 
@@ -44,6 +46,9 @@ def test_one_result_on_every_partition(
     case = Case(layout=layout, shapes=SHAPES, directory=tmp_path / "run", store=SMALL_PAGES)
     of_ranks = pool.run(ranks, "tests.rank_programs.training:train", case)
     assert_as_one_process(of_ranks, SHAPES, expected)
+    for trained in of_ranks:
+        assert trained.flops == of_ranks[0].flops
+        assert sum(trained.flops) == TOTAL_FLOPS
 
 
 def test_a_rank_needs_nothing_of_whole_experts(pool: RankPool) -> None:
@@ -51,4 +56,6 @@ def test_a_rank_needs_nothing_of_whole_experts(pool: RankPool) -> None:
     shapes: Shapes = {"experts": SHAPES["experts"]}
     of_ranks = pool.run(3, "tests.rank_programs.training:train", Case(layout="rows", shapes=shapes))
     assert [trained.bytes_exchanged for trained in of_ranks] == [0, 0, 0]
+    of_an_expert = 20 * 16**2 * 20 + 10 * 16**3
+    assert [trained.flops for trained in of_ranks] == [[4 * of_an_expert] * 3] * 3
     assert_as_one_process(of_ranks, shapes, one_process(shapes, {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import muon
 from tests.rank_programs.checks import assert_as_one_process
-from tests.rank_programs.training import Case, Heads, one_process
+from tests.rank_programs.training import STEPS, Case, Heads, one_process, one_process_statistics
 from tests.support.rank_pool import RankPool
 from tests.support.training import Shapes
 
@@ -74,3 +75,20 @@ def test_hyperball_agrees_on_every_partition(ranks: int, layout: str, pool: Rank
         for name, values in trained.values.items():
             whole = expected[name].flatten()[trained.positions[name]]
             torch.testing.assert_close(values, whole, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_statistics_are_those_of_one_process(ranks: int, layout: str, pool: RankPool) -> None:
+    options = {"statistics_every": 2}
+    case = Case(layout=layout, shapes=SHAPES, options=options, uniform=True)
+    of_ranks = pool.run(ranks, "tests.rank_programs.training:train", case)
+    expected = one_process_statistics(SHAPES, options)
+    assert {one.step for one in expected.values()} == {STEPS}
+    assert expected.keys() == {name for name, (_, group) in SHAPES.items() if group != 1}
+    for trained in of_ranks:
+        assert trained.statistics == of_ranks[0].statistics
+        assert trained.statistics.keys() == expected.keys()
+        for name, one in expected.items():
+            # The inputs are the same bits, in batches of the same order; sums are of float64.
+            found = asdict(trained.statistics[name])
+            assert found == pytest.approx(asdict(one), rel=1e-9), name

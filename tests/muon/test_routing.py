@@ -147,6 +147,8 @@ def test_table_names_every_parameter() -> None:
         assert " x ".join(str(size) for size in parameter.shape) in line
     (muon_line,) = [line for line in lines if " muon " in line]
     assert " 0.02 " in muon_line
+    rows, columns = sorted(groups[0]["params"][0][1].shape)
+    assert f" {(20 * rows**2 * columns + 10 * rows**3) / 1e9:.3g} " in muon_line
     (adamw_line,) = [line for line in lines if " adamw " in line]
     assert " 0.0003 " in adamw_line
 

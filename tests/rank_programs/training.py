@@ -107,6 +107,10 @@ class Trained:
     """Number of pages that rest in memory."""
     bytes_spread: int
     bytes_exchanged: int
+    statistics: dict[str, muon.Statistics]
+    """As all ranks got them, if the case samples them."""
+    flops: list[int]
+    """Operations of Newton-Schulz of each rank."""
 
 
 # ---------------------------------------------------------------------------- QK-clip
@@ -188,18 +192,7 @@ def one_process(
         heads: as of a case.
         uniform: as of a case.
     """
-    values = whole_parameters(shapes, uniform)
-    parameters = {name: nn.Parameter(whole) for name, whole in values.items()}
-    clip = clip_of(parameters, heads or {})
-    optimizer = muon.Muon(make_groups(parameters, shapes), **options, **clip)
-    for step in range(1, steps + 1):
-        gradients = whole_gradients(shapes, step, uniform)
-        for name, positions in (zeroed or {}).items():
-            if step % 3 == 0 and name in gradients:
-                gradients[name].view(-1)[positions] = 0
-        for name, parameter in parameters.items():
-            parameter.grad = gradients.get(name)
-        optimizer.step(qk_logits=qk_logits(heads, step) if heads else None)
+    optimizer, parameters = _stepped(shapes, options, steps, zeroed or {}, heads or {}, uniform)
     states = {
         (name, state): tensor
         for name, of_parameter in optimizer.store.read_states().items()
@@ -207,6 +200,36 @@ def one_process(
         if state != "master"
     }
     return {name: p.detach() for name, p in parameters.items()}, states
+
+
+def one_process_statistics(
+    shapes: Shapes, options: Mapping[str, Any]
+) -> dict[str, muon.Statistics]:
+    """Return the statistics after all steps of whole float32 tensors."""
+    return _stepped(shapes, options, STEPS, {}, {}, True)[0].statistics()
+
+
+def _stepped(
+    shapes: Shapes,
+    options: Mapping[str, Any],
+    steps: int,
+    zeroed: Mapping[str, torch.Tensor],
+    heads: Heads,
+    uniform: bool,
+) -> tuple[muon.Muon, dict[str, nn.Parameter]]:
+    values = whole_parameters(shapes, uniform)
+    parameters = {name: nn.Parameter(whole) for name, whole in values.items()}
+    clip = clip_of(parameters, heads)
+    optimizer = muon.Muon(make_groups(parameters, shapes), **options, **clip)
+    for step in range(1, steps + 1):
+        gradients = whole_gradients(shapes, step, uniform)
+        for name, positions in zeroed.items():
+            if step % 3 == 0 and name in gradients:
+                gradients[name].view(-1)[positions] = 0
+        for name, parameter in parameters.items():
+            parameter.grad = gradients.get(name)
+        optimizer.step(qk_logits=qk_logits(heads, step) if heads else None)
+    return optimizer, parameters
 
 
 # ---------------------------------------------------------------------------- layouts
@@ -391,15 +414,28 @@ def train(case: Case) -> Trained:
             model.set_gradients(gradients)
             logits = qk_logits(case.heads, step, rank, dist.get_world_size())
             optimizer.step(qk_logits=logits if case.heads else None)
-        return trained_by(model, optimizer, issued, states=case.last == STEPS)
+        return trained_by(
+            model,
+            optimizer,
+            issued,
+            states=case.last == STEPS,
+            samples="statistics_every" in case.options,
+        )
 
 
 def trained_by(
-    model: Model, optimizer: muon.Muon, issued: list[Issued], *, states: bool = True
+    model: Model,
+    optimizer: muon.Muon,
+    issued: list[Issued],
+    *,
+    states: bool = True,
+    samples: bool = False,
 ) -> Trained:
-    """Return what this rank has now, with what it owns of the states if they are asked for."""
+    """Return what this rank has now, with its states and statistics if they are asked for."""
     stats = optimizer.store.stats()
     return Trained(
+        statistics=optimizer.statistics() if samples else {},
+        flops=optimizer.flops_by_rank(),
         positions=model.positions,
         values={name: local(p).clone() for name, p in model.parameters.items()},
         states=owned_states(optimizer, model.parameters) if states else {},
