@@ -74,13 +74,14 @@ def test_declared_parameters_are_in_groups_of_their_own() -> None:
 
 def test_the_table_says_what_parameters_hold() -> None:
     text = str(muon.param_groups(Model(), matrices=rules()))
-    for row in (
-        "experts.gate_up_proj 4 x 24 x 16: 8 of 12 x 16 matrices",
-        "experts.down_proj 4 x 16 x 12: 4 of 16 x 12 matrices",
-        "qkv.weight 32 x 16: 4 of 8 x 16 matrices",
-        "mlp.weight 16 x 32: 1 of 16 x 32 matrices",
+    for row, count, rows, columns in (
+        ("experts.gate_up_proj 4 x 24 x 16: 8 of 12 x 16", 8, 12, 16),
+        ("experts.down_proj 4 x 16 x 12: 4 of 16 x 12", 4, 12, 16),
+        ("qkv.weight 32 x 16: 4 of 8 x 16", 4, 8, 16),
+        ("mlp.weight 16 x 32: 1 of 16 x 32", 1, 16, 32),
     ):
-        assert row in " ".join(text.split())
+        work = count * (20 * rows**2 * columns + 10 * rows**3) / 1e9
+        assert f"{row} {work:.3g} matrices" in " ".join(text.split())
 
 
 def test_the_groups_train() -> None:
