@@ -44,7 +44,7 @@ class WeightUpdate:
 
 
 class UpdateHook:
-    """What to do before and after the weight update of each matrix of the Muon groups.
+    """Calls before and after the weight update of each matrix of the Muon groups.
 
     Methods are called for every matrix with a gradient, in the same order on all ranks that share
     it, also where a rank has no part of it. An exception fails the store: ``restore()`` returns to

@@ -53,7 +53,7 @@ class Scale:
 
 
 class QKClip:
-    """What to scale where the attention logits of a head exceed a threshold.
+    """Rows to scale where the attention logits of a head exceed a threshold.
 
     Give it to ``muon.Muon(qk_clip=)``, and the largest logits to ``step(qk_logits=)``. Queries and
     keys with norms of their own (QK-norm) have bounded logits and need none.

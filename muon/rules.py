@@ -21,7 +21,7 @@ from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a step does besides the rule of each group."""
+    """Work of a step besides the rule of each group."""
 
     hooks: Sequence[UpdateHook] = ()
     scales: Mapping[str, Sequence[Scale]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class OwnPart:
     momentum: torch.Tensor
     master: torch.Tensor
     factors: Sequence[torch.Tensor]
-    """What QK-clip multiplies the master by; broadcast to it."""
+    """Factors of QK-clip for the master; broadcast to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a step did to one parameter, over all of its matrices."""
+    """Measures of one step of one parameter, over all of its matrices."""
 
     step: int
     stable_rank: float
