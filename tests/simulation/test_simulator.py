@@ -135,7 +135,8 @@ def test_schedules_of_one_of_several_directories_that_is_moved() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_many_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = go_through(range(1000, 1240))
+    # One, so that other tests have a processor of their own beside it: some bound times.
+    outcome = go_through(range(1000, 1220), workers=1)
     report(outcome.counts, capsys)
     assert sum(outcome.counts[theme] for theme in THEMES) >= 100_000
     assert all(outcome.counts[theme] > 2000 for theme in THEMES)
@@ -161,7 +162,7 @@ def test_every_crash_of_a_small_run_with_pages_in_memory(commit_every: int | Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("seed", range(2, 7))
 @pytest.mark.parametrize("commit_every", [1, None])
 def test_every_crash_of_more_small_runs(commit_every: int | None, seed: int) -> None:
     test_every_crash_of_a_small_run(commit_every, seed)
