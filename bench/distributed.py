@@ -175,7 +175,9 @@ def make_optimizer(
 class AllGather:
     """Takes the place of the optimizer's pipeline: every rank gathers all matrices."""
 
-    def open(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def open(
+        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
+    ) -> None:
         """Do nothing: the default process group serves."""
 
     def step_pages(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import tierstore
+from muon import normuon
 from muon.matrices import Declaration, declared
 
 _Group = dict[str, Any]
@@ -29,6 +30,7 @@ class AttachedGroups:
         self._members: dict[int, tuple[int, tierstore.PagedParameter]] = {}
         self._algorithms: list[str] = []
         self._declarations: list[Declaration] = []
+        self._with_normuon: list[bool] = []
         # Number, dict and parameters of each param group when all were last followed.
         self._followed: list[tuple[int, _Group, list[torch.Tensor]]] = []
 
@@ -46,6 +48,7 @@ class AttachedGroups:
         self.groups += groups
         self._algorithms += [group.hyperparameters["algorithm"] for group in groups]
         self._declarations += [declared(group.hyperparameters) for group in groups]
+        self._with_normuon += [normuon.is_used(group.hyperparameters) for group in groups]
         self._note(param_groups, self._numbers(param_groups))
 
     def remove(self, names: Collection[str], param_groups: Sequence[_Group]) -> None:
@@ -134,6 +137,7 @@ class AttachedGroups:
             group is known
             and group.get("algorithm") == self._algorithms[number]
             and declared(group) == self._declarations[number]
+            and normuon.is_used(group) == self._with_normuon[number]
             and len(group["params"]) == len(tensors)
             and all(map(operator.is_, group["params"], tensors))
             for group, (number, known, tensors) in zip(param_groups, followed, strict=True)
@@ -229,6 +233,12 @@ class AttachedGroups:
             raise ValueError(
                 f"param group {index} was attached with matrices={self._declarations[number]} and "
                 f"has {declared(group)} now: put it back, because pages are cut between matrices"
+            )
+        if normuon.is_used(group) != self._with_normuon[number]:
+            had = "with" if self._with_normuon[number] else "without"
+            raise ValueError(
+                f"param group {index} was attached {had} normuon_beta and has "
+                f"{group.get('normuon_beta')!r} now: put it back, because the states differ"
             )
 
 

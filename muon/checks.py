@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import tierstore
+from muon import normuon
 from muon.blocks import KEYS as BLOCK_KEYS
 from muon.blocks import blocks_of
 from muon.coefficients import TABLES, steps_min
@@ -35,7 +36,7 @@ _OWN_KEYS = {
     "adamw": frozenset({"betas"}),
 }
 # Keys that a group of one algorithm may have, and need not.
-_OPTIONAL_KEYS = {"muon": BLOCK_KEYS | {"matrices"}, "adamw": frozenset({"fused"})}
+_OPTIONAL_KEYS = {"muon": BLOCK_KEYS | {"matrices", "normuon_beta"}, "adamw": frozenset({"fused"})}
 _COMMON_KEYS = frozenset(
     {
         "params",
@@ -178,6 +179,21 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         _require(group, "betas", holds, expected, advice if "max_momentum" in group else "")
 
 
+def check_loaded(group: Mapping[str, Any], loaded: Mapping[str, Any], number: int) -> None:
+    """Check hyperparameters that are to be loaded into a group.
+
+    Raises:
+        ValueError: names the first that cannot be used.
+    """
+    check_hyperparameters(loaded, number)
+    if normuon.is_used(loaded) != normuon.is_used(group):
+        raise ValueError(
+            f"normuon_beta is {loaded.get('normuon_beta')!r} in what is to be loaded and "
+            f"{group.get('normuon_beta')!r} in param group {number}: the states of NorMuon cannot "
+            "be added or removed"
+        )
+
+
 def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:
     """Check that the matrices that a Muon group declares, and their blocks, fit a parameter.
 
@@ -188,6 +204,7 @@ def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) ->
     try:
         for declaration in declarations:
             matrices_of(shape, declaration)
+        normuon.check_rows(shape, group)
     except ValueError as error:
         raise ValueError(f"parameter {name!r} has shape {tuple(shape)}: {error}") from error
 
@@ -260,6 +277,13 @@ def _check_muon(group: Mapping[str, Any]) -> None:
     for name, (holds, expected) in checks.items():
         _require(group, name, holds, expected)
     _check_blocks(group)
+    if not normuon.is_used(group):
+        return
+    beta = group["normuon_beta"]
+    is_beta = isinstance(beta, _NUMBERS) and type(beta) is not bool and 0 <= float(beta) < 1
+    _require(group, "normuon_beta", is_beta, "be a number in [0, 1)")
+    if group.get("block_grid") is not None:
+        raise ValueError("normuon_beta and block_grid cannot be combined: leave one out")
 
 
 def _check_blocks(group: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -17,7 +18,8 @@ import tierstore
 from muon.rounds import Round
 
 Parts = Mapping[int, Sequence[torch.Tensor]]
-"""For each matrix of a round one tensor per chunk of this rank, in the chunk's shape."""
+"""For each matrix of a round one tensor per chunk of this rank, in the chunk's shape; or one of the
+averages of its rows, of shape (..., numbers for a row)."""
 
 
 class Exchange:
@@ -56,9 +58,10 @@ class Exchange:
         round_: Round,
         dtype: torch.dtype,
         *,
-        write_inputs: Callable[[Parts], None],
-        orthogonalize: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        apply_updates: Callable[[Parts], None],
+        with_averages: bool,
+        write_inputs: Callable[[Parts, Parts], None],
+        orthogonalize: Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]],
+        apply_updates: Callable[[Parts, Parts], None],
     ) -> Iterator[None]:
         """Exchange the matrices of one round in three stages.
 
@@ -69,24 +72,30 @@ class Exchange:
         Args:
             round_: the matrices to exchange.
             dtype: dtype of inputs and updates on the wire.
-            write_inputs: writes the parts that this rank sends.
+            with_averages: whether the averages of NorMuon travel with each part: one for each of
+                its rows, their bits behind its elements. Otherwise those of a part are empty.
+            write_inputs: writes the parts that this rank sends, and their averages with pack().
             orthogonalize: returns the updates of the matrices that this rank owns, both of shapes
-                (rows, columns). The matrices are contiguous, share no memory, and may be
-                overwritten.
-            apply_updates: reads the updates of the parts that this rank sent.
+                (rows, columns), and changes their averages, (rows, 1). The matrices are contiguous,
+                share no memory, and may be overwritten.
+            apply_updates: reads the updates of the parts that this rank sent, and their averages
+                with unpack().
         """
         sent, received = round_.sent(self.rank), round_.received(self.rank)
-        sent_counts, received_counts = _counts(sent), _counts(received)
+        width = max(1, torch.float32.itemsize // dtype.itemsize) if with_averages else 0
+        sent_counts, received_counts = _counts(sent, width), _counts(received, width)
         # First the parts that this rank sends, then the parts of the matrices that it owns.
         numels = [sum(sent_counts), sum(received_counts)]
         buffer = self._take(sum(numels) * dtype.itemsize)  # (nbytes or more,)
         both = buffer[: sum(numels) * dtype.itemsize].view(dtype)  # (sent + received,)
         parts, owned = torch.split(both, numels)  # (sent,), (received,)
         own_parts: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
-        for index, _, view in _views(parts, sent):
+        own_rows: dict[int, list[torch.Tensor]] = {index: [] for index in round_.matrices}
+        for index, _, view, rows in _views(parts, sent, width):
             own_parts[index].append(view)
-        owned_parts = list(_views(owned, received))
-        write_inputs(own_parts)
+            own_rows[index].append(rows)
+        owned_parts = list(_views(owned, received, width))
+        write_inputs(own_parts, own_rows)
         with record_function("muon::gather"):
             work = self._start(owned, received_counts, parts, sent_counts)
         yield
@@ -96,18 +105,27 @@ class Exchange:
                 index: owned.new_empty(round_.matrices[index].shape)  # (rows, columns)
                 for index in round_.owned(self.rank)
             }
-            for index, chunk, view in owned_parts:
+            averages = {
+                index: owned.new_empty((len(matrix), 1), dtype=torch.float32)
+                for index, matrix in matrices.items()
+            }
+            for index, chunk, view, rows in owned_parts:
                 round_.matrices[index].select(matrices[index], chunk).copy_(view)
-        updates = dict(zip(matrices, orthogonalize([*matrices.values()]), strict=True))
+                if width:
+                    unpack(rows, round_.matrices[index].select_rows(averages[index], chunk))
+        found = orthogonalize([*matrices.values()], [*averages.values()])
+        updates = dict(zip(matrices, found, strict=True))
         with record_function("muon::scatter"):
-            for index, chunk, view in owned_parts:
+            for index, chunk, view, rows in owned_parts:
                 view.copy_(round_.matrices[index].select(updates[index], chunk))
+                if width:
+                    pack(round_.matrices[index].select_rows(averages[index], chunk), rows)
             work = self._start(parts, sent_counts, owned, received_counts)
-        del matrices, updates  # Their memory is free while the updates travel.
+        del matrices, found, updates  # Their memory is free while the updates travel.
         yield
         with record_function("muon::scatter"):
             self._wait(work)
-        apply_updates(own_parts)
+        apply_updates(own_parts, own_rows)
         self._free.append(buffer)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -142,16 +160,45 @@ class Exchange:
 _Chunks = Sequence[Sequence[tuple[int, tierstore.Chunk]]]
 
 
-def _counts(chunks: _Chunks) -> list[int]:
-    """Return the number of elements that travel to or from each rank."""
-    return [sum(chunk.numel for _, chunk in rank_chunks) for rank_chunks in chunks]
+def pack(averages: torch.Tensor, wire: torch.Tensor) -> None:
+    """Write float32 averages of shape (..., 1) in the dtype of the wire, without rounding."""
+    wire.copy_(_in_dtype(averages, wire.dtype))
+
+
+def unpack(wire: torch.Tensor, averages: torch.Tensor) -> None:
+    """Read what pack() wrote."""
+    _in_dtype(averages, wire.dtype).copy_(wire)
+
+
+def _in_dtype(averages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 averages of shape (..., 1) as numbers of a narrower dtype with their bits."""
+    return averages.view(dtype) if dtype.itemsize < averages.itemsize else averages
+
+
+def _numel(chunk: tierstore.Chunk, width: int) -> int:
+    """Return the numbers that travel with a chunk, ``width`` of them for each row."""
+    return chunk.numel + math.prod(chunk.sizes[:-1]) * width
+
+
+def _counts(chunks: _Chunks, width: int) -> list[int]:
+    """Return how many numbers travel to or from each rank."""
+    return [sum(_numel(chunk, width) for _, chunk in rank_chunks) for rank_chunks in chunks]
 
 
 def _views(
-    buffer: torch.Tensor, chunks: _Chunks
-) -> Iterator[tuple[int, tierstore.Chunk, torch.Tensor]]:
-    """Yield (matrix, chunk, view) for each chunk, with chunks consecutive in the buffer."""
+    buffer: torch.Tensor, chunks: _Chunks, width: int
+) -> Iterator[tuple[int, tierstore.Chunk, torch.Tensor, torch.Tensor]]:
+    """Yield (matrix, chunk, elements, averages) for each chunk, consecutive in the buffer.
+
+    Elements have the shape of the chunk, averages its shape with ``width`` for the last dimension.
+    """
     flat = list(chain.from_iterable(chunks))
-    pieces = torch.split(buffer, [chunk.numel for _, chunk in flat])  # (chunk.numel,) of each
+    pieces = torch.split(buffer, [_numel(chunk, width) for _, chunk in flat])
     for (index, chunk), piece in zip(flat, pieces, strict=True):
-        yield index, chunk, piece.view(chunk.sizes)  # (chunk rows, chunk columns)
+        elements, averages = piece[: chunk.numel], piece[chunk.numel :]
+        yield (
+            index,
+            chunk,
+            elements.view(chunk.sizes),
+            averages.view(*chunk.sizes[:-1], width),
+        )

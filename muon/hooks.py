@@ -18,7 +18,7 @@ class WeightUpdate:
     starts: tuple[int, ...]
     """Indices of the first element of the matrix in the parameter."""
     shape: tuple[int, int]
-    """(rows, columns) of the whole matrix."""
+    """(rows, columns) of the whole matrix; in a step of blocks, of the block."""
     group: Mapping[str, Any]
     """Hyperparameters of the param group, also those that it has for a hook."""
     weights: Sequence[torch.Tensor]
@@ -48,7 +48,7 @@ class UpdateHook:
 
     Methods are called for every matrix with a gradient, in the same order on all ranks that share
     it, also where a rank has no part of it. An exception fails the store: ``restore()`` returns to
-    the last commit. Hooks keep no state between steps, because no commit has it.
+    the last commit. No commit has what a hook remembers.
     """
 
     def before(self, update: WeightUpdate) -> None:
@@ -79,12 +79,12 @@ class Hyperball(UpdateHook):
         self._norm = update.norm(update.weights)
         place = update.name, update.starts
         if place not in self._known:  # Once, because the answer of a device has to be waited for.
-            self._known.add(place)
             if not self._norm > 0:
                 raise ValueError(
                     f"a matrix of parameter {update.name!r} has the norm {self._norm.item():g}, "
                     "which Hyperball would keep: initialize it, or step it without the hook"
                 )
+            self._known.add(place)
         _scale_(update.updates, self._norm, update.norm(update.updates))
 
     def after(self, update: WeightUpdate) -> None:

@@ -210,7 +210,7 @@ def _grid(matrix: Matrix, rows: int, columns: int) -> Iterator[Matrix]:
                 f"a grid of {rows} x {columns} blocks does not fit a matrix of "
                 f"{' x '.join(map(str, matrix.shape))}: {count} do not divide {extent}"
             )
-        if count > 1:
+        if count > 1 and extent:
             size = extent // count
             found = [one for each in found for one in _blocks(each, dimension, size)]
     yield from found

@@ -26,7 +26,8 @@ _STRIP_ROWS = 256
 _STEEPEST = 3.6  # A steeper polynomial would amplify rounding errors too much.
 _MEASURED_ROUNDS = 8
 _MEASURED_ROWS = 128  # Of the matrices of bfloat16_slowness().
-_BATCH_NUMEL = 1 << 24  # Elements of a batch: batching copies the matrices.
+_BATCH_COUNT = 8  # Matrices of a batch; fewer of larger ones, which a GPU computes well alone.
+_BATCH_NUMEL = 1 << 20
 
 
 def orthogonalize_(
@@ -88,7 +89,8 @@ def orthogonalize_all(
 ) -> list[torch.Tensor]:
     """Orthogonalize matrices one by one, or in batches of equal shape.
 
-    Batches are faster on a GPU. The last bits of an update then depend on its batch.
+    Batches are faster on a GPU, and round differently. Zeros fill a batch up to ``batch_count()``
+    matrices, so that an update does not depend on what else is in its batch.
 
     Args:
         matrices: shapes (rows, columns), on one device and of one dtype. They are overwritten.
@@ -103,13 +105,14 @@ def orthogonalize_all(
     """
     updates: dict[int, torch.Tensor] = {}
     for batch in batches([matrix.shape for matrix in matrices], batched=batched):
-        if len(batch) == 1:
-            stacked = matrices[batch[0]]  # (rows, columns)
-        else:
-            stacked = torch.stack([matrices[index] for index in batch])  # (count, rows, columns)
+        first = matrices[batch[0]]  # (rows, columns)
+        count = batch_count(first.shape) if batched else 1
+        stacked = first if count == 1 else first.new_zeros(count, *first.shape)
+        for index, place in zip(batch, stacked, strict=False) if count > 1 else ():
+            place.copy_(matrices[index])
         update = orthogonalize_(stacked, coefficients=coefficients, steps=steps, eps=eps, norm=norm)
-        unstacked = [update] if len(batch) == 1 else update.unbind()  # count x (rows, columns)
-        updates.update(zip(batch, unstacked, strict=True))
+        unstacked = [update] if count == 1 else update[: len(batch)].unbind()
+        updates.update(zip(batch, unstacked, strict=True))  # (rows, columns) of each
     return [updates[index] for index in range(len(matrices))]
 
 
@@ -122,9 +125,14 @@ def batches(shapes: Sequence[tuple[int, ...]], *, batched: bool) -> list[list[in
         by_shape.setdefault(tuple(shape), []).append(index)
     found = []
     for shape, indices in by_shape.items():
-        count = max(1, _BATCH_NUMEL // max(1, math.prod(shape)))
+        count = batch_count(shape)
         found += [indices[at : at + count] for at in range(0, len(indices), count)]
     return found
+
+
+def batch_count(shape: Sequence[int]) -> int:
+    """Return the matrices of this shape in a batch, those of zeros that fill it up among them."""
+    return max(1, min(_BATCH_COUNT, _BATCH_NUMEL // max(1, math.prod(shape))))
 
 
 def numel_needed(shape: Sequence[int], count: int, *, on_gpu: bool) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 import tierstore
-from muon import newton_schulz
+from muon import newton_schulz, normuon
 from muon.advice import warn_of_other_rates, warn_of_slow_bfloat16
 from muon.attached import AttachedGroups
 from muon.blocks import at_step
@@ -23,6 +23,7 @@ from muon.checks import (
     algorithm_of,
     check_has_scheduler,
     check_hyperparameters,
+    check_loaded,
     check_matrices,
     with_dtypes,
 )
@@ -89,9 +90,8 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of Newton-Schulz, or "auto": bfloat16, or float32 where rank 0 measures
             that it is much faster. A resumed run keeps its dtype. The first step warns if a CPU
             without instructions for bfloat16 computes it, unless the matrices are small.
-        ns_batched: compute small matrices of one shape in batches, which is faster on a GPU. The
-            last bits of an update then depend on the other matrices of its page or round, and so
-            on ``page_bytes`` and the number of ranks.
+        ns_batched: compute small matrices of one shape in batches of a fixed number, filled up with
+            zeros. Meant for a GPU; rounds differently than one by one.
         ns_norm: "scaled": each matrix is scaled by a power of two before its norm is computed, so
             that gradients times a power of two give the same update bit for bit, also if their
             squares would overflow or vanish, and ``eps`` does not matter. None: as
@@ -161,10 +161,17 @@ class Muon(torch.optim.Optimizer):
         if nonfinite not in ("raise", "skip", "allow"):
             raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
         self._nonfinite = nonfinite
+        if isinstance(hooks, UpdateHook) or not all(isinstance(h, UpdateHook) for h in hooks):
+            raise ValueError(f"hooks must be a sequence of muon.UpdateHook, got {hooks!r}")
+        if not isinstance(qk_clip, QKClip | None):
+            raise ValueError(f"qk_clip must be a muon.QKClip, got {qk_clip!r}")
+        is_count = type(statistics_every) is int and statistics_every > 0
+        if statistics_every is not None and not is_count:
+            raise ValueError(
+                f"statistics_every must be a whole number above 0, got {statistics_every!r}"
+            )
         self._hooks = tuple(hooks)
         self._qk_clip = qk_clip
-        if statistics_every is not None and statistics_every < 1:
-            raise ValueError(f"statistics_every must be 1 or more, got {statistics_every}")
         self._statistics_every = statistics_every
         self._sample: Sample | None = None
         self._owns_store = store is None
@@ -376,18 +383,19 @@ class Muon(torch.optim.Optimizer):
             groups = self._attached.hyperparameters
             for number, group in enumerate(groups if is_attached else ()):
                 check_hyperparameters(group, number)
-                for parameter in self._attached.groups[number].parameters:
-                    if group.get("block_grid") is not None:  # It may have been changed.
+                if group.get("block_grid") is not None:  # It may have been changed.
+                    for parameter in self._attached.groups[number].parameters:
                         check_matrices(parameter.name, parameter.tensor.shape, group)
             if is_attached:
                 self._warn()
-            groups = [at_step(group, self.store.step + 1) for group in groups]
+            step = self.store.step + 1
+            groups = [at_step(group, step) for group in groups]
             sample = self._begin_sample()
             scales = self._qk_scales(qk_logits)
             extras = Extras(hooks=self._hooks, scales=scales, sample=sample)
             window = self.store.window_max
             with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
-                self._pipeline.open(groups)
+                self._pipeline.open(pages, self._attached.hyperparameters, self._options())
                 scalars = self.store.scalars
                 steps = {
                     name: values["step"] + 1.0
@@ -395,10 +403,11 @@ class Muon(torch.optim.Optimizer):
                     if name in pages.present
                 }
                 self._pipeline.step_pages(pages, groups, steps, window, extras)
-                for name, step in steps.items():
-                    scalars[name]["step"] = step
+                for name, count in steps.items():
+                    scalars[name]["step"] = count
         self._prefetched = False
-        self._sample = sample or self._sample
+        if self.store.step == step:  # It was not skipped.
+            self._sample = sample or self._sample
         return loss
 
     @tierstore.not_compiled
@@ -432,6 +441,15 @@ class Muon(torch.optim.Optimizer):
         """
         return self._pipeline.flops_by_rank()
 
+    def _options(self) -> str:
+        """Describe the options that all ranks must have, and no hyperparameter tells."""
+        threshold = None if self._qk_clip is None else self._qk_clip.threshold
+        hooks = ", ".join(type(hook).__name__ for hook in self._hooks)
+        return (
+            f"the hooks [{hooks}], statistics_every={self._statistics_every} and a QK-clip of "
+            f"threshold {threshold}"
+        )
+
     def _begin_sample(self) -> Sample | None:
         step = self.store.step + 1
         is_due = self._statistics_every is not None and step % self._statistics_every == 0
@@ -446,23 +464,14 @@ class Muon(torch.optim.Optimizer):
         if self._qk_clip is None:
             raise ValueError("step(qk_logits=) needs Muon(qk_clip=muon.QKClip.of(model))")
         plain = {
-            layer: torch.as_tensor(values).flatten().tolist() for layer, values in qk_logits.items()
+            layer: torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
+            for layer, values in qk_logits.items()
         }
         ranks = self.store.ranks
         if ranks is not None:  # Of another name than a step without logits, which gathers nothing.
             ranks.roll_call("step(qk_logits=)", patient=True)
         logits = plain if ranks is None else largest(ranks.gather(plain))
-        scales = {}
-        for parameter, found in self._qk_clip.scales(logits):
-            attached = self._attached.find(parameter)
-            if attached is None:
-                raise ValueError(
-                    f"QK-clip scales a parameter of shape {list(parameter.shape)} that is in no "
-                    "param group: make QKClip of the model that the groups are of, after it was "
-                    "sharded, and give frozen projections no qk_logits"
-                )
-            scales[attached.name] = found
-        return scales
+        return self._qk_clip.scales(logits, self._attached.find)
 
     @tierstore.not_compiled
     def restore(
@@ -506,6 +515,7 @@ class Muon(torch.optim.Optimizer):
             with contextlib.suppress(tierstore.StoreFailedError):
                 self._attach_groups()
             step = self.store.restore(checkpoint, check=check)
+        self._sample = None  # It may be of a later step.
         self._begin_counts()
         committed = [
             {**with_dtypes(group), **values}
@@ -848,8 +858,8 @@ class Muon(torch.optim.Optimizer):
         return tierstore.PagedGroup(
             parameters=[self._paged_parameter(number, *named) for named in self._named(number)],
             hyperparameters=group,
-            check=lambda hyperparameters: check_hyperparameters(
-                {**with_dtypes(hyperparameters), **fixed(group)}, number
+            check=lambda hyperparameters: check_loaded(
+                group, {**with_dtypes(hyperparameters), **fixed(group)}, number
             ),
         )
 
@@ -861,6 +871,8 @@ class Muon(torch.optim.Optimizer):
         is_muon = group["algorithm"] == "muon"
         if is_muon:
             states = {"momentum_buffer": group["momentum_dtype"] or parameter.dtype}
+            if normuon.is_used(group):
+                states[normuon.STATE] = torch.float32
         else:
             wide = torch.promote_types(parameter.dtype, torch.float32)
             states = {"exp_avg": wide, "exp_avg_sq": wide}
@@ -869,6 +881,7 @@ class Muon(torch.optim.Optimizer):
             name=name,
             tensor=parameter,
             states=states,
+            row_states=states.keys() & {normuon.STATE},
             elementwise=not is_muon,
             unit=unit_of(parameter.shape, declared(group)) if is_muon else None,
             partition=self._partition,

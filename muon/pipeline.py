@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import tierstore
-from muon import newton_schulz
-from muon.exchange import Exchange, Parts
+from muon import newton_schulz, normuon
+from muon.exchange import Exchange, Parts, pack, unpack
 from muon.matrices import Declaration, Matrix, declared, matrices_of
 from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
 from muon.rules import (
@@ -183,10 +183,20 @@ class Pipeline:
                 found[owner] += newton_schulz.flops(matrix.shape, steps)
         return found
 
-    def open(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def open(
+        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
+    ) -> None:
         """Make the process group that matrices are exchanged over, if ranks share any.
 
         All ranks call this together.
+
+        Args:
+            pages: the first sweep.
+            groups: all param groups, with whole matrices where steps are of blocks.
+            options: describes the options that must be the same on all ranks.
+
+        Raises:
+            ValueError: ranks have other options, or a matrix needs more than ``gather_memory``.
         """
         ranks = self._store.ranks
         matrices = [p for group in groups if group["algorithm"] == "muon" for p in group["params"]]
@@ -194,12 +204,20 @@ class Pipeline:
             return
         device = compute_device(self._store, matrices[0])
         # Every rank must cut its matrices into the same rounds, so the least memory counts.
-        self._gather_memory = min(ranks.gather(self._gather_memory))
+        memories, of_ranks = zip(*ranks.gather((self._gather_memory, options)), strict=True)
+        for rank, found in enumerate(of_ranks):
+            if found != of_ranks[0]:
+                raise ValueError(
+                    f"the optimizer of rank 0 has {of_ranks[0]}, that of rank {rank} has {found}: "
+                    "all ranks step one model, so give them the same options"
+                )
+        self._gather_memory = min(memories)
         # The backend of a GPU does not send tensors that lie on the CPU.
         backend = "gloo" if device.type == "cpu" else None
         process_group = ranks.new_group(range(ranks.world_size), backend=backend)
         assert process_group is not None
         self._exchange = Exchange(process_group, wait=ranks.wait, device=device)
+        self._plan(pages, groups)  # Steps of blocks would find out late.
 
     def step_pages(
         self,
@@ -222,7 +240,7 @@ class Pipeline:
             ValueError: one matrix needs more than ``gather_memory``. No page was stepped.
         """
         planned = self._plan(pages, groups)
-        self._stepped = pages.shared, groups, pages.present
+        self._stepped = pages.shared, [dict(group) for group in groups], pages.present
         in_flight: _InFlight = deque()
         for number, page in enumerate(pages):
             group = groups[page.group]
@@ -253,25 +271,32 @@ class Pipeline:
         exchanged = {index for round_ in rounds for index in round_.matrices}
         whole = [own for i, own in enumerate(matrices) if i not in exchanged and own.parts]
 
-        def write_parts(parts: Parts) -> None:
+        def write_parts(parts: Parts, rows: Parts) -> None:
             for index, inputs in parts.items():
                 write_inputs(matrices[index], group, inputs)
+                for part, wire in zip(matrices[index].parts, rows[index], strict=True):
+                    if part.averages is not None:
+                        pack(part.averages, wire)
 
-        def apply_parts(parts: Parts) -> None:
+        def apply_parts(parts: Parts, rows: Parts) -> None:
             for index, updates in parts.items():
                 assert self._exchange is not None
+                for part, wire in zip(matrices[index].parts, rows[index], strict=True):
+                    if part.averages is not None:
+                        unpack(wire, part.averages)
                 shared = replace(extras, sum=self._exchange.sum)
                 apply_updates(matrices[index], group, updates, shared)
 
         for round_ in rounds:
             assert self._exchange is not None
-            names = [matrices[index].name for index in round_.owned(self._exchange.rank)]
+            owned = [matrices[index] for index in round_.owned(self._exchange.rank)]
             stages = self._exchange.stages(
                 round_,
                 group["ns_dtype"],
+                with_averages=normuon.is_used(group),
                 write_inputs=write_parts,
                 orthogonalize=partial(
-                    orthogonalize, group=group, names=names, sample=extras.sample
+                    orthogonalize, group=group, owned=owned, sample=extras.sample
                 ),
                 apply_updates=apply_parts,
             )

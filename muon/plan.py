@@ -207,8 +207,11 @@ def _newton_schulz(shapes: Sequence[tuple[int, int]], group: Mapping[str, Any]) 
     """Return the works of matrices, or of batches of them."""
     dtype = str(group.get("ns_dtype")).removeprefix("torch.")
     works: Counter[Work] = Counter()
-    for batch in newton_schulz.batches(shapes, batched=bool(group.get("ns_batched"))):
-        works[NEWTON_SCHULZ, (len(batch), *shapes[batch[0]]), dtype] += 1
+    batched = bool(group.get("ns_batched"))
+    for batch in newton_schulz.batches(shapes, batched=batched):
+        shape = shapes[batch[0]]
+        count = newton_schulz.batch_count(shape) if batched else 1
+        works[NEWTON_SCHULZ, (count, *shape), dtype] += 1
     return works
 
 

@@ -13,7 +13,7 @@ algorithm 1):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,18 @@ class HeadRows:
     """The rows are multiplied by g to this power."""
     dimension: int = 0
     """Dimension of the rows: 1 for weights whose columns are the outputs, as of GPT-2."""
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.parameter.shape)
+        if not 0 <= self.dimension < len(shape):
+            raise ValueError(f"dimension must be one of a tensor of shape {shape}, got {self}")
+        if not 0 <= self.start < self.stop <= shape[self.dimension]:
+            raise ValueError(
+                f"rows must lie within the {shape[self.dimension]} of dimension {self.dimension}, "
+                f"got {self.start} to {self.stop}"
+            )
+        if self.head < 0 or not 0 <= self.power < math.inf:
+            raise ValueError(f"head and power must not be negative, got {self.head}, {self.power}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +104,8 @@ class QKClip:
         layers = {}
         for name, module in model.named_modules():
             rows = list(_rows_of(module))
-            norms = sorted(_QK_NORMS.intersection(child for child, _ in module.named_children()))
+            children = {n for n, c in module.named_children() if not isinstance(c, nn.Identity)}
+            norms = sorted(_QK_NORMS & children)
             if rows and norms:
                 raise ValueError(
                     f"attention layer {name!r} has the QK-norm {norms[0]!r}, which bounds its "
@@ -107,19 +120,22 @@ class QKClip:
         return cls(layers, threshold=threshold)
 
     def scales(
-        self, logits: Mapping[str, Sequence[float]]
-    ) -> list[tuple[torch.Tensor, list[Scale]]]:
-        """Return the factors of each parameter of which a head exceeds the threshold.
+        self,
+        logits: Mapping[str, Sequence[float]],
+        find: Callable[[torch.Tensor], tierstore.PagedParameter | None],
+    ) -> dict[str, list[Scale]]:
+        """Return by name the factors of each parameter of which a head exceeds the threshold.
 
         Args:
             logits: for each layer the largest logit of each head. A head of which nothing was seen
                 has -inf.
+            find: returns the parameter of a tensor, if a param group has it.
 
         Raises:
-            ValueError: a layer is unknown, has another number of heads, or has a logit that is NaN
-                or infinitely large.
+            ValueError: a layer is unknown, has another number of heads, has a logit that is NaN or
+                infinitely large, or has rows of a parameter that no param group has.
         """
-        found: dict[int, tuple[torch.Tensor, list[Scale]]] = {}
+        found: dict[str, list[Scale]] = {}
         for layer, maxima in logits.items():
             if layer not in self.layers:
                 known = ", ".join(map(repr, [*self.layers][:3]))
@@ -137,13 +153,21 @@ class QKClip:
                         "attention overflowed, so the step was not done"
                     )
             for rows in self.layers[layer]:
+                # Of all rows, so that the first step tells, and not the first head that is scaled.
+                parameter = find(rows.parameter)
+                if parameter is None:
+                    raise ValueError(
+                        f"QK-clip scales a parameter of layer {layer!r}, of shape "
+                        f"{list(rows.parameter.shape)}, that is in no param group: make QKClip of "
+                        "the model that the groups are of, after it was sharded, and give layers "
+                        "with frozen projections no qk_logits"
+                    )
                 # Also logits below zero stay: the largest is no measure of their size then.
                 if maxima[rows.head] > self.threshold:
                     factor = (self.threshold / maxima[rows.head]) ** rows.power
                     scale = Scale(rows.dimension, rows.start, rows.stop, factor)
-                    entry = found.setdefault(id(rows.parameter), (rows.parameter, []))
-                    entry[1].append(scale)
-        return list(found.values())
+                    found.setdefault(parameter.name, []).append(scale)
+        return found
 
 
 def largest(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -173,7 +197,8 @@ def factors(
     """Return tensors that broadcast to a chunk of a parameter, one for each dimension scaled.
 
     Args:
-        scales: of the parameter; their ranges do not overlap.
+        scales: of the parameter. Where they overlap, as those of layers that share a projection,
+            the smallest factor holds.
         chunk: place of the chunk in the parameter.
         like: has the dtype and device of the chunk.
 
@@ -186,7 +211,8 @@ def factors(
         values = torch.ones(size, dtype=torch.float64)
         for scale in scales:
             if scale.dimension == dimension:
-                values[max(0, scale.start - offset) : max(0, scale.stop - offset)] = scale.factor
+                rows = slice(max(0, scale.start - offset), max(0, scale.stop - offset))
+                values[rows].clamp_(max=scale.factor)
         shape = [size if index == dimension else 1 for index in range(len(chunk.sizes))]
         found.append(values.view(shape).to(like))
     return found
@@ -202,6 +228,8 @@ def _rows_of(module: Any) -> Iterator[HeadRows]:
     elif "c_attn" in has and "q_attn" not in has and hasattr(module, "num_heads"):
         layer, size = module.c_attn, module.head_dim
         width = module.num_heads * size
+        if layer.weight.shape[1] != 3 * width:  # GPT-BigCode has a Linear of this name.
+            return
         for head in range(module.num_heads):
             for start in (0, width):  # Queries, keys.
                 yield from _both(layer, start + head * size, size, head, 0.5, dimension=1)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from muon.newton_schulz import fastest_dtype, orthogonalize_
+from muon.newton_schulz import fastest_dtype, flops, orthogonalize_
 from muon.optimizer import Muon
 
 Work = tuple[str, tuple[int, int, int], str]
@@ -82,8 +82,8 @@ def operations(work: Work) -> tuple[float, float]:
     count, rows, columns = shape[0], *sorted(shape[1:])
     numel, itemsize = math.prod(shape), getattr(torch, dtype).itemsize
     if name == NEWTON_SCHULZ:
-        flops = count * (20.0 * rows**2 * columns + 10.0 * rows**3)
-        return flops, 5.0 * itemsize * count * (4 * rows * columns + 4 * rows**2)
+        moved = 5.0 * itemsize * count * (4 * rows * columns + 4 * rows**2)
+        return float(count * flops((rows, columns))), moved
     states = 16.0 if name == ADAMW else 2.0 * itemsize + 4.0
     return 0.0, numel * (8.0 + states + 3.0 * itemsize)
 

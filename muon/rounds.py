@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 import tierstore
-from muon import newton_schulz
+from muon import newton_schulz, normuon
 
 UNEVEN_MAX = 1.1
 """Load of a rank over the mean load, above which a rank without a part of a matrix may own it.
@@ -63,6 +63,10 @@ class SharedMatrix:
     def select(self, matrix: torch.Tensor, chunk: tierstore.Chunk) -> torch.Tensor:
         """Return the view of a chunk of a tensor of shape (rows, columns)."""
         return chunk.select(matrix.view(self.sizes) if self.sizes else matrix)
+
+    def select_rows(self, averages: torch.Tensor, chunk: tierstore.Chunk) -> torch.Tensor:
+        """Return the averages of NorMuon of a chunk's rows; see ``muon.normuon.rows_of``."""
+        return normuon.rows_of(self.sizes or self.shape, chunk, averages)
 
     @property
     def numel(self) -> int:

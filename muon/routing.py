@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from muon import newton_schulz
-from muon.checks import check_matrices
+from muon.checks import algorithm_of, check_matrices
 from muon.matrices import Declaration, declared, matrices_of
 from muon.routing_rules import Use, rules_by_place, uses_named, uses_of
 
@@ -51,16 +51,18 @@ class ParamGroups(list[dict[str, Any]]):
             for position, (name, tensor) in enumerate(named):
                 shape = _by(tensor.shape) or "scalar"
                 flops = ""
-                if group["algorithm"] == "muon":
+                if algorithm_of(group, index) == "muon":
                     inner = Counter(m.shape for m in matrices_of(tensor.shape, declared(group)))
                     steps = group.get("ns_steps", newton_schulz.STEPS)
                     total = sum(n * newton_schulz.flops(one, steps) for one, n in inner.items())
                     flops = f"{total / 1e9:.3g}"
-                if "matrices" in group:
-                    held = ", ".join(f"{count} of {_by(one)}" for one, count in inner.items())
-                    shape = f"{shape}: {held}"
-                rates = (f"{group['lr']:g}", f"{group['weight_decay']:g}")
-                heading = (str(index), group["algorithm"], *rates) if position == 0 else [""] * 4
+                    if declared(group):
+                        held = ", ".join(f"{count} of {_by(one)}" for one, count in inner.items())
+                        shape = f"{shape}: {held}"
+                heading = [""] * 4
+                if position == 0:
+                    rates = [f"{group[key]:g}" for key in ("lr", "weight_decay")]
+                    heading = [str(index), algorithm_of(group, index), *rates]
                 table.add_row(*heading, name, shape, flops, self.rules.get(name, ""))
         # The console is as wide as the table, so that no name is cut.
         width = Console(width=sys.maxsize).measure(table).maximum
@@ -270,8 +272,11 @@ def _declarations(
                 f"matrices has the rule {name}, which fits no parameter of the model. A pattern "
                 "fits whole names: '*.qkv.weight'; a class fits modules of it"
             )
+        cuts = declared({"matrices": declaration})
+        if not cuts:
+            raise ValueError(f"matrices has no cuts for {rule!r}: leave the rule out, or give some")
         for use in fitting:
-            found.setdefault(use.parameter, declared({"matrices": declaration}))
+            found.setdefault(use.parameter, cuts)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 import tierstore
-from muon import newton_schulz
+from muon import newton_schulz, normuon
 from muon.hooks import UpdateHook, WeightUpdate
 from muon.matrices import Matrix, declared, matrices_of
 from muon.qk_clip import Scale, factors
@@ -41,6 +41,8 @@ class OwnPart:
     grad: torch.Tensor
     momentum: torch.Tensor
     master: torch.Tensor
+    averages: torch.Tensor | None
+    """Of the rows, shape (..., 1), with NorMuon."""
     factors: Sequence[torch.Tensor]
     """Factors of QK-clip for the master; broadcast to it."""
 
@@ -58,6 +60,15 @@ class OwnMatrix:
         """Return the parts of a tensor of shape (rows, columns)."""
         whole = tensor.view(self.matrix.sizes)
         return [part.chunk.select(whole) for part in self.parts]
+
+    def averages(self, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the averages of NorMuon of each part, and the view of those of all rows, (rows, 1).
+
+        Nothing without NorMuon.
+        """
+        for part in self.parts:
+            if part.averages is not None:
+                yield part.averages, normuon.rows_of(self.matrix.sizes, part.chunk, whole)
 
 
 def own_matrices(
@@ -105,11 +116,13 @@ def _own_parts(
         part = matrix.part(chunk.chunk)
         if part is not None:
             assert grad is not None
+            averages = chunk.states.get(normuon.STATE)
             own = OwnPart(
                 part.chunk,
                 grad=grad[part.index],
                 momentum=chunk.states["momentum_buffer"][part.index],
                 master=chunk.master[part.index],
+                averages=None if averages is None else averages[part.index[:-1]],
                 factors=[
                     factor.expand(chunk.chunk.sizes)[part.index]
                     for factor in factors(scales, chunk.chunk, chunk.master)
@@ -141,24 +154,27 @@ def write_inputs(matrix: OwnMatrix, group: Mapping[str, Any], outs: Sequence[tor
 
 def orthogonalize(
     matrices: Sequence[torch.Tensor],
+    averages: Sequence[torch.Tensor],
+    *,
     group: Mapping[str, Any],
-    names: Sequence[str],
+    owned: Sequence[OwnMatrix],
     sample: Sample | None,
 ) -> list[torch.Tensor]:
     """Return the updates of whole matrices of shapes (rows, columns), which are overwritten.
 
     Args:
         matrices: the inputs.
+        averages: of the rows of each, shape (rows, 1): with NorMuon changed in place.
         group: their hyperparameters.
-        names: the name of the parameter of each, for the sample.
+        owned: each matrix, for the sample.
         sample: takes statistics, if it is there.
     """
     if sample is not None:
         with record_function("muon::statistics"):
-            for name, matrix in zip(names, matrices, strict=True):
-                sample.note_input(name, matrix)
+            for own, matrix in zip(owned, matrices, strict=True):
+                sample.note_input(own.name, matrix.T if own.matrix.is_transposed else matrix)
     with record_function("muon::newton_schulz"):
-        return newton_schulz.orthogonalize_all(
+        updates = newton_schulz.orthogonalize_all(
             matrices,
             batched=group["ns_batched"],
             coefficients=group["ns_coefficients"],
@@ -166,6 +182,10 @@ def orthogonalize(
             eps=group["eps"],
             norm=group["ns_norm"],
         )
+    if normuon.is_used(group):
+        for update, of_rows in zip(updates, averages, strict=True):
+            normuon.normalize_rows_(update, of_rows, group["normuon_beta"])
+    return updates
 
 
 def apply_updates(
@@ -222,16 +242,21 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
     """Step matrices whose parts all lie in this page."""
     shapes = [own.matrix.shape for own in matrices]
     for batch in newton_schulz.batches(shapes, batched=group["ns_batched"]):
-        inputs = []
+        inputs, averages = [], []
         for index in batch:
             device = matrices[index].parts[0].master.device
             tensor = torch.empty(shapes[index], dtype=group["ns_dtype"], device=device)
             inputs.append(tensor)  # (rows, columns)
             write_inputs(matrices[index], group, matrices[index].select(tensor))
-        names = [matrices[index].name for index in batch]
-        updates = orthogonalize(inputs, group, names, extras.sample)
-        for index, update in zip(batch, updates, strict=True):
-            apply_updates(matrices[index], group, matrices[index].select(update), extras)
+            averages.append(torch.empty((len(tensor), 1), dtype=torch.float32, device=device))
+            for own, of_whole in matrices[index].averages(averages[-1]):
+                of_whole.copy_(own)
+        owned = [matrices[index] for index in batch]
+        updates = orthogonalize(inputs, averages, group=group, owned=owned, sample=extras.sample)
+        for one, update, of_rows in zip(owned, updates, averages, strict=True):
+            for own, of_whole in one.averages(of_rows):
+                own.copy_(of_whole)
+            apply_updates(one, group, one.select(update), extras)
 
 
 def step_adamw(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tierstore
-from muon.checks import algorithm_of, check_hyperparameters, check_saved, with_dtypes
+from muon.checks import algorithm_of, check_loaded, check_saved, with_dtypes
 from muon.param_groups import CHOICE, FIXED
 
 # None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
@@ -162,7 +162,7 @@ def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
     }
     # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
     hyperparameters = with_dtypes(deepcopy(loaded))
-    check_hyperparameters({**group, **hyperparameters}, number)
+    check_loaded(group, {**group, **hyperparameters}, number)
     return hyperparameters
 
 

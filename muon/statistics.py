@@ -24,12 +24,12 @@ class Statistics:
     stable_rank: float
     """||X||_F^2 / s^2 of the input X of Newton-Schulz, with an estimate s of its largest singular
     value. At least the stable rank, and near it where one singular value stands out; for a random
-    matrix up to 1.6 times as much. The mean over the matrices; NaN for one of zeros."""
+    matrix up to 1.6 times as much. The mean over the matrices but those of zeros."""
     update_ratio: float
     """Frobenius norm of the update, times its learning rate, over that of the weights before it."""
     dead_rows: float
-    """Share of the rows of X whose norm is below a thousandth of the root mean square of the rows:
-    in a weight, outputs that no gradient reaches."""
+    """Share of the rows of X, or of its columns if they are the outputs, whose norm is below a
+    thousandth of their root mean square: outputs that no gradient reaches."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Sample:
         self._sums: dict[str, _Sums] = {}
 
     def note_input(self, name: str, matrix: torch.Tensor) -> None:
-        """Note the input of Newton-Schulz of a whole matrix, of shape (rows, columns)."""
+        """Note the input of Newton-Schulz of a whole matrix, of shape (outputs, inputs)."""
         if not matrix.numel():
             return
         sums = self._sums.setdefault(name, _Sums())
@@ -96,7 +96,7 @@ class Sample:
         found = {}
         for name in sorted({name for plain in of_ranks for name in plain}):
             parts = [plain[name] for plain in of_ranks if name in plain]
-            ranks = [rank for part in parts for rank in part[0]]
+            ranks = [rank for part in parts for rank in part[0] if not math.isnan(rank)]
             dead, rows, updates, weights = (sum(part[i] for part in parts) for i in range(1, 5))
             found[name] = Statistics(
                 step=self._step,

@@ -476,7 +476,7 @@ class TierStore:
             names: the parameters, the same on all ranks; None: all parameters.
 
         Returns:
-            Parameter name -> state name -> tensor of the parameter's shape, on the host if there is
+            Parameter name -> state name -> tensor of the state's shape, on the host if there is
             a directory; a DTensor if the parameter is one. Parameters that are their own master
             have no state "master". Before the first step masters are the parameters, other states
             zero.

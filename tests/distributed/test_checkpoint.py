@@ -208,7 +208,8 @@ def test_begins_from_what_stock_fsdp2_saved(pool: RankPool, tmp_path: Path) -> N
     expected = tensors_in(path)
     for case in ((3, "rows", "auto", torch.float32), (2, "copies", "flat", torch.float32)):
         directory = tmp_path / name_of(case)
-        job = job_of(case, directory, (), begin_from=path, seed=5, awkward=False)
+        stock = {"awkward": False, "normuon_beta": None}
+        job = job_of(case, directory, (), begin_from=path, seed=5, **stock)
         assert pool.run(case[0], WORK, job) == [(2, "None")] * case[0]
         found = tensors_in(directory / "checkpoint")
         for key, tensor in expected.items():

@@ -162,11 +162,12 @@ def test_a_gradient_that_some_ranks_lack_is_zero_there(pool: RankPool, layout: s
 def test_matrices_in_batches_differ_by_rounding_alone(
     pool: RankPool, expected: tuple[Tensors, States], layout: str
 ) -> None:
-    """Momentum does not: it is a sum of gradients, and these are given."""
+    """From those one by one, and not from those of one process."""
     case = Case(layout=layout, options={"ns_batched": True})
     of_ranks = pool.run(4, "tests.rank_programs.training:train", case)
+    assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, {"ns_batched": True}))
     parameters, states = expected
-    assert_states(of_ranks, SHAPES, states)
+    assert_states(of_ranks, states)
     for name, (shape, group) in SHAPES.items():
         # Of one update, whose singular values are at most 1.2, bfloat16 keeps 2**-8 in each of
         # a few products that each step makes of it; what is large in it is 0.4 at most.

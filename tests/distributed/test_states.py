@@ -9,6 +9,7 @@ import pytest
 
 from tests.rank_programs.training import Case
 from tests.support.rank_pool import RankPool
+from tests.support.training import Shapes
 
 long = pytest.mark.long
 PLAIN: list[Any] = [
@@ -22,6 +23,15 @@ CUT: list[Any] = [
     pytest.param(3, "columns", {}, marks=long),
     (4, "hsdp", {}),
 ]
+# Of NorMuon, whose states have an element for each row.
+ROWS: Shapes = {
+    "embedding": ((53, 16), 1),
+    "bias": ((13,), 1),
+    "wide": ((12, 40), 10),
+    "tall": ((65, 12), 10),
+    "nothing": ((0, 4), 10),
+    "experts": ((4, 8, 10), 11),
+}
 STACKED: list[Any] = [
     pytest.param(4, "fsdp and tp", {}, marks=long),
     (4, "experts", {}),
@@ -33,6 +43,15 @@ def test_saved_loaded_and_gone_on_from(
     ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     case = Case(layout=layout, options=options)
+    pool.run(ranks, "tests.rank_programs.states:round_trip", case, tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT, *STACKED])
+def test_states_of_rows_are_saved_and_loaded(
+    ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    """Also where ranks cut rows, and have copies of their elements."""
+    case = Case(layout=layout, shapes=ROWS, options=options)
     pool.run(ranks, "tests.rank_programs.states:round_trip", case, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Blocks, hooks and QK-clip: the same result on ranks as in one process."""
+"""Blocks, NorMuon, hooks and QK-clip: the same result on ranks as in one process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ SHAPES: Shapes = {
     "keys": ((16, 20), 9),
     "experts": ((4, 8, 10), 5),
     "square": ((16, 16), 9),
+    "rows": ((12, 40), 10),
+    "columns": ((40, 13), 10),
+    "more experts": ((4, 8, 10), 11),
+    "one row": ((1, 9), 10),
 }
 HEADS: Heads = {"queries": (6, 1.0), "bias": (6, 1.0), "keys": (4, 0.5)}
 SMALL_PAGES = {"page_bytes": 4096, "buffers": 5}
@@ -34,7 +38,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_blocks_and_clips_do_not_depend_on_the_partition(
+def test_blocks_rows_and_clips_do_not_depend_on_the_partition(
     ranks: int, layout: str, pool: RankPool, tmp_path: Path
 ) -> None:
     case = Case(
@@ -46,6 +50,20 @@ def test_blocks_and_clips_do_not_depend_on_the_partition(
     )
     of_ranks = pool.run(ranks, "tests.rank_programs.training:train", case)
     assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, {}, heads=HEADS))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_that_flat_ranges_cut(ranks: int, pool: RankPool, tmp_path: Path) -> None:
+    """Pages and ranks cut rows anywhere; each part has a copy of the average of its row."""
+    case = Case(
+        layout="plain",
+        shapes=SHAPES,
+        directory=tmp_path / "run",
+        store=SMALL_PAGES,
+        options={"partition": "flat"},
+    )
+    of_ranks = pool.run(ranks, "tests.rank_programs.training:train", case)
+    assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, {}))
 
 
 def test_blocks_that_no_rank_cuts_do_not_travel(pool: RankPool) -> None:

@@ -171,3 +171,20 @@ def test_a_grid_that_fits_no_more_is_refused_before_the_step() -> None:
     optimizer.param_groups[0]["block_grid"] = (2, 1)
     optimizer.step()
     assert not torch.equal(parameter, before)
+
+
+def test_a_parameter_without_elements_has_blocks() -> None:
+    parameter = torch.nn.Parameter(torch.ones(0, 4))
+    optimizer = muon.Muon([{"params": [parameter], **keys(2)}])
+    parameter.grad = torch.ones(0, 4)
+    optimizer.step()
+
+
+def test_operations_are_those_of_the_last_step() -> None:
+    parameter = torch.nn.Parameter(gradient(0))
+    optimizer = muon.Muon([parameter])
+    parameter.grad = gradient(1)
+    optimizer.step()
+    before = optimizer.flops_by_rank()
+    optimizer.param_groups[0]["ns_steps"] = 50
+    assert optimizer.flops_by_rank() == before

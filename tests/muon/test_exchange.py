@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muon.exchange import Exchange, Parts
+from muon.exchange import Exchange, Parts, pack, unpack
 from muon.rounds import Round, SharedMatrix, assign_owners, plan_rounds
 from tests.rank_programs import exchange
 from tests.rank_programs.exchange import Outcome
@@ -90,16 +90,28 @@ def fake_update(matrix: torch.Tensor) -> torch.Tensor:
     return (2 * matrix.T + matrix.sum()).contiguous().T
 
 
+def averages_of(matrix: torch.Tensor) -> torch.Tensor:
+    """Float32 numbers that no narrower dtype has, (rows, 1)."""
+    return matrix.float().sum(dim=1, keepdim=True) / 3
+
+
 class CheckedRound:
     """A round on all ranks, as steps that check the results on each rank."""
 
-    def __init__(self, round_: Round, exchanges: list[Exchange], wholes: list[torch.Tensor]):
-        self._round, self._wholes = round_, wholes
+    def __init__(
+        self,
+        round_: Round,
+        exchanges: list[Exchange],
+        wholes: list[torch.Tensor],
+        with_averages: bool = False,
+    ) -> None:
+        self._round, self._wholes, self._with_averages = round_, wholes, with_averages
         self.parts: list[Parts] = []
         stages = [
             exchange.stages(
                 round_,
                 wholes[0].dtype,
+                with_averages=with_averages,
                 write_inputs=partial(self._write_inputs, rank),
                 orthogonalize=partial(self._gathered, rank),
                 apply_updates=partial(self._check_updates, rank),
@@ -115,13 +127,30 @@ class CheckedRound:
             for view, chunk in zip(views, chunks, strict=True):
                 yield index, view, chunk
 
-    def _write_inputs(self, rank: int, parts: Parts) -> None:
+    def _averages(self, rank: int, rows: Parts) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The averages on the wire, and those that a part of the matrix has in the first stage."""
+        for index, wire, chunk in self._chunks(rank, rows):
+            if self._with_averages:
+                first, count = chunk.offsets[0], chunk.sizes[0]
+                yield wire, averages_of(self._wholes[index])[first : first + count]
+            else:
+                assert wire.numel() == 0
+
+    def _write_inputs(self, rank: int, parts: Parts, rows: Parts) -> None:
         self.parts.append(parts)
         for index, view, chunk in self._chunks(rank, parts):
             view.copy_(chunk.select(self._wholes[index]))
+        for wire, averages in self._averages(rank, rows):
+            pack(averages, wire)
 
-    def _gathered(self, rank: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gathered(
+        self, rank: int, matrices: list[torch.Tensor], averages: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         owned = [index for index, owner in self._round.owners.items() if owner == rank]
+        for index, of_rows in zip(owned, averages, strict=True):
+            if self._with_averages:
+                assert torch.equal(of_rows, averages_of(self._wholes[index]))
+            of_rows.mul_(-7)
         for index, matrix in zip(owned, matrices, strict=True):
             assert torch.equal(matrix, self._wholes[index])
             assert matrix.dtype == self._wholes[index].dtype
@@ -132,7 +161,11 @@ class CheckedRound:
             matrix.fill_(-1)  # Matrices may be overwritten.
         return updates
 
-    def _check_updates(self, rank: int, parts: Parts) -> None:
+    def _check_updates(self, rank: int, parts: Parts, rows: Parts) -> None:
+        for wire, averages in self._averages(rank, rows):
+            returned = torch.empty_like(averages)
+            unpack(wire, returned)
+            assert torch.equal(returned, averages * -7)
         for index, view, chunk in self._chunks(rank, parts):
             assert torch.equal(view, chunk.select(fake_update(self._wholes[index])))
             view.fill_(-2)  # The memory belongs to this round until its end.
@@ -142,10 +175,11 @@ class CheckedRound:
 @given(
     st.integers(2, 6),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_matrices_are_gathered_and_updates_return(
-    world_size: int, dtype: torch.dtype, random: Random
+    world_size: int, dtype: torch.dtype, with_averages: bool, random: Random
 ) -> None:
     """Several rounds are in flight at random stages."""
     matrices = [any_matrix(world_size, random) for _ in range(random.randrange(1, 12))]
@@ -156,7 +190,7 @@ def test_matrices_are_gathered_and_updates_return(
         wire = make_wire(world_size)
         exchanges = [wire.exchange(rank) for rank in range(world_size)]
         left = [
-            CheckedRound(round_, exchanges, wholes).steps
+            CheckedRound(round_, exchanges, wholes, with_averages).steps
             for round_ in planned(matrices, bytes_max, dtype.itemsize)
         ]
         while left:

@@ -189,3 +189,27 @@ def test_a_hook_that_fails_fails_the_store_and_loses_nothing(tmp_path: Path) -> 
                 step += 1
     assert failures == 1
     assert torch.equal(parameter, expected)
+
+
+def test_hyperball_refuses_zeros_as_often_as_it_is_tried() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 5))
+    optimizer = muon.Muon([parameter], hooks=[muon.Hyperball()], **HYPERBALL)
+    parameter.grad = torch.ones(4, 5)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has the norm 0, which Hyperball would keep"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hooks": muon.Hyperball()}, "hooks must be a sequence of muon.UpdateHook"),
+        ({"hooks": [muon.Hyperball]}, "hooks must be a sequence of muon.UpdateHook"),
+        ({"qk_clip": 100.0}, "qk_clip must be a muon.QKClip, got 100.0"),
+        ({"statistics_every": 2.5}, "statistics_every must be a whole number above 0, got 2.5"),
+        ({"statistics_every": True}, "statistics_every must be a whole number above 0, got True"),
+    ],
+)
+def test_options_of_other_types_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        muon.Muon([torch.nn.Parameter(torch.ones(4, 5))], **options)

@@ -187,7 +187,7 @@ def test_logits_need_a_clip_of_the_same_model() -> None:
     with pytest.raises(ValueError, match=r"needs Muon\(qk_clip=muon.QKClip.of\(model\)\)"):
         optimizer.step(qk_logits={})
     optimizer = muon.Muon(muon.param_groups(model), qk_clip=muon.QKClip.of(other, threshold=1))
-    with pytest.raises(ValueError, match=r"shape \[24, 24\] that is in no param group"):
+    with pytest.raises(ValueError, match=r"shape \[24, 24\], that is in no param group"):
         optimizer.step(qk_logits={"own": [2.0] * 4})
 
 
@@ -204,3 +204,60 @@ def test_a_closure_may_fill_the_logits() -> None:
     assert optimizer.step(closure, qk_logits=logits) == 1.0
     for maxima in largest_logits(model, inputs).values():
         assert (maxima <= 1 + 1e-5).all()
+
+
+def test_of_layers_that_share_a_projection_the_smaller_factor_holds() -> None:
+    shared = nn.Parameter(torch.ones(4, 3))
+    rows = [muon.HeadRows(parameter=shared, head=0, start=0, stop=2, power=1.0)]
+    for logits in ({"a": [8.0], "b": [4.0]}, {"b": [4.0], "a": [8.0]}):
+        shared.data.fill_(1)
+        clip = muon.QKClip({"a": rows, "b": rows}, threshold=2.0)
+        optimizer = muon.Muon([shared], lr=0.0, qk_clip=clip)
+        shared.grad = torch.ones(4, 3)
+        optimizer.step(qk_logits=logits)
+        assert shared[:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
+
+
+class BigCode(nn.Module):
+    """As GPT-BigCode with one key for all heads: a Linear of the name of GPT-2's Conv1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.c_attn = nn.Linear(8, 8 + 2 * 4)
+
+
+def test_other_layers_of_known_names_are_not_taken_for_them() -> None:
+    with pytest.raises(ValueError, match="no attention layer was found"):
+        muon.QKClip.of(BigCode())
+
+
+def test_a_norm_that_is_none_is_no_qk_norm() -> None:
+    model = Model()
+    model.own.q_norm = nn.Identity()
+    assert "own" in muon.QKClip.of(model).layers
+
+
+def test_a_frozen_projection_is_found_at_the_first_step() -> None:
+    model, _ = made()
+    model.own.k_proj.weight.requires_grad_(False)
+    optimizer = optimizer_of(model, 100.0)
+    set_gradients(model)
+    with pytest.raises(ValueError, match=r"a parameter of layer 'own', of shape .* in no param gr"):
+        optimizer.step(qk_logits={"own": [1.0] * 4})
+    optimizer.step(qk_logits={"groups": [1.0] * 4})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dimension": 2}, r"dimension must be one of a tensor of shape \(4, 3\)"),
+        ({"stop": 5}, "rows must lie within the 4 of dimension 0, got 0 to 5"),
+        ({"start": -1}, "rows must lie within the 4 of dimension 0, got -1 to 2"),
+        ({"power": -1.0}, "head and power must not be negative"),
+    ],
+)
+def test_rows_outside_of_a_parameter_are_refused(fields: dict[str, Any], message: str) -> None:
+    given = {"head": 0, "start": 0, "stop": 2, "power": 1.0, **fields}
+    with pytest.raises(ValueError, match=message):
+        muon.HeadRows(parameter=torch.ones(4, 3), **given)

@@ -140,5 +140,51 @@ def test_a_line_has_null_for_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="statistics_every must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match="statistics_every must be a whole number above 0, got 0"):
         muon.Muon([torch.nn.Parameter(torch.ones(2, 2))], statistics_every=0)
+
+
+def test_outputs_of_transposed_matrices_are_columns() -> None:
+    whole = random(12, 8).float()
+    whole[:, 2:] = 0
+    parameter = torch.nn.Parameter(torch.ones(12, 8))
+    group = {"params": [("w", parameter)], "matrices": (("transposed",),)}
+    optimizer = muon.Muon([group], statistics_every=1)
+    parameter.grad = whole
+    optimizer.step()
+    assert optimizer.statistics()["w"].dead_rows == 6 / 8
+
+
+def test_a_step_that_is_skipped_leaves_the_last_sample() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 5))
+    optimizer = muon.Muon([("w", parameter)], statistics_every=1, nonfinite="skip")
+    parameter.grad = torch.ones(4, 5)
+    optimizer.step()
+    before = optimizer.statistics()
+    parameter.grad[0] = torch.nan
+    with pytest.warns(UserWarning, match="This step is skipped"):
+        optimizer.step()
+    assert optimizer.statistics() == before
+    assert before["w"].step == 1
+
+
+def test_restore_forgets_the_sample_of_a_later_step(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 5))
+    with tierstore.TierStore(tmp_path, commit_every=2) as store:
+        optimizer = muon.Muon([("w", parameter)], store=store, statistics_every=1)
+        for _ in range(3):
+            parameter.grad = torch.ones(4, 5)
+            optimizer.step()
+        assert optimizer.statistics()["w"].step == 3
+        assert optimizer.restore() == 2
+        assert optimizer.statistics() == {}
+
+
+def test_experts_of_zeros_do_not_count_for_the_stable_rank() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4, 5))
+    group = {"params": [("w", parameter)], "matrices": (("stack",),)}
+    optimizer = muon.Muon([group], statistics_every=1)
+    parameter.grad = torch.ones(3, 4, 5)
+    parameter.grad[1] = 0
+    optimizer.step()
+    assert optimizer.statistics()["w"].stable_rank == pytest.approx(1, rel=1e-5)

@@ -54,6 +54,8 @@ class Job:
     """True: the model has an additional parameter."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of checkpoint()."""
+    normuon_beta: float | None = 0.9
+    """Not None: with states of another shape than their parameter."""
     store: dict[str, Any] = field(default_factory=dict)
     """Options of TierStore."""
 
@@ -119,7 +121,9 @@ def open_job(job: Job) -> tuple[nn.Module, tierstore.TierStore, muon.Muon]:
     LAYOUTS[job.layout](model)
     options = {"page_bytes": PAGE_BYTES, "peer_timeout": 60.0, **job.store}
     store = tierstore.TierStore(job.run, **options)
-    optimizer = muon.Muon(make_groups(model), store=store, partition=job.partition)
+    groups = make_groups(model)
+    groups[0]["normuon_beta"] = job.normuon_beta
+    optimizer = muon.Muon(groups, store=store, partition=job.partition)
     return model, store, optimizer
 
 

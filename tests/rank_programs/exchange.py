@@ -86,18 +86,18 @@ def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -
     matrix_inputs = dict(zip(exchanged, inputs, strict=True))
 
     def begin(exchange: Exchange, round_: Round, differences: list[str]) -> Iterator[None]:
-        def write_inputs(parts: Parts) -> None:
+        def write_inputs(parts: Parts, _: Parts) -> None:
             for index, views in parts.items():
                 for view, part in zip(views, matrix_inputs[index], strict=True):
                     view.copy_(part)
 
-        def updates(gathered: list[torch.Tensor]) -> list[torch.Tensor]:
+        def updates(gathered: list[torch.Tensor], _: list[torch.Tensor]) -> list[torch.Tensor]:
             for index, whole in zip(round_.owned(rank), gathered, strict=True):
                 if not torch.equal(whole, wholes[index]):
                     differences.append(f"matrix {index}")
             return newton_schulz.orthogonalize_all(gathered, batched=False)
 
-        def check_updates(parts: Parts) -> None:
+        def check_updates(parts: Parts, _: Parts) -> None:
             for index, views in parts.items():
                 for view, part in zip(views, expected_updates[index], strict=True):
                     if not torch.equal(view, part):
@@ -106,6 +106,7 @@ def _exchange(case: str, matrices: Sequence[SharedMatrix], dtype: torch.dtype) -
         stages = exchange.stages(
             round_,
             dtype,
+            with_averages=False,
             write_inputs=write_inputs,
             orthogonalize=updates,
             apply_updates=check_updates,

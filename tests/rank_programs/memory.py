@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import muon
 import tierstore
-from muon.exchange import Exchange, Parts
+from muon.exchange import Exchange
 from tierstore.ranks.job import ProcessGroupRanks
 
 ROWS, COLUMNS, COUNT = 64, 32, 8
@@ -63,17 +63,16 @@ def watched() -> Iterator[Live]:
         round_: Any,
         dtype: torch.dtype,
         *,
-        write_inputs: Callable[[Parts], None],
-        orthogonalize: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        apply_updates: Callable[[Parts], None],
+        with_averages: bool,
+        **calls: Callable[..., Any],
     ) -> Iterator[None]:
         live.rounds += 1
 
-        def unwatched(call: Callable[[Any], Any], argument: Any) -> Any:
+        def unwatched(call: Callable[..., Any], *arguments: Any) -> Any:
             live.look()
             live.watching = False
             try:
-                return call(argument)
+                return call(*arguments)
             finally:
                 live.watching = True
 
@@ -81,9 +80,8 @@ def watched() -> Iterator[Live]:
             exchange,
             round_,
             dtype,
-            write_inputs=partial(unwatched, write_inputs),
-            orthogonalize=partial(unwatched, orthogonalize),
-            apply_updates=partial(unwatched, apply_updates),
+            with_averages=with_averages,
+            **{name: partial(unwatched, call) for name, call in calls.items()},
         )
         for _ in range(3):
             with Watch():

@@ -34,11 +34,29 @@ def _other_shape(rank: int) -> tuple[Any, dict[str, Any]]:
     return torch.ones(6, 4 + rank // 2), {}
 
 
+def _other_statistics(rank: int) -> tuple[Any, dict[str, Any]]:
+    return torch.ones(6, 4), {"statistics_every": 1 if rank == 2 else None}
+
+
+def _row_without_a_column(rank: int) -> tuple[Any, dict[str, Any]]:
+    tensor = distribute_tensor(torch.ones(6, 2), DeviceMesh("cpu", [0, 1, 2]), [Shard(1)])
+    return tensor, {"group": {"normuon_beta": 0.9}}
+
+
+def _large_for_whole_steps(rank: int) -> tuple[Any, dict[str, Any]]:
+    tensor = distribute_tensor(torch.ones(6, 4), DeviceMesh("cpu", [0, 1, 2]), [Shard(0)])
+    blocks = {"block_grid": (3, 1), "block_period": 100, "block_lr_ratio": 1.0}
+    return tensor, {"group": blocks, "gather_memory": 64}
+
+
 KINDS: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "on some ranks": _on_some_ranks,
     "other values": _other_values,
     "other partition": _other_partition,
     "other shape": _other_shape,
+    "other statistics": _other_statistics,
+    "a row without a column": _row_without_a_column,
+    "large for whole steps": _large_for_whole_steps,
 }
 
 
@@ -47,7 +65,8 @@ def refusal(kind: str) -> tuple[str, str]:
     tensor, options = KINDS[kind](dist.get_rank())
     parameter = torch.nn.Parameter(tensor)
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
-        optimizer = muon.Muon([("matrix", parameter)], store=store, **options)
+        group = {"params": [("matrix", parameter)], **options.pop("group", {})}
+        optimizer = muon.Muon([group], store=store, **options)
         parameter.grad = torch.ones_like(parameter)
         try:
             optimizer.step()

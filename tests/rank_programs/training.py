@@ -381,7 +381,8 @@ def owned_states(
                 for chunk in shard.chunks:
                     for state, values in chunk.states.items():
                         of_state = found.setdefault((shard.spec.name, state), [])
-                        of_state.append((chunk.chunk, values.clone()))
+                        place = shard.spec.state_chunk(state, chunk.chunk)
+                        of_state.append((place, values.clone()))
     return found
 
 

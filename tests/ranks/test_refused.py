@@ -34,6 +34,26 @@ def test_a_mesh_without_some_of_the_ranks(pool: RankPool) -> None:
         assert "its mesh has ranks [0, 1] and not this rank, 2" in text
 
 
+def test_a_rank_with_rows_and_no_column_of_normuon(pool: RankPool) -> None:
+    found = pool.run(3, "tests.rank_programs.refusals:refusal", "a row without a column")
+    assert [name for name, _ in found] == ["PeerFailed", "PeerFailed", "ValueError"]
+    for _, text in found:
+        assert "cut its last dimension over 2 ranks or fewer" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("other statistics", "statistics_every=None .* that of rank 2 has .* statistics_every=1"),
+        ("large for whole steps", "gather_memory is 64 bytes, but 3 matrices such as 'matrix'"),
+    ],
+)
+def test_options_are_checked_at_the_first_step(pool: RankPool, kind: str, message: str) -> None:
+    for name, text in pool.run(3, "tests.rank_programs.refusals:refusal", kind):
+        assert name == "ValueError"
+        assert re.search(message, text), text
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -231,7 +231,7 @@ def content_of(
         step=first["step"],
         states={
             parameter["name"]: {
-                state: finished(data[parameter["name"]][state], dtype, parameter["shape"])
+                state: finished(data[parameter["name"]][state], dtype, shape_of(parameter, state))
                 for state, dtype in states_of(parameter).items()
             }
             for parameter in kept
@@ -258,9 +258,22 @@ def scalars_of(
 def empty_states(parameter: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return for every state the bytes of all its elements, in a dimension of their own."""
     return {
-        state: np.zeros((*parameter["shape"], ITEM_BYTES[dtype]), np.uint8)
+        state: np.zeros((*shape_of(parameter, state), ITEM_BYTES[dtype]), np.uint8)
         for state, dtype in states_of(parameter).items()
     }
+
+
+def shape_of(parameter: dict[str, Any], state: str) -> list[int]:
+    """Return the shape of a state: one of rows has 1 for the last dimension."""
+    shape: list[int] = parameter["shape"]
+    return [*shape[:-1], 1] if state in parameter.get("row_states", ()) else shape
+
+
+def place_in(parameter: dict[str, Any], state: str, chunk: Chunk) -> Chunk:
+    """Return the elements of a state that are with a chunk of the parameter."""
+    if state not in parameter.get("row_states", ()):
+        return chunk
+    return Chunk((*chunk.offsets[:-1], 0), (*chunk.sizes[:-1], 1))
 
 
 def fill(
@@ -396,7 +409,8 @@ def layout_of(shards: list[Shard]) -> Layout:
             own = state == "master" and parameter["dtype"] == dtype
             section = members.setdefault((state, own), [])
             for chunk in chunks:
-                section.append((parameter["name"], state, dtype, chunk))
+                place = place_in(parameter, state, chunk)
+                section.append((parameter["name"], state, dtype, place))
     sections = []
     position = 0
     for (state, _), records in sorted(members.items(), key=lambda item: not item[0][1]):

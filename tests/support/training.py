@@ -54,6 +54,8 @@ MATRICES_OPTIONS: list[dict[str, Any]] = [
     {"algorithm": "muon", "matrices": (("interleaved", 0, 2),)},
     {"algorithm": "muon", "matrices": (("flatten",),)},
     {"algorithm": "muon", "block_grid": (2, 2), "block_period": 3, "block_lr_ratio": 0.5},
+    {"algorithm": "muon", "lr": 0.02, "normuon_beta": 0.9},
+    {"algorithm": "muon", "lr": 0.02, "normuon_beta": 0.9, "matrices": (("stack",),)},
 ]
 
 

@@ -61,10 +61,10 @@ def checkpoint_metadata(
             for record in (
                 record for section in page.layout.sections for record in section.records
             ):
-                if record.parameter.name not in commit.manifest.dropped:
+                if record.parameter.name not in commit.manifest.dropped and not record.is_copy:
                     length = record_length(record.chunk.sizes, record.dtype)
                     info = _StorageInfo(file, record.offset, length)
-                    shape = record.parameter.shape
+                    shape = record.parameter.state_shape(record.state)
                     for path in state_paths(
                         names[record.parameter.name], record.state, model_prefix
                     ):
@@ -185,8 +185,9 @@ def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: s
         if math.prod(spec.shape) == 0:
             for state, dtype in spec.all_states:
                 paths = state_paths(names[spec.name], state, model_prefix)
-                value = torch.empty(spec.shape, dtype=dtype, device="cpu")
-                catalog.add_value(paths, value, ("empty", spec.shape, dtype))
+                shape = spec.state_shape(state)
+                value = torch.zeros(shape, dtype=dtype, device="cpu")
+                catalog.add_value(paths, value, ("empty", shape, dtype))
         catalog.add_scalars(names[spec.name][0], scalars.get(spec.name, {}))
 
 

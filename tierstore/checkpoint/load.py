@@ -84,7 +84,8 @@ class CheckpointSource:
                     if key is None:
                         chunk.state(state).zero_()
                     else:
-                        parts += self._entries.parts(key, chunk.chunk, chunk.state(state))
+                        place = shard.spec.state_chunk(state, chunk.chunk)
+                        parts += self._entries.parts(key, place, chunk.state(state))
         self._entries.read(parts)
         page.write_parameters()
 
@@ -110,10 +111,10 @@ class CheckpointSource:
             stored = self._entries.tensor(key)
             if stored is None:
                 continue
-            if tuple(stored.size) != spec.shape:
+            if tuple(stored.size) != spec.state_shape(state):
                 raise CheckpointError(
                     f"{self._path} has {key!r} of shape {list(stored.size)}, here it is "
-                    f"{list(spec.shape)}: build the model as it was"
+                    f"{list(spec.state_shape(state))}: build the model as it was"
                 )
             return key
         raise CheckpointError(

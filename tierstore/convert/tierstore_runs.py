@@ -266,14 +266,15 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         for page in commit.pages():
             file = StoredFile(reader, paths[page.number] or "")
             for record in (r for section in page.layout.sections for r in section.records):
-                places[record.parameter.name, record.state].append(_Place(file, record))
+                if not record.is_copy:
+                    places[record.parameter.name, record.state].append(_Place(file, record))
     specs = [spec for group in first.groups for spec in group]
     entries = [
         Entry(
             parameter=names[spec.name],
             state=state,
             dtype=dtype,
-            shape=spec.shape,
+            shape=spec.state_shape(state),
             read=read_stored(
                 dtype,
                 [

@@ -186,6 +186,9 @@ def _paged(
         raise CheckpointError(
             f"parameter {name!r} is {dtype_name(dtype)} {list(master.shape)}, which cannot be paged"
         )
+    # Other states of Muon may have an element for each row.
+    rows = (*master.shape[:-1], min(1, *master.shape[-1:])) if is_muon else None
+    row_states = []
     paged = [master.cast(master_dtype(dtype))]
     for state, entry in found.items():
         wide = torch.promote_types(entry.dtype, torch.float32)
@@ -195,7 +198,9 @@ def _paged(
         elif narrow and not is_muon:
             entry = entry.cast(wide)
         paged.append(entry)
-        if (
+        if state != MOMENTUM and entry.shape == rows:
+            row_states.append(state)
+        elif (
             entry.shape != master.shape
             or not state.isidentifier()
             or entry.dtype not in RECORD_DTYPES
@@ -210,6 +215,7 @@ def _paged(
         dtype=dtype,
         states=tuple((entry.state, entry.dtype) for entry in paged[1:]),
         elementwise=not is_muon,
+        row_states=tuple(row_states),
     )
     return spec, paged
 
@@ -259,7 +265,9 @@ class _Pages:
                     file.write(record_prefix(sizes, dtype))
                     file.seek(record.data_offset + record.data_nbytes)
                     file.write(record_trailer(sizes, dtype))
-                    start = flat_start(record.parameter.shape, record.chunk)
+                    assert not record.is_copy  # No row of a matrix is cut on one rank.
+                    shape = record.parameter.state_shape(record.state)
+                    start = flat_start(shape, record.chunk)
                     key = record.parameter.name, record.state
                     self._places[key].append((start, path, record))
         for places in self._places.values():

@@ -199,7 +199,7 @@ def read_commits(reader: Reader, layouts: Mapping[str, Manifest]) -> list[Commit
 def _require_size(layout: RankLayout) -> None:
     """Refuse sizes that would take forever to lay out."""
     nbytes = sum(
-        shard.parameter.element_bytes * chunk.numel
+        shard.parameter.bytes_of(chunk.numel)
         for page in layout.subgroups
         for shard in page.shards
         for chunk in shard.chunks

@@ -196,7 +196,7 @@ def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
                 )
             )
             for state, dtype in spec.all_states:
-                nbytes = math.prod(spec.shape) * dtype.itemsize
+                nbytes = math.prod(spec.state_shape(state)) * dtype.itemsize
                 summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
 
 

@@ -41,27 +41,40 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return cast("DTensor", tensor).to_local().detach()
 
 
-def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def placed_as(
+    parameter: torch.Tensor, local: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """Return a tensor with the mesh and placements of a parameter.
 
     Args:
         parameter: plain, or a DTensor.
         local: the local tensor of this rank, of any dtype and on any device.
+        shape: of the whole tensor; None: the parameter's. Where it has another size than the
+            parameter, ranks that cut the parameter have copies.
 
     Returns:
-        A DTensor of the parameter's mesh, placements and shape, or ``local`` itself.
+        A DTensor of the parameter's mesh and placements, or ``local`` itself.
     """
     if not is_dtensor(parameter):
         return local
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     spec = cast("DTensor", parameter)._spec
     assert spec.tensor_meta is not None
-    whole = torch.empty(parameter.shape, dtype=local.dtype, device="meta")
-    meta = spec.tensor_meta._replace(stride=whole.stride(), dtype=whole.dtype)
+    whole = torch.empty(shape or parameter.shape, dtype=local.dtype, device="meta")
+    meta = spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
+    copied = {d for d, size in enumerate(parameter.shape) if size != whole.shape[d]}
+    placements = tuple(
+        Replicate() if getattr(placement, "dim", None) in copied else placement
+        for placement in spec.placements
+    )
+    if placements == spec.placements:
+        spec = dataclasses.replace(spec, tensor_meta=meta)
+    else:  # What else a spec has follows from its placements.
+        spec = type(spec)(spec.mesh, placements, tensor_meta=meta)
     # from_local() would copy to the device of the mesh.
     make = cast("Callable[..., DTensor]", DTensor)
-    return make(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
+    return make(local, spec, requires_grad=False)
 
 
 def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:

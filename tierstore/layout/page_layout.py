@@ -42,9 +42,12 @@ class Record:
 
     parameter: ParameterSpec
     chunk: Chunk
+    """Place in the state, of shape ``parameter.state_shape(state)``."""
     state: str
     dtype: torch.dtype
     offset: int
+    is_copy: bool
+    """True if a record of another chunk of the parameter has the same elements."""
 
     @property
     def data_offset(self) -> int:
@@ -179,22 +182,22 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
             members += [(shard.parameter, chunk, dtype) for chunk in shard.chunks]
 
     sections = []
+    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {
+        (shard.parameter.name, chunk): {} for shard in subgroup.shards for chunk in shard.chunks
+    }
     position = 0
     write_only_first = sorted(states.items(), key=lambda item: not item[0][1])  # Stable.
     for (state, write_only), members in write_only_first:
         start = position
         records = []
         for parameter, chunk, dtype in members:
-            records.append(Record(parameter, chunk, state, dtype, position))
-            position += record_nbytes(chunk.sizes, dtype)
+            place, is_copy = parameter.state_chunk(state, chunk), parameter.is_copy(state, chunk)
+            records.append(Record(parameter, place, state, dtype, position, is_copy))
+            by_chunk[parameter.name, chunk][state] = records[-1]
+            position += record_nbytes(place.sizes, dtype)
         position = align_up(position, SECTOR_BYTES)
         sections.append(Section(state, write_only, Extent(start, position - start), tuple(records)))
 
-    by_chunk: dict[tuple[str, Chunk], dict[str, Record]] = {
-        (shard.parameter.name, chunk): {} for shard in subgroup.shards for chunk in shard.chunks
-    }
-    for record in (record for section in sections for record in section.records):
-        by_chunk[record.parameter.name, record.chunk][record.state] = record
     return PageLayout(
         subgroup=subgroup,
         sections=tuple(sections),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tierstore.layout.dtensors import describe_placement, is_dtensor, local_tensor, same_placement
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.dtensors import (
+    describe_placement,
+    is_dtensor,
+    local_tensor,
+    placed_as,
+    same_placement,
+)
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 _PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,12 +43,15 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     states: tuple[tuple[str, torch.dtype], ...]
-    """Name and dtype of each state besides the master, each of the parameter's shape."""
+    """Name and dtype of each state besides the master."""
     elementwise: bool
     """True if the parameter may be cut at rows over several pages."""
     unit: int | None = None
     """Rows of the first dimension that stay together in one page; None: all, unless
     ``elementwise``."""
+    row_states: tuple[str, ...] = ()
+    """Names of the states with one element for each index of all dimensions but the last; the
+    others have the parameter's shape."""
 
     @property
     def owns_master(self) -> bool:
@@ -53,15 +63,39 @@ class ParameterSpec:
         """Name and dtype of each state, the master first."""
         return ((MASTER, master_dtype(self.dtype)), *self.states)
 
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one element in all states together."""
-        return sum(dtype.itemsize for _, dtype in self.all_states)
+    def bytes_of(self, numel: int) -> int:
+        """Return about the bytes that consecutive elements have in all states together."""
+        rows = -(-numel // max(1, *self.shape[-1:])) if self.row_states else 0
+        counts = [(rows if name in self.row_states else numel, t) for name, t in self.all_states]
+        return sum(count * dtype.itemsize for count, dtype in counts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states together."""
-        return math.prod(self.shape) * self.element_bytes
+        return sum(
+            math.prod(self.state_shape(state)) * dtype.itemsize for state, dtype in self.all_states
+        )
+
+    def state_shape(self, state: str) -> tuple[int, ...]:
+        """Return the shape of a state: of a row state the parameter's, with 1 at the end.
+
+        Without elements of the parameter there are none of a row state, either.
+        """
+        return self.state_chunk(state, Chunk((0,) * len(self.shape), self.shape)).sizes
+
+    def state_chunk(self, state: str, chunk: Chunk) -> Chunk:
+        """Return the elements of a state that belong to a chunk of the parameter.
+
+        Those of a row belong to every chunk that has an element of the row: chunks that cut rows
+        have copies of them.
+        """
+        if state not in self.row_states:
+            return chunk
+        return Chunk((*chunk.offsets[:-1], 0), (*chunk.sizes[:-1], min(1, chunk.sizes[-1])))
+
+    def is_copy(self, state: str, chunk: Chunk) -> bool:
+        """Return whether another chunk has the first copy of these elements of a state."""
+        return state in self.row_states and chunk.offsets[-1] > 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""
@@ -72,6 +106,7 @@ class ParameterSpec:
             "states": {name: dtype_name(dtype) for name, dtype in self.states},
             "elementwise": self.elementwise,
             **({} if self.unit is None else {"unit": self.unit}),
+            **({"row_states": list(self.row_states)} if self.row_states else {}),
         }
 
     @classmethod
@@ -84,11 +119,15 @@ class ParameterSpec:
             states=tuple((name, _dtype_of(dtype)) for name, dtype in fields["states"].items()),
             elementwise=fields["elementwise"],
             unit=fields.get("unit"),
+            row_states=tuple(fields.get("row_states", ())),
         )
 
     def describe(self) -> str:
         """Return the spec as text for messages."""
-        states = ", ".join(f"{name} {dtype_name(dtype)}" for name, dtype in self.states)
+        states = ", ".join(
+            f"{name} {dtype_name(dtype)}{' of rows' if name in self.row_states else ''}"
+            for name, dtype in self.states
+        )
         kind = "elementwise" if self.elementwise else "whole"
         kind = kind if self.unit is None else f"in units of {self.unit} rows"
         return (
@@ -108,7 +147,12 @@ class PagedParameter:
     """The parameter itself. The store writes the updated master into it after each page."""
 
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Name and dtype of each state besides "master"; each has the parameter's shape."""
+    """Name and dtype of each state besides "master"."""
+
+    row_states: Collection[str] = ()
+    """Names of the states that have one element for each row, of shape (..., 1): the parameter's
+    with 1 for the last dimension. The other states have the parameter's shape. Chunks that cut a
+    row have copies of its element, which the optimizer keeps equal."""
 
     elementwise: bool = False
     """True if the update of an element depends on that element alone. The store may then cut the
@@ -144,6 +188,7 @@ class PagedParameter:
             states=tuple(self.states.items()),
             elementwise=self.elementwise,
             unit=self.unit,
+            row_states=tuple(state for state in self.states if state in self.row_states),
         )
 
 
@@ -208,7 +253,7 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
 
 
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
-    """Check that tensors are states of the parameter: known names, its shape, its placements.
+    """Check that tensors are states of the parameter: known names, shapes and placements.
 
     A plain tensor, which holds the whole state, is accepted too.
 
@@ -218,14 +263,19 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
     spec = parameter.spec
     known = dict(spec.states if spec.owns_master else spec.all_states)
     for state, tensor in states.items():
-        if state not in known or tuple(tensor.shape) != spec.shape:
+        if state not in known or tuple(tensor.shape) != spec.state_shape(state):
+            expected = f", of shape {list(spec.state_shape(state))}" if state in known else ""
             raise ValueError(
                 f"state {state!r} of shape {list(tensor.shape)} does not fit {spec.describe()}"
+                f"{expected}"
             )
-        if is_dtensor(tensor) and not same_placement(tensor, parameter.tensor):
+        if not is_dtensor(tensor):
+            continue
+        placed = placed_as(parameter.tensor, local_tensor(tensor), spec.state_shape(state))
+        if not same_placement(tensor, placed):
             raise ValueError(
-                f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, the parameter "
-                f"is {describe_placement(parameter.tensor)}: give all of it, or redistribute it"
+                f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, expected "
+                f"{describe_placement(placed)}: give all of it, or redistribute it"
             )
 
 
@@ -258,6 +308,13 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has a state named {state!r}; must be an identifier other than {MASTER!r}"
         if dtype not in RECORD_DTYPES:
             yield f"has a state {state!r}, which cannot have dtype {dtype_name(dtype)}"
+    if isinstance(parameter.row_states, str):
+        yield f"has row_states {parameter.row_states!r}, must be a collection of names"
+    for state in parameter.row_states:
+        if state not in parameter.states:
+            yield f"has no state {state!r}, which is among its row_states"
+        if not tensor.ndim:
+            yield f"has no dimensions, and so no rows for the state {state!r}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -48,9 +48,7 @@ class Elements:
     def nbytes(self, start: int, stop: int) -> int:
         """Return the number of bytes that the records of a piece take in the page of one rank."""
         chunks = record_chunks(self.parameter, start, stop)
-        states = self.parameter.all_states
-        nbytes = sum(record_nbytes(chunk.sizes, dtype) for chunk in chunks for _, dtype in states)
-        return -(-nbytes // self.ranks)
+        return -(-sum(_record_bytes(self.parameter, chunk) for chunk in chunks) // self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +106,15 @@ def _unit_numel(elements: Elements, page_bytes: int) -> int:
         return parameter.unit * math.prod(parameter.shape[1:])
     if not parameter.elementwise:
         return elements.numel
-    numel_max = page_bytes * elements.ranks // 2 // parameter.element_bytes
+    bytes_max = page_bytes * elements.ranks // 2
     depths = range(1, len(parameter.shape) + 1)
     rows = (math.prod(parameter.shape[depth:]) for depth in depths)
-    return next((numel for numel in rows if numel <= numel_max), 1)
+    return next((numel for numel in rows if parameter.bytes_of(numel) <= bytes_max), 1)
 
 
 def _stop_within(elements: Elements, start: int, unit: int, room: int) -> int:
     """Return the largest allowed end of a piece from ``start`` that fits in ``room`` bytes."""
-    unit_bytes = unit * elements.parameter.element_bytes
+    unit_bytes = elements.parameter.bytes_of(unit)
     units = min(-(-(elements.numel - start) // unit), room * elements.ranks // unit_bytes)
     # The framing of records also takes room, which depends on the chunks: step down until it fits.
     while units > 0:
@@ -135,8 +133,14 @@ def uncut_nbytes(shard: ParameterShard) -> int:
     spec = shard.parameter
     if spec.elementwise:
         return 0
+    return sum(_record_bytes(spec, chunk) for chunk in shard.chunks)
+
+
+def _record_bytes(parameter: ParameterSpec, chunk: Chunk) -> int:
+    """Return the number of bytes that the records of a chunk take."""
     return sum(
-        record_nbytes(chunk.sizes, dtype) for chunk in shard.chunks for _, dtype in spec.all_states
+        record_nbytes(parameter.state_chunk(state, chunk).sizes, dtype)
+        for state, dtype in parameter.all_states
     )
 
 

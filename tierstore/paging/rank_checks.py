@@ -226,6 +226,12 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
                 f"the local tensor of this rank has shape {list(found)}; its placements need "
                 f"{list(expected)}"
             )
+        has_rows = math.prod(spec.shape) > 0 and 0 not in found[:-1]
+        if spec.row_states and has_rows and found[-1] == 0:
+            raise ValueError(
+                f"this rank has rows of it without an element, and {spec.row_states[0]!r} has an "
+                f"element for each row: cut its last dimension over {spec.shape[-1]} ranks or fewer"
+            )
     except ValueError as error:
         raise ValueError(f"parameter {spec.name!r} cannot be paged: {error}") from error
     return shared_parameter(parameter, holding)

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from tierstore.layout.dtensors import local_tensor
+from tierstore.layout.parameters import MASTER
 from tierstore.layout.sharding import HeldChunk
 from tierstore.paging.page import Page
 from tierstore.paging.views import Source
@@ -99,6 +100,7 @@ class Replication:
         source: Source,
         names: Collection[str],
         tensors: Mapping[str, torch.Tensor] | None = None,
+        state: str = MASTER,
     ) -> None:
         """Start to send what this rank owns of a subgroup, and to receive the rest.
 
@@ -107,7 +109,8 @@ class Replication:
             source: finds the parameters that this rank owns.
             names: the parameters that were stepped.
             tensors: parameter name -> tensor to send and to receive instead of the parameter: a
-                plain tensor of the shape of the local tensor, on any device.
+                plain tensor of all that this rank holds of a state, on any device.
+            state: the state.
         """
         if not self._routes[page]:
             return
@@ -115,7 +118,7 @@ class Replication:
             for route in self._routes[page]:
                 parts = [part for part in route.parts if part[0] in names]
                 if parts:
-                    self._send(page, source, tensors, route, parts)
+                    self._send(page, source, tensors, state, route, parts)
 
     def finish(self) -> None:
         """Block until all that was begun has arrived."""
@@ -138,6 +141,7 @@ class Replication:
         page: Page,
         source: Source,
         tensors: Mapping[str, torch.Tensor] | None,
+        state: str,
         route: _Route,
         parts: Sequence[tuple[str, HeldChunk]],
     ) -> None:
@@ -146,7 +150,8 @@ class Replication:
         for name, chunk in parts:
             parameter = page.parameters[name]
             if tensors is not None:
-                targets.append(chunk.local.select(tensors[name]))
+                place = parameter.spec.state_chunk(state, chunk.local)
+                targets.append(place.select(tensors[name]))
             elif is_owner:
                 targets.append(source.values(parameter, chunk.whole))
             else:

@@ -59,7 +59,7 @@ class ChunkView:
     """The values that a step changes: shape ``chunk.sizes``, float32 or wider. A parameter of
     that dtype is its own master; then this is a view of the parameter."""
     states: Mapping[str, torch.Tensor]
-    """State name -> tensor of shape ``chunk.sizes`` and the state's dtype."""
+    """State name -> tensor of the state's dtype: shape ``chunk.sizes``, of a row state (..., 1)."""
     _parameter: PagedParameter
     _source: Source
     _has_gradient: bool

@@ -10,7 +10,7 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
-from tierstore.layout.parameters import MASTER, ParameterSpec, check_states
+from tierstore.layout.parameters import MASTER, PagedParameter, ParameterSpec, check_states
 from tierstore.paging.given_states import States
 from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
@@ -112,22 +112,30 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
     """
     pager = table.pager
     members = [member for member in table.parameters if member.name in names]
-    shapes = {member.name: tuple(local_tensor(member.tensor).shape) for member in members}
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
-    wanted = [page for page in table.all_pages if not page.parameters.keys().isdisjoint(shapes)]
+    held = {member.name: _local(member) for member in members}
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
+    wanted = [page for page in table.all_pages if not page.parameters.keys().isdisjoint(held)]
     with contextlib.closing(pager.stream(wanted, Needed.STEP)) as stream:
         for page in stream:
-            _collect(table, page, shapes, found)
+            _collect(table, page, held, found)
             pager.release(page)
-            _complete(table, page, shapes, found)
+            _complete(table, page, held, found)
     table.replication.finish()
     for member in members:
-        shape, states = shapes[member.name], found[member.name]
-        for state, dtype in readable_states(member.spec):
+        spec, states = member.spec, found[member.name]
+        for state, dtype in readable_states(spec):
             if state not in states:  # The parameter has no elements.
+                shape = spec.state_chunk(state, held[member.name]).sizes
                 states[state] = torch.zeros(shape, dtype=dtype, device="cpu")
-            states[state] = placed_as(member.tensor, states.pop(state))
+            value = states.pop(state)
+            states[state] = placed_as(member.tensor, value, spec.state_shape(state))
     return found
+
+
+def _local(parameter: PagedParameter) -> Chunk:
+    """Return all of this rank's tensor as a chunk of it."""
+    sizes = tuple(local_tensor(parameter.tensor).shape)
+    return Chunk((0,) * len(sizes), sizes)
 
 
 def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | None:
@@ -138,7 +146,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
         name: the parameter.
 
     Returns:
-        State name -> tensor of the parameter's shape; None if no record holds a whole state,
+        State name -> tensor of the state's shape; None if no record holds a whole state,
         because the parameter has no elements, or more than a record may have.
     """
     for page in table.pages:
@@ -161,7 +169,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
                 tensor = records[state].over(page.buffer.memory)
             else:
                 tensor = records[state].view(page.memory)
-            tensors[state] = placed_as(parameter.tensor, tensor)
+            tensors[state] = placed_as(parameter.tensor, tensor, parameter.spec.state_shape(state))
         return tensors
     return None
 
@@ -174,7 +182,7 @@ def readable_states(spec: ParameterSpec) -> Sequence[tuple[str, torch.dtype]]:
 def _collect(
     table: PageTable,
     page: Page,
-    shapes: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, Chunk],
     found: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
     """Add the states that a page holds.
@@ -182,38 +190,42 @@ def _collect(
     Args:
         table: all subgroups.
         page: the page, held, with the sections of a step.
-        shapes: name of a parameter -> shape of this rank's tensor.
-        found: name of a parameter -> state name -> tensor of that shape; completed page by page.
+        held: name of a parameter -> all of this rank's tensor.
+        found: name of a parameter -> state name -> tensor of this rank; completed page by page.
     """
     content = table.pager.files.map(page)
     for shard in page.view().shards:
         name = shard.spec.name
-        for state, dtype in readable_states(shard.spec) if name in shapes else ():
+        for state, dtype in readable_states(shard.spec) if name in held else ():
+            sizes = shard.spec.state_chunk(state, held[name]).sizes
             for view in shard.chunks:
-                if content is not None and view.local.sizes == shapes[name]:
+                if content is not None and view.local.sizes == held[name].sizes:
                     found[name][state] = page.layout.records[name, view.chunk][state].over(content)
                     continue
                 # The state is in several pages, or in none yet: there is no file to map.
                 if state not in found[name]:
-                    found[name][state] = _provide(table, shapes[name], dtype)
-                view.local.select(found[name][state]).copy_(view.state(state))
+                    found[name][state] = _provide(table, sizes, dtype)
+                place = shard.spec.state_chunk(state, view.local)
+                place.select(found[name][state]).copy_(view.state(state))
 
 
 def _complete(
     table: PageTable,
     page: Page,
-    shapes: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, Chunk],
     found: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
     """Send the states of a subgroup from their owners to the ranks that hold replicas."""
     state_tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name in (name for name in page.parameters if name in shapes):
-        for state, dtype in readable_states(page.parameters[name].spec):
+    for name in (name for name in page.parameters if name in held):
+        spec = page.parameters[name].spec
+        for state, dtype in readable_states(spec):
             if state not in found[name]:
-                found[name][state] = _provide(table, shapes[name], dtype)
+                sizes = spec.state_chunk(state, held[name]).sizes
+                found[name][state] = _provide(table, sizes, dtype)
             state_tensors.setdefault(state, {})[name] = found[name][state]
-    for tensors in state_tensors.values():
-        table.replication.begin(page, page.source, tensors, tensors)
+    for state, tensors in state_tensors.items():
+        table.replication.begin(page, page.source, tensors, tensors, state)
 
 
 def _provide(table: PageTable, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -270,7 +282,8 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
                 target = chunk.state(state)
                 if value is not None:
                     position = chunk.local if is_dtensor(value) else chunk.chunk
-                    target.copy_(position.select(local_tensor(value)))
+                    place = shard.spec.state_chunk(state, position)
+                    target.copy_(place.select(local_tensor(value)))
                 elif state == MASTER:
                     target.copy_(chunk.values)
                 else:

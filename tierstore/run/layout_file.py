@@ -74,6 +74,8 @@ class RankLayout:
                 require(isinstance(spec.name, str), isinstance(spec.elementwise, bool))
                 require(spec.unit is None or (is_count(spec.unit) and spec.unit > 0))
                 require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
+                require(set(spec.row_states) <= dict(spec.states).keys())
+                require(bool(spec.shape) or not spec.row_states)
             names = [spec.name for group in groups for spec in group]
             require(len(set(names)) == len(names))
             pages = [_page_from_json(groups, *page) for page in body["pages"]]
