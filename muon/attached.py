@@ -30,7 +30,7 @@ class AttachedGroups:
         self._members: dict[int, tuple[int, tierstore.PagedParameter]] = {}
         self._algorithms: list[str] = []
         self._declarations: list[Declaration] = []
-        self._with_normuon: list[bool] = []
+        self._forms: list[dict[str, Any]] = []
         # Number, dict and parameters of each param group when all were last followed.
         self._followed: list[tuple[int, _Group, list[torch.Tensor]]] = []
 
@@ -48,7 +48,7 @@ class AttachedGroups:
         self.groups += groups
         self._algorithms += [group.hyperparameters["algorithm"] for group in groups]
         self._declarations += [declared(group.hyperparameters) for group in groups]
-        self._with_normuon += [normuon.is_used(group.hyperparameters) for group in groups]
+        self._forms += [_form(group.hyperparameters) for group in groups]
         self._note(param_groups, self._numbers(param_groups))
 
     def remove(self, names: Collection[str], param_groups: Sequence[_Group]) -> None:
@@ -137,7 +137,7 @@ class AttachedGroups:
             group is known
             and group.get("algorithm") == self._algorithms[number]
             and declared(group) == self._declarations[number]
-            and normuon.is_used(group) == self._with_normuon[number]
+            and _form(group) == self._forms[number]
             and len(group["params"]) == len(tensors)
             and all(map(operator.is_, group["params"], tensors))
             for group, (number, known, tensors) in zip(param_groups, followed, strict=True)
@@ -234,12 +234,21 @@ class AttachedGroups:
                 f"param group {index} was attached with matrices={self._declarations[number]} and "
                 f"has {declared(group)} now: put it back, because pages are cut between matrices"
             )
-        if normuon.is_used(group) != self._with_normuon[number]:
-            had = "with" if self._with_normuon[number] else "without"
-            raise ValueError(
-                f"param group {index} was attached {had} normuon_beta and has "
-                f"{group.get('normuon_beta')!r} now: put it back, because the states differ"
-            )
+        for name, form in _form(group).items():
+            if form != self._forms[number][name]:
+                raise ValueError(
+                    f"param group {index} was attached with {self._forms[number][name]} and has "
+                    f"{name}={group.get(name)!r} now: put it back, because the states differ"
+                )
+
+
+def _form(group: _Group) -> dict[str, str]:
+    """Return what the states of a group depend on: key -> description."""
+    has_averages = normuon.is_used(group)
+    return {
+        "normuon_beta": "a normuon_beta" if has_averages else "no normuon_beta",
+        **{key: f"{key}={group.get(key)!r}" for key in ("momentum_dtype", "master")},
+    }
 
 
 def _missing(name: str, place: str) -> ValueError:

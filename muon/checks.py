@@ -48,6 +48,7 @@ _COMMON_KEYS = frozenset(
         "eps",
         "maximize",
         "cautious_wd",
+        "master",
         "foreach",
     }
 )
@@ -168,6 +169,9 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
             f"cautious_wd and fused cannot be combined, and param group {number} has both: leave "
             "one out"
         )
+    masters = (None, "remainder", "24bit")
+    if group.get("master") not in masters:
+        raise ValueError(f"master must be one of {masters}, got {group['master']!r}")
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:

@@ -28,6 +28,7 @@ from muon.checks import (
     with_dtypes,
 )
 from muon.coefficients import Coefficients
+from muon.encoded import encodings_of
 from muon.hooks import UpdateHook
 from muon.matrices import Declaration, declared, matrices_of, unit_of
 from muon.param_groups import (
@@ -80,6 +81,10 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: None or "original", or "match_rms_adamw", as in ``torch.optim.Muon``;
             "spectral" or "unit_rms_norm", or "unit": see ``muon.update.adjust_lr``.
         momentum_dtype: dtype of the momentum; None: the dtype of each parameter.
+        master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
+            groups too. None: float32. "remainder": 16 bits beside the parameter, which is part of
+            the master and rounds halves away from zero; no bit is lost. "24bit": 8 bits, so that
+            masters are rounded to 16 significant bits.
         store: holds the state; None keeps all state in memory.
         partition: which rank owns parameters, and their state, that several ranks hold whole.
             "by_parameter": one rank owns each parameter. "flat": each rank owns an equal range of
@@ -125,6 +130,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         momentum_dtype: torch.dtype | None = None,
+        master: str | None = None,
         store: tierstore.TierStore | None = None,
         partition: str = "auto",
         gather_memory: int | str = "2GiB",
@@ -153,6 +159,7 @@ class Muon(torch.optim.Optimizer):
             "ns_norm": ns_norm,
             "cautious_wd": cautious_wd,
             "momentum_dtype": momentum_dtype,
+            "master": master,
         }
         if partition not in ("auto", "by_parameter", "flat"):
             raise ValueError(
@@ -268,7 +275,8 @@ class Muon(torch.optim.Optimizer):
                 param_group.setdefault(name, value)
         name_empty_groups([*self.param_groups, param_group])
         super().add_param_group(param_group)
-        others = {"betas"} if algorithm == "muon" else self.defaults.keys() - ADAMW_DEFAULTS
+        of_both = {*ADAMW_DEFAULTS, "master"}
+        others = {"betas"} if algorithm == "muon" else self.defaults.keys() - of_both
         for name in others - given:
             param_group.pop(name, None)
         drop_duplicates(param_group)  # torch.optim has warned of them.
@@ -882,6 +890,7 @@ class Muon(torch.optim.Optimizer):
             tensor=parameter,
             states=states,
             row_states=states.keys() & {normuon.STATE},
+            encodings=encodings_of(parameter, group),
             elementwise=not is_muon,
             unit=unit_of(parameter.shape, declared(group)) if is_muon else None,
             partition=self._partition,

@@ -26,7 +26,10 @@ CHOICE = ("algorithm", "use_muon")
 
 # Keys that a state dict does not change in a group: the layout of pages depends on the first ones,
 # and the last ones chose the implementation of the optimizer that was saved.
-FIXED = ("params", "param_names", *CHOICE, "matrices", "momentum_dtype", "foreach", "fused")
+FIXED = (
+    *("params", "param_names", *CHOICE, "matrices", "momentum_dtype", "master"),
+    *("foreach", "fused"),
+)
 
 
 def fixed(group: Mapping[str, Any]) -> dict[str, Any]:

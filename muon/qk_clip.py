@@ -200,7 +200,7 @@ def factors(
         scales: of the parameter. Where they overlap, as those of layers that share a projection,
             the smallest factor holds.
         chunk: place of the chunk in the parameter.
-        like: has the dtype and device of the chunk.
+        like: has the device of the chunk, and the dtype of the parameter.
 
     Example: rows 4 to 8 times 0.5 are, for a chunk of rows 2 to 6 of 10 columns, the factors
     1, 1, 0.5, 0.5 of shape (4, 1).
@@ -214,7 +214,8 @@ def factors(
                 rows = slice(max(0, scale.start - offset), max(0, scale.stop - offset))
                 values[rows].clamp_(max=scale.factor)
         shape = [size if index == dimension else 1 for index in range(len(chunk.sizes))]
-        found.append(values.view(shape).to(like))
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        found.append(values.view(shape).to(like.device, dtype))
     return found
 
 

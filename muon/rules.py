@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 import tierstore
 from muon import newton_schulz, normuon
+from muon.encoded import AnyState, opened
 from muon.hooks import UpdateHook, WeightUpdate
 from muon.matrices import Matrix, declared, matrices_of
 from muon.qk_clip import Scale, factors
@@ -39,8 +40,8 @@ class OwnPart:
     chunk: tierstore.Chunk
     """Place in the matrix, of shape ``Matrix.sizes``."""
     grad: torch.Tensor
-    momentum: torch.Tensor
-    master: torch.Tensor
+    momentum: AnyState
+    master: AnyState
     averages: torch.Tensor | None
     """Of the rows, shape (..., 1), with NorMuon."""
     factors: Sequence[torch.Tensor]
@@ -125,7 +126,7 @@ def _own_parts(
                 averages=None if averages is None else averages[part.index[:-1]],
                 factors=[
                     factor.expand(chunk.chunk.sizes)[part.index]
-                    for factor in factors(scales, chunk.chunk, chunk.master)
+                    for factor in factors(scales, chunk.chunk, chunk.values)
                 ],
             )
             parts.append(own)
@@ -194,33 +195,43 @@ def apply_updates(
     """Step the parts of a matrix, given one update for each in its shape."""
     lr = group["lr"]
     adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *matrix.matrix.outputs_and_inputs)
-    with record_function("muon::apply"), _hooked(matrix, group, updates, extras) as hooked:
-        if extras.sample is not None:
-            masters = [part.master for part in matrix.parts]
-            extras.sample.note_update(matrix.name, adjusted_lr, hooked, masters)
-        for part, update in zip(matrix.parts, hooked, strict=True):
-            muon_(
-                part.master,
-                update,
-                lr=lr,
-                adjusted_lr=adjusted_lr,
-                weight_decay=group["weight_decay"],
-                cautious=bool(group.get("cautious_wd")),
-            )
-    for part in matrix.parts:
-        for factor in part.factors:
-            part.master.mul_(factor)
+    masters: Sequence[Any] = [part.master for part in matrix.parts]
+    opens = extras.hooks or extras.sample is not None or any(p.factors for p in matrix.parts)
+    with contextlib.ExitStack() as stack:
+        if opens:  # Otherwise encoded masters are decoded in pieces.
+            masters = stack.enter_context(opened(masters))
+        with (
+            record_function("muon::apply"),
+            _hooked(matrix, group, updates, masters, extras) as hooked,
+        ):
+            if extras.sample is not None:
+                extras.sample.note_update(matrix.name, adjusted_lr, hooked, masters)
+            for master, update in zip(masters, hooked, strict=True):
+                muon_(
+                    master,
+                    update,
+                    lr=lr,
+                    adjusted_lr=adjusted_lr,
+                    weight_decay=group["weight_decay"],
+                    cautious=bool(group.get("cautious_wd")),
+                )
+        for part, master in zip(matrix.parts, masters, strict=True):
+            for factor in part.factors:
+                master.mul_(factor)
 
 
 @contextlib.contextmanager
 def _hooked(
-    matrix: OwnMatrix, group: Mapping[str, Any], updates: Sequence[torch.Tensor], extras: Extras
+    matrix: OwnMatrix,
+    group: Mapping[str, Any],
+    updates: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    extras: Extras,
 ) -> Iterator[Sequence[torch.Tensor]]:
     """Call the hooks before and after the weights change; yield the updates that they leave."""
     if not extras.hooks:
         yield updates
         return
-    masters = [part.master for part in matrix.parts]
     update = WeightUpdate(
         name=matrix.name,
         starts=matrix.matrix.starts,
@@ -244,7 +255,7 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
     for batch in newton_schulz.batches(shapes, batched=group["ns_batched"]):
         inputs, averages = [], []
         for index in batch:
-            device = matrices[index].parts[0].master.device
+            device = matrices[index].parts[0].grad.device
             tensor = torch.empty(shapes[index], dtype=group["ns_dtype"], device=device)
             inputs.append(tensor)  # (rows, columns)
             write_inputs(matrices[index], group, matrices[index].select(tensor))
@@ -293,5 +304,7 @@ def step_adamw(
         )
         for shard in shards if scales else ():
             for chunk in shard.chunks:
-                for factor in factors(scales.get(shard.spec.name, ()), chunk.chunk, chunk.master):
-                    chunk.master.mul_(factor)
+                found = factors(scales.get(shard.spec.name, ()), chunk.chunk, chunk.values)
+                with opened([chunk.master] if found else []) as masters:
+                    for factor in found:
+                        masters[0].mul_(factor)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+
+from muon.encoded import AnyState, opened
 
 _PIECE_ELEMENTS = 1 << 18
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw", "spectral", "unit_rms_norm", "unit")
@@ -18,7 +21,7 @@ ADJUST_LR_FNS = (None, "original", "match_rms_adamw", "spectral", "unit_rms_norm
 
 def momentum_(
     grad: torch.Tensor,
-    momentum_buffer: torch.Tensor,
+    momentum_buffer: AnyState,
     *,
     momentum: float,
     nesterov: bool,
@@ -39,20 +42,21 @@ def momentum_(
         out: the shape of ``grad``, in the dtype of Newton-Schulz; overwritten.
         maximize: follow the gradient upwards: ``grad`` is negated.
     """
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    wide = torch.promote_types(wide, momentum_buffer.dtype)
-    for grad_piece, buffer, out_piece in _pieces(grad, momentum_buffer, out):
-        wide_grad = grad_piece.to(wide)  # (rows, columns)
-        if maximize:
-            wide_grad = -wide_grad
-        average = buffer.to(wide)  # (rows, columns); the buffer itself if it is wide
-        average.lerp_(wide_grad, 1 - momentum)  # m = momentum m + (1 - momentum) g
-        buffer.copy_(average)
-        out_piece.copy_(wide_grad.lerp(average, momentum) if nesterov else average)
+    wide_grad_dtype = torch.promote_types(grad.dtype, torch.float32)
+    for grad_piece, state, out_piece in _pieces(grad, momentum_buffer, out):
+        with opened([state]) as [buffer]:
+            wide = torch.promote_types(wide_grad_dtype, buffer.dtype)
+            wide_grad = grad_piece.to(wide)  # (rows, columns)
+            if maximize:
+                wide_grad = -wide_grad
+            average = buffer.to(wide)  # (rows, columns); the buffer itself if it is wide
+            average.lerp_(wide_grad, 1 - momentum)  # m = momentum m + (1 - momentum) g
+            buffer.copy_(average)
+            out_piece.copy_(wide_grad.lerp(average, momentum) if nesterov else average)
 
 
 def muon_(
-    master: torch.Tensor,
+    master: AnyState,
     update: torch.Tensor,
     *,
     lr: float | torch.Tensor,
@@ -73,12 +77,13 @@ def muon_(
         cautious: decay only elements that the update does not move away from zero.
     """
     decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
-    for master_piece, update_piece in _pieces(master, update):
-        if cautious:
-            _decay_cautiously_(master_piece, update_piece, decay)
-        else:
-            master_piece.mul_(decay)
-        master_piece.add_(update_piece, alpha=alpha)
+    for update_piece, state in _pieces(update, master):
+        with opened([state]) as [values]:
+            if cautious:
+                _decay_cautiously_(values, update_piece, decay)
+            else:
+                values.mul_(decay)
+            values.add_(update_piece, alpha=alpha)
 
 
 def _decay_cautiously_(
@@ -115,10 +120,10 @@ def adjust_lr(
 
 
 def adamw_(
-    masters: Sequence[torch.Tensor],
+    masters: Sequence[AnyState],
     grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
+    exp_avgs: Sequence[AnyState],
+    exp_avg_sqs: Sequence[AnyState],
     *,
     steps: Sequence[float],
     lr: float | torch.Tensor,
@@ -153,32 +158,36 @@ def adamw_(
         decay = decay.reshape(()).cpu()
     sizes = {step: float(lr / (1 - beta1**step)) for step in set(steps)}
     roots = {step: (1 - beta2**step) ** 0.5 for step in sizes}
-    for indices, tensors in _batches(masters, grads, exp_avgs, exp_avg_sqs):
-        values, narrow_grads, means, mean_sqs = tensors  # Lists of the same length.
-        wide_grads = [g.to(m.dtype) for g, m in zip(narrow_grads, means, strict=True)]
-        if maximize:
-            wide_grads = list(torch._foreach_neg(wide_grads))
-        if weight_decay != 0 and not cautious:
-            torch._foreach_mul_(values, decay)
-        torch._foreach_lerp_(means, wide_grads, 1 - beta1)  # m = beta1 m + (1 - beta1) g
-        if weight_decay != 0 and cautious:
-            for value, mean in zip(values, means, strict=True):
-                _decay_cautiously_(value, mean, decay)
-        torch._foreach_mul_(mean_sqs, beta2)
-        torch._foreach_addcmul_(mean_sqs, wide_grads, wide_grads, 1 - beta2)  # v, with g^2
-        denominators = torch._foreach_sqrt(mean_sqs)
-        torch._foreach_div_(denominators, [roots[steps[index]] for index in indices])
-        torch._foreach_add_(denominators, eps)
-        # lr m / (1 - beta1^step) / denominator
-        step_sizes = [-sizes[steps[index]] for index in indices]
-        torch._foreach_addcdiv_(values, means, denominators, step_sizes)
+    for indices, narrow_grads, *states in _batches(grads, masters, exp_avgs, exp_avg_sqs):
+        with (
+            opened(states[0]) as values,  # Lists of the same length.
+            opened(states[1]) as means,
+            opened(states[2]) as mean_sqs,
+        ):
+            wide_grads = [g.to(m.dtype) for g, m in zip(narrow_grads, means, strict=True)]
+            if maximize:
+                wide_grads = list(torch._foreach_neg(wide_grads))
+            if weight_decay != 0 and not cautious:
+                torch._foreach_mul_(values, decay)
+            torch._foreach_lerp_(means, wide_grads, 1 - beta1)  # m = beta1 m + (1 - beta1) g
+            if weight_decay != 0 and cautious:
+                for value, mean in zip(values, means, strict=True):
+                    _decay_cautiously_(value, mean, decay)
+            torch._foreach_mul_(mean_sqs, beta2)
+            torch._foreach_addcmul_(mean_sqs, wide_grads, wide_grads, 1 - beta2)  # v, with g^2
+            denominators = torch._foreach_sqrt(mean_sqs)
+            torch._foreach_div_(denominators, [roots[steps[index]] for index in indices])
+            torch._foreach_add_(denominators, eps)
+            # lr m / (1 - beta1^step) / denominator
+            step_sizes = [-sizes[steps[index]] for index in indices]
+            torch._foreach_addcdiv_(values, means, denominators, step_sizes)
 
 
 def fused_adamw_(
-    masters: Sequence[torch.Tensor],
+    masters: Sequence[AnyState],
     grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
+    exp_avgs: Sequence[AnyState],
+    exp_avg_sqs: Sequence[AnyState],
     *,
     steps: Sequence[float],
     lr: float | torch.Tensor,
@@ -192,31 +201,35 @@ def fused_adamw_(
     Last bits depend on where a parameter is cut: the kernel rounds the elements that do not fill a
     vector of the processor in another way. Arguments are those of ``adamw_``.
     """
-    counts = {step: torch.tensor(float(step), device=masters[0].device) for step in set(steps)}
-    for indices, tensors in _batches(masters, grads, exp_avgs, exp_avg_sqs):
-        values, narrow_grads, means, mean_sqs = tensors
-        for dtype in {value.dtype for value in values}:  # The kernel takes one at a time.
-            chosen = [at for at, value in enumerate(values) if value.dtype == dtype]
-            torch._fused_adamw_(
-                [values[at] for at in chosen],
-                [narrow_grads[at].to(dtype) for at in chosen],
-                [means[at] for at in chosen],
-                [mean_sqs[at] for at in chosen],
-                [],
-                [counts[steps[indices[at]]] for at in chosen],
-                lr=float(lr),
-                beta1=betas[0],
-                beta2=betas[1],
-                weight_decay=float(weight_decay),
-                eps=float(eps),
-                amsgrad=False,
-                maximize=maximize,
-            )
+    counts = {step: torch.tensor(float(step), device=grads[0].device) for step in set(steps)}
+    for indices, narrow_grads, *states in _batches(grads, masters, exp_avgs, exp_avg_sqs):
+        with (
+            opened(states[0]) as values,
+            opened(states[1]) as means,
+            opened(states[2]) as mean_sqs,
+        ):
+            for dtype in {value.dtype for value in values}:  # The kernel takes one at a time.
+                chosen = [at for at, value in enumerate(values) if value.dtype == dtype]
+                torch._fused_adamw_(
+                    [values[at] for at in chosen],
+                    [narrow_grads[at].to(dtype) for at in chosen],
+                    [means[at] for at in chosen],
+                    [mean_sqs[at] for at in chosen],
+                    [],
+                    [counts[steps[indices[at]]] for at in chosen],
+                    lr=float(lr),
+                    beta1=betas[0],
+                    beta2=betas[1],
+                    weight_decay=float(weight_decay),
+                    eps=float(eps),
+                    amsgrad=False,
+                    maximize=maximize,
+                )
 
 
 def _batches(
-    *columns: Sequence[torch.Tensor],
-) -> Iterator[tuple[list[int], list[list[torch.Tensor]]]]:
+    grads: Sequence[torch.Tensor], *columns: Sequence[AnyState]
+) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of several sequences of tensors in batches, each as a list per sequence.
 
     Small tensors are joined and large ones cut as by _pieces(), so that the temporaries of a batch
@@ -226,27 +239,27 @@ def _batches(
         The index in the sequences of each item of the lists, and the lists.
     """
     indices: list[int] = []
-    rows: list[tuple[torch.Tensor, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     numel = 0
-    for index, row in enumerate(zip(*columns, strict=True)):
+    for index, row in enumerate(zip(grads, *columns, strict=True)):
         for piece in _pieces(*row):
             if rows and numel + piece[0].numel() > _PIECE_ELEMENTS:
-                yield indices, [list(column) for column in zip(*rows, strict=True)]
+                yield indices, *map(list, zip(*rows, strict=True))
                 indices, rows, numel = [], [], 0
             indices.append(index)
             rows.append(piece)
             numel += piece[0].numel()
     if rows:
-        yield indices, [list(column) for column in zip(*rows, strict=True)]
+        yield indices, *map(list, zip(*rows, strict=True))
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
     """Yield the same rows of all tensors, few enough that temporaries stay in the cache.
 
     On a CPU, larger temporaries would be allocated from the system and returned each time, which
     takes several times as long as the computation. Tensors on a GPU are yielded whole.
     """
-    first = tensors[0]
+    tensors = (first, *others)
     if not first.is_cpu or first.numel() <= _PIECE_ELEMENTS:
         yield tensors
         return

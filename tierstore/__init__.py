@@ -28,6 +28,7 @@ from tierstore.units import parse_bytes
 if TYPE_CHECKING:
     from tierstore.checkpoint.publication import Publication
     from tierstore.layout.chunks import Chunk
+    from tierstore.layout.encodings import EncodedState
     from tierstore.layout.ownership import SharedShard, SharedSubgroup
     from tierstore.layout.parameters import PagedGroup, PagedParameter
     from tierstore.paging.stats import Stats
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "checkpoint.publication": ("Publication",),
     "layout.chunks": ("Chunk",),
+    "layout.encodings": ("EncodedState",),
     "layout.ownership": ("SharedShard", "SharedSubgroup"),
     "layout.parameters": ("PagedGroup", "PagedParameter"),
     "paging.stats": ("Stats",),
@@ -70,6 +72,7 @@ __all__ = [
     "Chunk",
     "ChunkView",
     "CorruptionError",
+    "EncodedState",
     "NonFiniteGradientError",
     "PageView",
     "PagedGroup",

@@ -186,6 +186,8 @@ def test_matrices_in_batches_differ_by_rounding_alone(
         {"cautious_wd": True},
         {"ns_coefficients": "deepseekv4", "ns_steps": 10, "ns_norm": "scaled"},
         {"ns_coefficients": "cubic5", "adjust_lr_fn": "spectral"},
+        {"master": "remainder"},
+        {"master": "24bit", "partition": "flat"},
     ],
     ids=str,
 )

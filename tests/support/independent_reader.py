@@ -230,10 +230,13 @@ def content_of(
         run_id=first["run_id"],
         step=first["step"],
         states={
-            parameter["name"]: {
-                state: finished(data[parameter["name"]][state], dtype, shape_of(parameter, state))
-                for state, dtype in states_of(parameter).items()
-            }
+            parameter["name"]: decoded(
+                parameter,
+                {
+                    name: finished(data[parameter["name"]][name], dtype, shape_of(parameter, name))
+                    for name, dtype in tensors_of(parameter).items()
+                },
+            )
             for parameter in kept
         },
         scalars=scalars_of(decode(first["scalars"]), groups),
@@ -258,9 +261,20 @@ def scalars_of(
 def empty_states(parameter: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return for every state the bytes of all its elements, in a dimension of their own."""
     return {
-        state: np.zeros((*shape_of(parameter, state), ITEM_BYTES[dtype]), np.uint8)
-        for state, dtype in states_of(parameter).items()
+        name: np.zeros((*shape_of(parameter, name), ITEM_BYTES[dtype]), np.uint8)
+        for name, dtype in tensors_of(parameter).items()
     }
+
+
+def decoded(parameter: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the states of a parameter, given the tensors in its pages."""
+    encoding = parameter.get("encodings", {}).get("master")
+    if encoding is not None:
+        rest = tensors.pop("master_remainder").astype(np.int64)
+        rest = rest << {"remainder": 0, "24bit": 8}[encoding]
+        bits = tensors["master"].view(np.uint32).astype(np.int64) + rest
+        tensors["master"] = bits.astype(np.uint32).view(np.float32)
+    return tensors
 
 
 def shape_of(parameter: dict[str, Any], state: str) -> list[int]:
@@ -372,10 +386,15 @@ def place_of(record: Record) -> list[Any]:
     return [record.name, chunk.offsets, chunk.sizes, record.dtype, record.offset]
 
 
-def states_of(parameter: dict[str, Any]) -> dict[str, str]:
-    """Return state -> dtype, the master first."""
-    master = "float64" if parameter["dtype"] == "float64" else "float32"
-    return {"master": master, **parameter["states"]}
+def tensors_of(parameter: dict[str, Any]) -> dict[str, str]:
+    """Return the name and dtype of each tensor in pages, the master first."""
+    master = {"master": "float64" if parameter["dtype"] == "float64" else "float32"}
+    encoding = parameter.get("encodings", {}).get("master")
+    if encoding is not None:
+        require(parameter["dtype"] == "bfloat16", "only bfloat16 has encoded masters")
+        remainder = {"remainder": "int16", "24bit": "int8"}[encoding]
+        master = {"master": "bfloat16", "master_remainder": remainder}
+    return {**master, **parameter["states"]}
 
 
 def pages_of(layout: dict[str, Any]) -> Iterator[Layout]:
@@ -405,7 +424,7 @@ def round_up(value: int, multiple: int) -> int:
 def layout_of(shards: list[Shard]) -> Layout:
     members: dict[tuple[str, bool], list[tuple[str, str, str, Chunk]]] = {}
     for parameter, chunks in shards:
-        for state, dtype in states_of(parameter).items():
+        for state, dtype in tensors_of(parameter).items():
             own = state == "master" and parameter["dtype"] == dtype
             section = members.setdefault((state, own), [])
             for chunk in chunks:

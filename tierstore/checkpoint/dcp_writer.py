@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from tierstore.checkpoint.model_contents import Names
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.records import record_length
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit, CommittedPage
@@ -183,7 +183,7 @@ def _add_scalars(catalog: Catalog, commit: Commit, names: Names, model_prefix: s
     scalars = commit.scalars
     for spec in (spec for group in commit.groups for spec in group):
         if math.prod(spec.shape) == 0:
-            for state, dtype in spec.all_states:
+            for state, dtype, _ in spec.stored:
                 paths = state_paths(names[spec.name], state, model_prefix)
                 shape = spec.state_shape(state)
                 value = torch.zeros(shape, dtype=dtype, device="cpu")

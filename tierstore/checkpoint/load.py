@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
@@ -13,9 +16,41 @@ from tierstore.checkpoint.saved_values import CommittedValues, StockValues
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.verify import Contents, verify_contents
-from tierstore.layout.parameters import MASTER, PagedGroup, ParameterSpec
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.encodings import (
+    ENCODINGS,
+    MASTER,
+    AnyState,
+    EncodedState,
+    assign,
+    encodings_of,
+    values_of,
+)
+from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A state in a checkpoint."""
+
+    encoding: str | None
+    keys: Mapping[str, str]
+    """Name of a stored tensor, or of the state -> its key."""
+
+    def empty(self, spec: ParameterSpec, state: str, chunk: Chunk) -> AnyState:
+        """Return memory for a chunk of the state as it is in the checkpoint."""
+        if self.encoding is None:
+            dtype = dict(spec.all_states)[state]
+            sizes = spec.state_chunk(state, chunk).sizes
+            return torch.empty(sizes, dtype=dtype, device="cpu")
+        encoding = ENCODINGS[self.encoding]
+        tensors = {
+            name: torch.empty(spec.state_chunk(name, chunk).sizes, dtype=dtype, device="cpu")
+            for name, dtype, _ in encoding.stored(state)
+        }
+        return encoding.over(state, tensors)
 
 
 class CheckpointSource:
@@ -58,8 +93,8 @@ class CheckpointSource:
         )
         specs = [parameter.spec for group in groups for parameter in group.parameters]
         self._names = self._names_of([spec.name for spec in specs])
-        self._keys = {
-            (spec.name, state): self._key(spec, state)
+        self._saved = {
+            (spec.name, state): self._find(spec, state)
             for spec in specs
             for state, _ in ([(MASTER, None)] if self.is_weights_alone else spec.all_states)
         }
@@ -77,16 +112,26 @@ class CheckpointSource:
     def fill(self, page: PageView) -> None:
         """Read masters and states of a page, and round the masters into the parameters."""
         parts: list[Part] = []
+        decoded: list[tuple[AnyState, AnyState]] = []  # The state, and where it is read to.
         for shard in page.shards:
             for chunk in shard.chunks:
                 for state, _ in shard.spec.all_states:
-                    key = self._keys.get((shard.spec.name, state))
-                    if key is None:
-                        chunk.state(state).zero_()
-                    else:
-                        place = shard.spec.state_chunk(state, chunk.chunk)
-                        parts += self._entries.parts(key, place, chunk.state(state))
+                    target = chunk.state(state)
+                    saved = self._saved.get((shard.spec.name, state))
+                    if saved is None:
+                        target.zero_()
+                        continue
+                    source = target
+                    if saved.encoding != dict(shard.spec.encodings).get(state):
+                        source = saved.empty(shard.spec, state, chunk.chunk)
+                        decoded.append((target, source))
+                    tensors = source.stored if isinstance(source, EncodedState) else {state: source}
+                    for name, tensor in tensors.items():
+                        place = shard.spec.state_chunk(name, chunk.chunk)
+                        parts += self._entries.parts(saved.keys[name], place, tensor)
         self._entries.read(parts)
+        for target, source in decoded:
+            assign(target, values_of(source))
         page.write_parameters()
 
     def _names_of(self, names: Sequence[str]) -> dict[str, str]:
@@ -101,8 +146,24 @@ class CheckpointSource:
     def _master_keys(self, name: str) -> list[str]:
         return [f"{prefix}{name}" for prefix in self._model_prefixes]
 
+    def _find(self, spec: ParameterSpec, state: str) -> _Saved:
+        """Find a state, which may be encoded otherwise than here."""
+        name = self._names[spec.name]
+        for encoding in () if self.is_weights_alone else encodings_of(state):
+            stored = ENCODINGS[encoding].stored(state)
+            of_optimizer = [tensor for tensor in stored if tensor.name != MASTER]
+            found = [
+                self._entries.tensor(f"optimizer.state.{name}.{tensor.name}")
+                for tensor in of_optimizer
+            ]
+            dtypes = [tensor.properties.dtype for tensor in found if tensor is not None]
+            if dtypes == [tensor.dtype for tensor in of_optimizer]:
+                keys = {tensor.name: self._key(spec, tensor.name) for tensor in stored}
+                return _Saved(encoding, keys)
+        return _Saved(None, {state: self._key(spec, state)})
+
     def _key(self, spec: ParameterSpec, state: str) -> str:
-        """Return the key of a state, after checking that the checkpoint has it in that shape."""
+        """Return the key of a tensor, after checking that the checkpoint has it in that shape."""
         name = self._names[spec.name]
         keys = [f"optimizer.state.{name}.{state}"]
         if state == MASTER:

@@ -13,7 +13,7 @@ from tierstore.checkpoint.model_contents import plain_names
 from tierstore.convert.entries import BUFFER, Entry
 from tierstore.convert.torch_names import ORDER_ADVICE, Shape, match_distinct, match_names
 from tierstore.errors import CheckpointError
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 
 AVERAGE, HEAVY_BALL = "average", "heavy-ball"
 """Conventions of Muon's momentum: ``m = mu * m + (1 - mu) * g``, or ``m = mu * m + g``."""

@@ -27,7 +27,7 @@ from tierstore.convert.formats import FORMATS, Format, Writer, recognized
 from tierstore.convert.options import Options, Reading
 from tierstore.convert.pipeline import MEMORY_MIN, bytes_of, stream
 from tierstore.errors import BudgetError, CheckpointError, CorruptionError, NotCarriedError
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 from tierstore.storage.paths import storage_errors
 from tierstore.units import format_bytes, parse_bytes
 

@@ -35,7 +35,8 @@ from tierstore.inspection.reader import Reader
 from tierstore.inspection.slices import Slices
 from tierstore.inspection.verify import kind_of, verify_contents
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import MASTER, dtype_name
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import dtype_name
 from tierstore.layout.records import (
     RECORD_DATA_BYTES_MAX,
     RECORD_DIMENSIONS_MAX,

@@ -38,7 +38,7 @@ from tierstore.convert.options import Reading
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, read_torch_file
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # Files of parallelism that cuts parameters otherwise.

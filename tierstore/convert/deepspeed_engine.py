@@ -20,7 +20,8 @@ from tierstore.convert.torch_files import TIERSTORE, holds_only_plain, tensor_en
 from tierstore.errors import CheckpointError, CorruptionError, TierstoreError
 from tierstore.inspection.reader import Reader, wrong_name
 from tierstore.inspection.torch_archive import StoredTensor, Unread
-from tierstore.layout.parameters import MASTER, dtype_name
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import dtype_name
 from tierstore.run import tagged_json
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

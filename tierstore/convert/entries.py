@@ -13,7 +13,7 @@ from tierstore.checkpoint.dcp_reader import read_box
 from tierstore.errors import CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 from tierstore.storage.paths import storage_errors
 
 BUFFER = "(buffer)"

@@ -28,7 +28,7 @@ from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, read_torch_bytes, small_tensor
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 from tierstore.run.file_names import METADATA_NAME
 from tierstore.run.sealed import parse_json
 

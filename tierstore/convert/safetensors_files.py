@@ -26,7 +26,8 @@ from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
 from tierstore.inspection.torch_archive import StoredTensor
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import MASTER, dtype_name
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import dtype_name
 from tierstore.run.sealed import body_errors, is_count, parse_json, require
 
 _DTYPES = {

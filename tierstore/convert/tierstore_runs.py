@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tierstore.checkpoint.dcp_reader import StoredEntries
 from tierstore.convert.contents import Contents, Group
 from tierstore.convert.dcp import model_part
-from tierstore.convert.entries import Entry, StoredChunk, StoredFile, read_stored
+from tierstore.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.convert.options import Reading
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
@@ -32,7 +33,9 @@ from tierstore.inspection.run_reader import (
 )
 from tierstore.inspection.slices import Slices
 from tierstore.inspection.verify import check_dirty, kind_of, refuse_in_use, verify_contents
+from tierstore.layout.chunks import Chunk
 from tierstore.layout.page_layout import Record
+from tierstore.layout.parameters import ParameterSpec
 from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import (
@@ -275,13 +278,7 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
             state=state,
             dtype=dtype,
             shape=spec.state_shape(state),
-            read=read_stored(
-                dtype,
-                [
-                    StoredChunk(place.record.chunk, place.file, place.record.data_offset)
-                    for place in places[spec.name, state]
-                ],
-            ),
+            read=_read(spec, state, {name: places[spec.name, name] for name, _, _ in spec.stored}),
         )
         for spec in specs
         for state, dtype in spec.all_states
@@ -299,3 +296,34 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         step=first.manifest.step,
         extra=tagged_json.decode(first.manifest.extra),
     )
+
+
+def _read(spec: ParameterSpec, state: str, places: Mapping[str, Sequence[_Place]]) -> Read:
+    """Return the function that reads the values of a state.
+
+    Args:
+        spec: of the parameter.
+        state: the state.
+        places: name of a stored tensor -> its records.
+    """
+
+    def stored(name: str, dtype: torch.dtype) -> Read:
+        return read_stored(
+            dtype,
+            [StoredChunk(p.record.chunk, p.file, p.record.data_offset) for p in places[name]],
+        )
+
+    encoding = spec.encoding(state)
+    if encoding is None:
+        return stored(state, dict(spec.all_states)[state])
+    reads = {name: (dtype, stored(name, dtype)) for name, dtype, _ in encoding.stored(state)}
+
+    def read(chunk: Chunk, target: torch.Tensor) -> None:
+        tensors = {}
+        for name, (dtype, read_one) in reads.items():
+            place = spec.state_chunk(name, chunk)
+            tensors[name] = torch.empty(place.sizes, dtype=dtype, device="cpu")
+            read_one(place, tensors[name])
+        target.copy_(encoding.over(state, tensors).read())
+
+    return read

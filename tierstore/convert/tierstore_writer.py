@@ -20,9 +20,10 @@ from tierstore.convert.entries import BUFFER, Entry, flat_start
 from tierstore.convert.options import Options
 from tierstore.convert.pipeline import Piece, bytes_of
 from tierstore.errors import CheckpointError
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.ownership import SharedParameter, partition_ranks
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout, Record, lay_out
-from tierstore.layout.parameters import MASTER, ParameterSpec, dtype_name, master_dtype
+from tierstore.layout.parameters import ParameterSpec, dtype_name, master_dtype
 from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,
     RECORD_DTYPES,

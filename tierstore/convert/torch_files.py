@@ -24,7 +24,8 @@ from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.torch_archive import StoredTensor, Unread, read_torch_file
 from tierstore.layout.chunks import Chunk, is_dense, storage_order
-from tierstore.layout.parameters import MASTER, dtype_name
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import dtype_name
 from tierstore.layout.records import RECORD_DTYPES
 from tierstore.run import tagged_json
 from tierstore.run.sealed import body_errors, is_count, require

@@ -18,7 +18,7 @@ from tierstore.convert.options import Options
 from tierstore.convert.pipeline import Piece
 from tierstore.convert.torch_archive_writer import torch_file
 from tierstore.convert.torch_files import BY_ALGORITHM, DTYPES, TIERSTORE
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 from tierstore.run import tagged_json
 
 FILE = "checkpoint.pt"

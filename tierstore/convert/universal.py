@@ -31,7 +31,7 @@ from tierstore.convert.torch_files import TIERSTORE, dtypes_in, tensor_entry
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import wrong_name
 from tierstore.inspection.torch_archive import StoredTensor, read_torch_file
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 
 LATEST = "latest_universal"
 ZERO = "zero"

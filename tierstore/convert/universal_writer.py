@@ -38,7 +38,8 @@ from tierstore.convert.universal import (
 )
 from tierstore.errors import CheckpointError
 from tierstore.inspection.reader import wrong_name
-from tierstore.layout.parameters import MASTER, dtype_name
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import dtype_name
 
 _VERSION = "0.19.8"
 """Of DeepSpeed: the layout is the one that it reads."""

@@ -191,11 +191,11 @@ def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
                     name=spec.name,
                     shape=spec.shape,
                     dtype=dtype_name(spec.dtype),
-                    states={state: dtype_name(dtype) for state, dtype in spec.all_states},
+                    states={state: dtype_name(dtype) for state, dtype, _ in spec.stored},
                     nbytes=spec.nbytes,
                 )
             )
-            for state, dtype in spec.all_states:
+            for state, dtype, _ in spec.stored:
                 nbytes = math.prod(spec.state_shape(state)) * dtype.itemsize
                 summary.state_bytes[state] = summary.state_bytes.get(state, 0) + nbytes
 

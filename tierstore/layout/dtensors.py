@@ -41,6 +41,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return cast("DTensor", tensor).to_local().detach()
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes of a tensor in place, as autograd counts them.
+
+    Changes through ``.data`` or numpy, and those of inference tensors, are not counted.
+    """
+    local = local_tensor(tensor)
+    return 0 if local.is_inference() else local._version
+
+
 def placed_as(
     parameter: torch.Tensor, local: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:

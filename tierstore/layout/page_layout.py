@@ -6,8 +6,8 @@
     section = record | record | ...              one state of all shards of the subgroup
     record  = prefix | data | trailer | padding  what torch.load reads, see records.py
 
-Masters of parameters that are their own master come first, in a section that a step
-writes and never reads, so that everything it reads is one range of the page.
+Parameters that are their own master, or part of it, come first, in a section that a step writes
+and never reads, so that everything it reads is one range of the page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 import xxhash
 
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.parameters import MASTER, ParameterSpec, dtype_name
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.parameters import ParameterSpec, dtype_name
 from tierstore.layout.records import (
     RECORD_PREFIX_BYTES,
     record_nbytes,
@@ -44,6 +45,7 @@ class Record:
     chunk: Chunk
     """Place in the state, of shape ``parameter.state_shape(state)``."""
     state: str
+    """Name of the state, or of the stored tensor of an encoded state."""
     dtype: torch.dtype
     offset: int
     is_copy: bool
@@ -82,8 +84,9 @@ class RecordViews(NamedTuple):
     """The records of one chunk as tensors over a page buffer."""
 
     master: torch.Tensor
+    """The record MASTER: the master, or the parameter."""
     states: Mapping[str, torch.Tensor]
-    """State name -> tensor; without the master."""
+    """Name of any other stored tensor -> tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Section:
 
     state: str
     write_only: bool
-    """True for masters whose parameter has the same value; no step reads them."""
+    """True for values of parameters; no step reads them."""
     extent: Extent
     records: tuple[Record, ...]
 
@@ -176,8 +179,8 @@ def lay_out(subgroup: Subgroup) -> PageLayout:
     states: dict[tuple[str, bool], list[tuple[ParameterSpec, Chunk, torch.dtype]]] = {}
     for shard in subgroup.shards:
         # Without chunks, another rank owns the shard.
-        for state, dtype in shard.parameter.all_states if shard.chunks else ():
-            write_only = state == MASTER and shard.parameter.owns_master
+        for state, dtype, _ in shard.parameter.stored if shard.chunks else ():
+            write_only = state == MASTER and shard.parameter.stores_parameter
             members = states.setdefault((state, write_only), [])
             members += [(shard.parameter, chunk, dtype) for chunk in shard.chunks]
 

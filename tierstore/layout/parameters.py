@@ -18,15 +18,20 @@ from tierstore.layout.dtensors import (
     placed_as,
     same_placement,
 )
+from tierstore.layout.encodings import (
+    ENCODINGS,
+    MASTER,
+    REMAINDER,
+    Encoding,
+    StoredTensor,
+    encodings_of,
+)
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 _PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-MASTER = "master"
-"""Name of the state that every parameter has: the value that a step updates."""
 
 
 @functools.cache
@@ -52,6 +57,8 @@ class ParameterSpec:
     row_states: tuple[str, ...] = ()
     """Names of the states with one element for each index of all dimensions but the last; the
     others have the parameter's shape."""
+    encodings: tuple[tuple[str, str], ...] = ()
+    """Name and encoding of each state that is encoded in pages."""
 
     @property
     def owns_master(self) -> bool:
@@ -60,42 +67,60 @@ class ParameterSpec:
 
     @property
     def all_states(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """Name and dtype of each state, the master first."""
+        """Name and dtype of the values of each state, the master first."""
         return ((MASTER, master_dtype(self.dtype)), *self.states)
 
+    @property
+    def stored(self) -> Sequence[StoredTensor]:
+        """The tensors that pages keep, the master first."""
+        return _stored(self)
+
+    @property
+    def stores_parameter(self) -> bool:
+        """True if what pages keep under MASTER is the parameter itself, which no step reads."""
+        return self.stored[0].dtype == self.dtype
+
+    def encoding(self, state: str) -> Encoding | None:
+        """Return the encoding of a state; None if pages keep its values."""
+        name = dict(self.encodings).get(state)
+        return None if name is None else ENCODINGS[name]
+
     def bytes_of(self, numel: int) -> int:
-        """Return about the bytes that consecutive elements have in all states together."""
+        """Return about the bytes that consecutive elements have in pages."""
         rows = -(-numel // max(1, *self.shape[-1:])) if self.row_states else 0
-        counts = [(rows if name in self.row_states else numel, t) for name, t in self.all_states]
-        return sum(count * dtype.itemsize for count, dtype in counts)
+        return sum(
+            (rows if tensor.columns is None else numel) * tensor.dtype.itemsize
+            for tensor in self.stored
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states together."""
+        """Bytes of all stored tensors together."""
         return sum(
-            math.prod(self.state_shape(state)) * dtype.itemsize for state, dtype in self.all_states
+            math.prod(self.state_shape(tensor.name)) * tensor.dtype.itemsize
+            for tensor in self.stored
         )
 
-    def state_shape(self, state: str) -> tuple[int, ...]:
-        """Return the shape of a state: of a row state the parameter's, with 1 at the end.
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a state or stored tensor: of a row state (..., 1).
 
         Without elements of the parameter there are none of a row state, either.
         """
-        return self.state_chunk(state, Chunk((0,) * len(self.shape), self.shape)).sizes
+        return self.state_chunk(name, Chunk((0,) * len(self.shape), self.shape)).sizes
 
-    def state_chunk(self, state: str, chunk: Chunk) -> Chunk:
-        """Return the elements of a state that belong to a chunk of the parameter.
+    def state_chunk(self, name: str, chunk: Chunk) -> Chunk:
+        """Return the elements of a state or stored tensor that belong to a chunk.
 
         Those of a row belong to every chunk that has an element of the row: chunks that cut rows
         have copies of them.
         """
-        if state not in self.row_states:
+        if name not in self.row_states:
             return chunk
         return Chunk((*chunk.offsets[:-1], 0), (*chunk.sizes[:-1], min(1, chunk.sizes[-1])))
 
-    def is_copy(self, state: str, chunk: Chunk) -> bool:
-        """Return whether another chunk has the first copy of these elements of a state."""
-        return state in self.row_states and chunk.offsets[-1] > 0
+    def is_copy(self, name: str, chunk: Chunk) -> bool:
+        """Return whether another chunk has the first copy of these elements."""
+        return name in self.row_states and chunk.offsets[-1] > 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""
@@ -107,6 +132,7 @@ class ParameterSpec:
             "elementwise": self.elementwise,
             **({} if self.unit is None else {"unit": self.unit}),
             **({"row_states": list(self.row_states)} if self.row_states else {}),
+            **({"encodings": dict(self.encodings)} if self.encodings else {}),
         }
 
     @classmethod
@@ -120,6 +146,7 @@ class ParameterSpec:
             elementwise=fields["elementwise"],
             unit=fields.get("unit"),
             row_states=tuple(fields.get("row_states", ())),
+            encodings=tuple(fields.get("encodings", {}).items()),
         )
 
     def describe(self) -> str:
@@ -128,12 +155,26 @@ class ParameterSpec:
             f"{name} {dtype_name(dtype)}{' of rows' if name in self.row_states else ''}"
             for name, dtype in self.states
         )
+        encoded = "".join(f", {state} encoded as {name!r}" for state, name in self.encodings)
         kind = "elementwise" if self.elementwise else "whole"
         kind = kind if self.unit is None else f"in units of {self.unit} rows"
         return (
             f"{self.name!r} {dtype_name(self.dtype)} {list(self.shape)}, {kind}, "
-            f"states: {states or 'none'}"
+            f"states: {states or 'none'}{encoded}"
         )
+
+
+@functools.cache
+def _stored(spec: ParameterSpec) -> Sequence[StoredTensor]:
+    found: list[StoredTensor] = []
+    for state, dtype in spec.all_states:
+        encoding = spec.encoding(state)
+        if encoding is None:
+            columns = None if state in spec.row_states else 1
+            found.append(StoredTensor(state, dtype, columns))
+        else:
+            found += encoding.stored(state)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +194,11 @@ class PagedParameter:
     """Names of the states that have one element for each row, of shape (..., 1): the parameter's
     with 1 for the last dimension. The other states have the parameter's shape. Chunks that cut a
     row have copies of its element, which the optimizer keeps equal."""
+
+    encodings: Mapping[str, str] = field(default_factory=dict)
+    """Name of a state -> its form in pages, if that is not its values. For "master" of a bfloat16
+    parameter: "remainder", the 16 bits that rounding takes away, or "24bit", the upper 8 of
+    them."""
 
     elementwise: bool = False
     """True if the update of an element depends on that element alone. The store may then cut the
@@ -189,6 +235,7 @@ class PagedParameter:
             elementwise=self.elementwise,
             unit=self.unit,
             row_states=tuple(state for state in self.states if state in self.row_states),
+            encodings=tuple(self.encodings.items()),
         )
 
 
@@ -315,6 +362,14 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has no state {state!r}, which is among its row_states"
         if not tensor.ndim:
             yield f"has no dimensions, and so no rows for the state {state!r}"
+    for state, encoding in parameter.encodings.items():
+        if encoding not in encodings_of(state):
+            names = ", ".join(map(repr, encodings_of(state)))
+            yield f"has {encoding!r} for the encoding of {state!r}; it can have: {names or 'none'}"
+        elif tensor.dtype != torch.bfloat16:
+            yield f"has dtype {dtype_name(tensor.dtype)}: a {encoding!r} master needs bfloat16"
+        elif REMAINDER in parameter.states:
+            yield f"has a state {REMAINDER!r}, which is the name of what the store keeps"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

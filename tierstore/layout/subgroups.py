@@ -140,13 +140,13 @@ def _record_bytes(parameter: ParameterSpec, chunk: Chunk) -> int:
     """Return the number of bytes that the records of a chunk take."""
     return sum(
         record_nbytes(parameter.state_chunk(state, chunk).sizes, dtype)
-        for state, dtype in parameter.all_states
+        for state, dtype, _ in parameter.stored
     )
 
 
 def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[Chunk]:
     """Yield the chunks of a flat range, each small enough for one record of every state."""
-    itemsize = max(dtype.itemsize for _, dtype in parameter.all_states)
+    itemsize = max(tensor.dtype.itemsize for tensor in parameter.stored)
     numel_max = RECORD_DATA_BYTES_MAX // itemsize
     row_numel = math.prod(parameter.shape[1:])
     if numel_max > row_numel:

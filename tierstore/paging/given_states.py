@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from tierstore.layout.dtensors import is_dtensor, local_tensor
+from tierstore.layout.dtensors import version_of
 
 States = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -39,7 +39,7 @@ class GivenStates:
         self._shown.setdefault(name, {}).update(states)
         for state, tensor in states.items():
             if tensor.numel() and not views:
-                self._versions[name, state] = _version(tensor)
+                self._versions[name, state] = version_of(tensor)
 
     def shown(self, name: str) -> dict[str, torch.Tensor] | None:
         """Return the tensors that show the states of a parameter; None if there are none."""
@@ -49,14 +49,14 @@ class GivenStates:
         """Note tensors that are the caller's own, of the current states."""
         for name, states in values.items():
             for state, tensor in states.items():
-                self._owned[name, state] = weakref.ref(tensor), _version(tensor)
+                self._owned[name, state] = weakref.ref(tensor), version_of(tensor)
 
     def is_current(self, name: str, state: str, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was given out as the current state, and not changed since."""
         if self._shown.get(name, {}).get(state) is tensor:
             return not self._is_changed(name, state)
         reference, version = self._owned.get((name, state), (None, 0))
-        return reference is not None and reference() is tensor and _version(tensor) == version
+        return reference is not None and reference() is tensor and version_of(tensor) == version
 
     def changed(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield parameter name, state name and tensor of each shown copy that was changed."""
@@ -95,9 +95,4 @@ class GivenStates:
 
     def _is_changed(self, name: str, state: str) -> bool:
         version = self._versions.get((name, state))
-        return version is not None and _version(self._shown[name][state]) != version
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the number of changes of a tensor in place, as autograd counts them."""
-    return (local_tensor(tensor) if is_dtensor(tensor) else tensor)._version
+        return version is not None and version_of(self._shown[name][state]) != version

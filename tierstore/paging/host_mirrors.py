@@ -13,8 +13,9 @@ import torch
 from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.page_layout import PageLayout
-from tierstore.layout.parameters import MASTER, PagedParameter
+from tierstore.layout.parameters import PagedParameter
 from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Copy, Device
 from tierstore.paging.page import Page

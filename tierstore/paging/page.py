@@ -13,9 +13,11 @@ import torch
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.dtensors import version_of
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import PageLayout, RecordViews, Section
-from tierstore.layout.parameters import MASTER, PagedParameter
+from tierstore.layout.parameters import PagedParameter
 from tierstore.paging.buffers import Buffer
 from tierstore.paging.device import Copy, DeviceBuffer
 from tierstore.paging.profiler_lanes import Lane, profiled
@@ -99,6 +101,8 @@ class Page:
     """The sections that were last read into ``buffer``."""
     reads: list[Transfer] = field(default_factory=list)
     """The reads in flight."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Parameters with encoded masters -> version when the page last had their values."""
 
     @property
     def is_empty(self) -> bool:
@@ -134,6 +138,22 @@ class Page:
         """
         records = _views(self.layout, self.device_buffer or self.buffer)
         return PageView(self.layout, self.parameters, records, source or self.source, present)
+
+    def note_parameters(self) -> None:
+        """Note that the page has the values of its parameters, as far as it has them."""
+        self.versions = {
+            name: version_of(parameter.tensor)
+            for name, parameter in self.parameters.items()
+            if MASTER in parameter.encodings
+        }
+
+    def written_parameters(self) -> set[str]:
+        """Return the parameters with encoded masters that were written to since they were noted."""
+        return {
+            name
+            for name, version in self.versions.items()
+            if name in self.parameters and version_of(self.parameters[name].tensor) != version
+        }
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""

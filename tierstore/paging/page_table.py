@@ -404,7 +404,7 @@ class PageTable:
             return None
         shards = [shard for page in pages for shard in page.layout.subgroup.shards]
         whole = [uncut_nbytes(shard) for shard in shards]
-        sections_max = 1 + max(len(shard.parameter.all_states) for shard in shards)
+        sections_max = 1 + max(len(shard.parameter.stored) for shard in shards)
         largest = max(page_bytes, *whole, 0) + sections_max * SECTOR_BYTES
         mirrors = budget.reserved * largest // max(page.layout.nbytes for page in pages)
         needed = (budget.buffers or BUFFERS_MIN) * align_up(largest, SECTOR_BYTES) + mirrors

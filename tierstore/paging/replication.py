@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from tierstore.layout.dtensors import local_tensor
-from tierstore.layout.parameters import MASTER
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.sharding import HeldChunk
 from tierstore.paging.page import Page
 from tierstore.paging.views import Source

@@ -80,6 +80,8 @@ class Sweep:
         fresh = [page for page in table.all_pages if page.content is Content.FRESH]
         self._pages = [*self._stepped, *(page for page in fresh if not self._has_gradient(page))]
         self._last_uses = {name: page for page in self._pages for name in page.parameters}
+        # Before this step writes to them.
+        self._written = {page: page.written_parameters() for page in self._pages}
         self._phase = Phase.CHECKED
         self.changed: list[tuple[str, torch.Tensor]] = []
         """Parameter names, and whether they were changed; see PageView.adopt_parameters()."""
@@ -125,7 +127,7 @@ class Sweep:
                 next(stream)
                 source = next(sources)
                 view = page.view(source, self._present)
-                self.changed += view.adopt_parameters().items()
+                self.changed += view.adopt_parameters(self._written[page]).items()
                 self._phase = Phase.STEPPING
                 if self._has_gradient(page):
                     yield view
@@ -133,6 +135,8 @@ class Sweep:
             while held:
                 self._finish(*held.popleft())
             table.replication.finish()
+        for page in self._pages:
+            page.note_parameters()
         self._phase = Phase.FINISHED
 
     def _finish(self, page: Page, view: PageView, source: Source) -> None:

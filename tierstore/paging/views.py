@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
+from tierstore.layout.encodings import MASTER, AnyState, EncodedState, assign
 from tierstore.layout.page_layout import PageLayout, RecordViews
-from tierstore.layout.parameters import MASTER, PagedParameter, ParameterSpec
+from tierstore.layout.parameters import PagedParameter, ParameterSpec
 
 _PIECE_ELEMENTS = 1 << 20
 
@@ -55,11 +57,13 @@ class ChunkView:
 
     chunk: Chunk
     """Offsets and sizes within the parameter."""
-    master: torch.Tensor
-    """The values that a step changes: shape ``chunk.sizes``, float32 or wider. A parameter of
-    that dtype is its own master; then this is a view of the parameter."""
-    states: Mapping[str, torch.Tensor]
-    """State name -> tensor of the state's dtype: shape ``chunk.sizes``, of a row state (..., 1)."""
+    master: Any
+    """The values that a step changes: a tensor of shape ``chunk.sizes``, float32 or wider. A
+    parameter of that dtype is its own master; then this is a view of the parameter. An encoded
+    master is an EncodedState."""
+    states: Mapping[str, Any]
+    """State name -> tensor of the state's dtype: shape ``chunk.sizes``, of a row state (..., 1); or
+    an EncodedState."""
     _parameter: PagedParameter
     _source: Source
     _has_gradient: bool
@@ -80,9 +84,10 @@ class ChunkView:
         """Offsets and sizes within this rank's tensor of the parameter."""
         return self._source.local_chunk(self._parameter.name, self.chunk)
 
-    def state(self, name: str) -> torch.Tensor:
+    def state(self, name: str) -> AnyState:
         """Return a state by name, "master" among them."""
-        return self.master if name == MASTER else self.states[name]
+        found: AnyState = self.master if name == MASTER else self.states[name]
+        return found
 
     @property
     def values(self) -> torch.Tensor:
@@ -138,11 +143,10 @@ class PageView:
             chunks = [
                 ChunkView(
                     chunk,
-                    source.values(parameter, chunk) if spec.owns_master else record.master,
-                    dict(record.states),
-                    parameter,
-                    source,
-                    has_gradient,
+                    **_states(spec, record, source.values(parameter, chunk)),
+                    _parameter=parameter,
+                    _source=source,
+                    _has_gradient=has_gradient,
                 )
                 for chunk, record in zip(shard.chunks, views, strict=True)
             ]
@@ -156,13 +160,17 @@ class PageView:
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states.values():
                 state.zero_()
-            chunk.master.copy_(chunk.values)
+            assign(chunk.master, chunk.values)
 
-    def adopt_parameters(self) -> dict[str, torch.Tensor]:
+    def adopt_parameters(self, written: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Copy to the masters the parameters that were changed outside of the optimizer.
 
         A parameter of low precision is its master, rounded. Elements that differ from it were
         changed, by ``model.load_state_dict()`` for example. Does not wait for a device.
+
+        Args:
+            written: names of the parameters that were written to since the last step. With an
+                encoded master, nothing else tells.
 
         Returns:
             Parameter name -> bool of shape (): whether the parameter was changed. Parameters
@@ -175,6 +183,11 @@ class PageView:
             name = shard.spec.name
             for chunk in shard.chunks:
                 values, master = chunk.values, chunk.master
+                if isinstance(master, EncodedState):
+                    if name in written:
+                        master.zero_()
+                        changed[name] = torch.ones((), dtype=torch.bool, device=values.device)
+                    continue
                 # On a device the result would have to be waited for, which takes longer.
                 if values.device.type == "cpu" and _rounds_to(master, values):
                     continue
@@ -186,22 +199,29 @@ class PageView:
         return changed
 
     def write_parameters(self) -> None:
-        """Round the masters to the parameters that are not their own master."""
+        """Round the masters to the parameters that are not their own master, or part of it."""
         chunks = [
-            chunk for shard in self.shards if not shard.spec.owns_master for chunk in shard.chunks
+            chunk
+            for shard in self.shards
+            if not shard.spec.stores_parameter
+            for chunk in shard.chunks
         ]
         _copy([chunk.values for chunk in chunks], [chunk.master for chunk in chunks])
 
     def read_parameters(self) -> None:
-        """Copy the parameters that are their own master to the page's records."""
-        pairs = [(record, chunk) for spec, record, chunk in self._records() if spec.owns_master]
-        _copy([record.master for record, _ in pairs], [chunk.master for _, chunk in pairs])
+        """Copy the parameters to the records that hold them."""
+        pairs = [
+            (record.master, chunk.values)
+            for spec, record, chunk in self._records()
+            if spec.stores_parameter
+        ]
+        _copy([target for target, _ in pairs], [values for _, values in pairs])
         for spec, record in self._removed:
-            if spec.owns_master:  # No step reads the record.
+            if spec.stores_parameter:  # No step reads the record.
                 record.master.zero_()
 
     def restore_parameters(self) -> None:
-        """Copy the masters in the page to the parameters, which may be their own masters."""
+        """Copy the masters in the page, or the parameters there, to the parameters."""
         pairs = [(record, chunk) for _, record, chunk in self._records()]
         _copy([chunk.values for _, chunk in pairs], [record.master for record, _ in pairs])
 
@@ -210,6 +230,16 @@ class PageView:
         chunks = ((shard.spec, chunk) for shard in self.shards for chunk in shard.chunks)
         for (spec, chunk), record in zip(chunks, self._kept, strict=True):
             yield spec, record, chunk
+
+
+def _states(spec: ParameterSpec, record: RecordViews, values: torch.Tensor) -> dict[str, Any]:
+    """Return the master and the states of a chunk, given its part of the parameter."""
+    tensors = {**record.states, MASTER: values if spec.stores_parameter else record.master}
+    views = {
+        state: tensors[state] if encoding is None else encoding.over(state, tensors)
+        for state, encoding in ((state, spec.encoding(state)) for state, _ in spec.all_states)
+    }
+    return {"master": views.pop(MASTER), "states": views}
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

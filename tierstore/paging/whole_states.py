@@ -10,7 +10,8 @@ import torch
 from tierstore.errors import RunMismatchError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import is_dtensor, local_tensor, placed_as
-from tierstore.layout.parameters import MASTER, PagedParameter, ParameterSpec, check_states
+from tierstore.layout.encodings import MASTER, SplitMaster, assign, values_of
+from tierstore.layout.parameters import PagedParameter, ParameterSpec, check_states
 from tierstore.paging.given_states import States
 from tierstore.paging.page import Content, Needed, Page
 from tierstore.paging.page_table import PageTable
@@ -147,7 +148,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
 
     Returns:
         State name -> tensor of the state's shape; None if no record holds a whole state,
-        because the parameter has no elements, or more than a record may have.
+        because the parameter has no elements, or more than a record may have, or is encoded.
     """
     for page in table.pages:
         if name not in page.parameters:
@@ -155,7 +156,7 @@ def show_in_memory(table: PageTable, name: str) -> dict[str, torch.Tensor] | Non
         parameter = page.parameters[name]
         shape = tuple(parameter.tensor.shape)
         records = page.layout.records.get((name, Chunk((0,) * len(shape), shape)))
-        if records is None:
+        if records is None or parameter.encodings:
             return None
         if page.content is Content.FRESH:
             with contextlib.closing(table.pager.stream([page], Needed.STEP)) as stream:
@@ -198,15 +199,17 @@ def _collect(
         name = shard.spec.name
         for state, dtype in readable_states(shard.spec) if name in held else ():
             sizes = shard.spec.state_chunk(state, held[name]).sizes
+            is_mapped = content is not None and shard.spec.encoding(state) is None
             for view in shard.chunks:
-                if content is not None and view.local.sizes == held[name].sizes:
+                if is_mapped and view.local.sizes == held[name].sizes:
+                    assert content is not None
                     found[name][state] = page.layout.records[name, view.chunk][state].over(content)
                     continue
                 # The state is in several pages, or in none yet: there is no file to map.
                 if state not in found[name]:
                     found[name][state] = _provide(table, sizes, dtype)
                 place = shard.spec.state_chunk(state, view.local)
-                place.select(found[name][state]).copy_(view.state(state))
+                place.select(found[name][state]).copy_(values_of(view.state(state)))
 
 
 def _complete(
@@ -270,6 +273,8 @@ def write_pages(
         table.committer.scalars[name] = dict(values)
     table.committer.note_written(len(table.groups))
     table.replicate()
+    for page in pages:
+        page.note_parameters()
 
 
 def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
@@ -283,9 +288,13 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
                 if value is not None:
                     position = chunk.local if is_dtensor(value) else chunk.chunk
                     place = shard.spec.state_chunk(state, position)
-                    target.copy_(place.select(local_tensor(value)))
+                    given = place.select(local_tensor(value))
+                    if isinstance(target, SplitMaster):
+                        target.write_remainder(given)
+                    else:
+                        assign(target, given)
                 elif state == MASTER:
-                    target.copy_(chunk.values)
+                    assign(target, chunk.values)
                 else:
                     target.zero_()
 
@@ -298,3 +307,5 @@ def restore_parameters(table: PageTable) -> None:
             page.view().restore_parameters()
             table.pager.release(page)
     table.replicate()
+    for page in stored:
+        page.note_parameters()

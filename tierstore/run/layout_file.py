@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.encodings import encodings_of
 from tierstore.layout.page_layout import PageLayout, lay_out, layout_digest
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX
@@ -76,6 +77,7 @@ class RankLayout:
                 require(*map(is_count, spec.shape), len(spec.shape) <= RECORD_DIMENSIONS_MAX)
                 require(set(spec.row_states) <= dict(spec.states).keys())
                 require(bool(spec.shape) or not spec.row_states)
+                require(*(name in encodings_of(state) for state, name in spec.encodings))
             names = [spec.name for group in groups for spec in group]
             require(len(set(names)) == len(names))
             pages = [_page_from_json(groups, *page) for page in body["pages"]]

@@ -1,0 +1,105 @@
+"""Encodings of states: what is read is what was written, as far as the encoding says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.layout.encodings import SplitMaster
+
+# The largest numbers, zeros, infinities, NaNs of few bits, ties, and numbers below the normal ones.
+AWKWARD = [
+    *(0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0xFF800000, 0, 0x80000000),
+    *(0x7F800001, 0x7F808000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x3F808000, 0x3F7F8000),
+    *(1, 0x7FFF, 0x8000, 0xFFFF, 0x80008000, 0x8000FFFF, 0x00800000),
+]
+BITS = st.lists(st.one_of(st.sampled_from(AWKWARD), st.integers(0, 2**32 - 1)), min_size=1)
+
+
+def masters(bits: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(bits, np.uint32).view(np.float32).copy())
+
+
+def split(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    parameter = torch.empty(values.shape, dtype=torch.bfloat16)
+    remainder = torch.empty(values.shape, dtype=dtype)
+    SplitMaster(parameter, remainder).write(values)
+    return parameter, remainder
+
+
+def bits_of(values: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = values.numpy().view(np.uint32)
+    return found
+
+
+@given(BITS)
+def test_a_remainder_of_16_bits_loses_nothing(bits: list[int]) -> None:
+    values = masters(bits)
+    read = SplitMaster(*split(values, torch.int16)).read()
+    is_nan = values.isnan()
+    assert np.array_equal(bits_of(read[~is_nan]), bits_of(values[~is_nan]))
+    assert read[is_nan].isnan().all()
+    assert torch.equal(read[is_nan].signbit(), values[is_nan].signbit())
+
+
+@given(BITS)
+def test_the_parameter_is_the_master_rounded_with_halves_away_from_zero(bits: list[int]) -> None:
+    values = masters(bits)
+    parameter, remainder = split(values, torch.int16)
+    for value, rounded, rest in zip(
+        values.tolist(), parameter.tolist(), remainder.tolist(), strict=True
+    ):
+        if value != value:
+            assert rounded != rounded
+            continue
+        (magnitude,) = bits_of(torch.tensor([abs(value)])).tolist()
+        # The two numbers of 16 bits around it, and the nearer, or the larger, of them.
+        below = magnitude >> 16
+        up = (magnitude & 0xFFFF) >= 0x8000
+        (expected,) = masters([(below + up) << 16]).tolist()
+        assert abs(rounded) == expected
+        assert (rest < 0) == up  # The sign says whether it was rounded up.
+
+
+@given(BITS)
+def test_a_remainder_of_8_bits_rounds_to_16_significant_bits(bits: list[int]) -> None:
+    values = masters(bits)
+    values = values[values.isfinite() & (values.abs() < 3.3e38)]
+    read = SplitMaster(*split(values, torch.int8)).read()
+    error = (read.double() - values.double()).abs()
+    smallest = 2.0**-126  # Below it, numbers have a fixed distance.
+    assert (error <= 2.0**-16 * values.double().abs().clamp_min(smallest)).all()
+    again = SplitMaster(*split(read, torch.int8)).read()
+    assert torch.equal(again, read)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
+def test_parts_are_read_and_written(dtype: torch.dtype) -> None:
+    values = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    state = SplitMaster(*split(values, dtype))
+    whole = state.read()
+    part = (slice(1, 5, 2), slice(3, 7))
+    assert torch.equal(state[part].read(), whole[part])
+    state[part].write(torch.ones(2, 4))
+    expected = whole.clone()
+    expected[part] = 1
+    assert torch.equal(state.read(), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (3,)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    values = torch.full(shape, 1 / 3)
+    assert torch.equal(SplitMaster(*split(values, torch.int16)).read(), values)
+
+
+def test_remainders_alone_follow_the_parameter() -> None:
+    """Where a master does not round to the parameter, the parameter is the master."""
+    values = torch.tensor([1.0 + 2**-12, 1.0 + 2**-12, -3.0])
+    parameter = torch.tensor([1.0, 2.0, -3.0], dtype=torch.bfloat16)
+    state = SplitMaster(parameter, torch.zeros(3, dtype=torch.int16))
+    state.write_remainder(values.double())
+    assert parameter.tolist() == [1.0, 2.0, -3.0]
+    assert torch.equal(state.read(), torch.tensor([1.0 + 2**-12, 2.0, -3.0]))

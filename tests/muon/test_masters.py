@@ -1,0 +1,282 @@
+"""Masters that are kept as remainders beside the parameters."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import muon
+import tierstore
+from tests.support.independent_reader import read_run
+from tierstore.convert.convert import convert
+
+SHAPES = {"tall": (48, 20), "wide": (20, 48), "embedding": (64, 12), "bias": (12,), "scale": ()}
+ADAMW = ("embedding", "bias", "scale")
+STEPS = 200
+
+
+def parameters_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype))
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradient(name: str, step: int, value: torch.Tensor) -> torch.Tensor:
+    """A gradient that depends on the parameter, so that every bit of it matters."""
+    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
+    noise = torch.randn(SHAPES[name], generator=generator)
+    return (noise + value.detach().float()).bfloat16()
+
+
+def groups_of(parameters: dict[str, torch.nn.Parameter], **options: Any) -> list[dict[str, Any]]:
+    matrices = [(name, parameters[name]) for name in SHAPES if name not in ADAMW]
+    others = [(name, parameters[name]) for name in ADAMW]
+    return [
+        {"params": matrices, "lr": 0.02, **options},
+        {"params": others, "algorithm": "adamw", "lr": 1e-3, **options},
+    ]
+
+
+def train(
+    parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, steps: range
+) -> None:
+    for step in steps:
+        for name, parameter in parameters.items():
+            parameter.grad = gradient(name, step, parameter).to(parameter.dtype)
+        optimizer.step()
+
+
+def rounded(master: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16, halves away from zero, by the distance to the numbers around."""
+    down = torch.where(master >= 0, 1, -1) * (
+        (master.abs().view(torch.int32) >> 16 << 16).view(torch.float32)
+    )
+    up = torch.where(master >= 0, 1, -1) * (
+        ((master.abs().view(torch.int32) >> 16) + 1 << 16).view(torch.float32)
+    )
+    nearer_up = (up.double() - master).abs() <= (down.double() - master).abs()
+    return torch.where(nearer_up, up, down).bfloat16()
+
+
+def test_the_master_is_that_of_torch_optim_bit_for_bit(tmp_path: Path) -> None:
+    """200 steps beside torch.optim on float32 masters, rounded in the same way."""
+    masters = parameters_of(torch.float32)
+    optimizers = [
+        torch.optim.Muon([masters[name] for name in SHAPES if name not in ADAMW], lr=0.02),
+        torch.optim.AdamW([masters[name] for name in ADAMW], lr=1e-3, foreach=False),
+    ]
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(
+            groups_of(parameters), store=store, momentum_dtype=torch.float32, master="remainder"
+        )
+        for step in range(STEPS):
+            for name, master in masters.items():
+                master.grad = gradient(name, step, rounded(master.detach())).float()
+            for other in optimizers:
+                other.step()
+            train(parameters, optimizer, range(step, step + 1))
+            for name, master in masters.items():
+                assert torch.equal(parameters[name], rounded(master.detach())), (name, step)
+        states = store.read_states()
+    for name, master in masters.items():
+        assert torch.equal(states[name]["master"], master.detach())
+
+
+@pytest.mark.parametrize("master", ["remainder", "24bit"])
+def test_the_result_is_one_in_every_tier_and_after_a_resume(tmp_path: Path, master: str) -> None:
+    expected = parameters_of()
+    in_memory = muon.Muon(groups_of(expected), master=master)
+    train(expected, in_memory, range(6))
+    wanted = in_memory.store.read_states()
+    run = tmp_path / "run"
+    for begin, end in ((0, 2), (2, 4), (4, 6)):
+        parameters = parameters_of()
+        # Little memory: pages are read and written at every step.
+        with tierstore.TierStore(run, host_memory="1MiB", page_bytes=4096, resume=True) as store:
+            optimizer = muon.Muon(groups_of(parameters), store=store, master=master)
+            assert optimizer.restore() == begin
+            train(parameters, optimizer, range(begin, end))
+            store.synchronize()
+            states = store.read_states()
+    content = read_run(run)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name])
+        assert np.array_equal(content.states[name]["master"], wanted[name]["master"].numpy())
+        for state, tensor in states[name].items():
+            assert torch.equal(tensor, wanted[name][state]), (name, state)
+
+
+@pytest.mark.parametrize("master", ["remainder", "24bit"])
+def test_a_step_moves_the_ideal_bytes(tmp_path: Path, master: str) -> None:
+    """Read: remainder and momentum, 2 bytes each; written: the parameter as well."""
+    parameter = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=torch.bfloat16))
+    with tierstore.TierStore(tmp_path / "run", host_memory="64MiB", buffers=2) as store:
+        optimizer = muon.Muon([("w", parameter)], store=store, master=master, ns_steps=0)
+        moved = []
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            store.synchronize()
+            stats = store.stats()
+            moved.append((stats.bytes_read, stats.bytes_written))
+    remainder = 2 if master == "remainder" else 1
+    numel = parameter.numel()
+    read, written = (after - before for before, after in zip(*moved, strict=True))
+    assert read == pytest.approx((remainder + 2) * numel, rel=0.001)
+    assert written == pytest.approx((remainder + 4) * numel, rel=0.001)
+
+
+def test_a_parameter_that_was_written_to_is_the_master(tmp_path: Path) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+        train(parameters, optimizer, range(3))
+        before = store.read_states()
+        with torch.no_grad():
+            parameters["wide"].mul_(2)
+        changed = parameters["wide"].detach().clone()
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group.update(lr=0.0)
+        with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
+            optimizer.step()
+        after = store.read_states()
+    assert torch.equal(after["wide"]["master"], changed.float())
+    assert torch.equal(parameters["wide"], changed)
+    assert torch.equal(after["tall"]["master"], before["tall"]["master"])
+
+
+def test_an_unnoticed_change_errs_by_half_a_unit(tmp_path: Path) -> None:
+    """Through .data, which torch does not count: the remainder stays, half a unit at most."""
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+        train(parameters, optimizer, range(3))
+        parameters["wide"].data.mul_(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            master = store.read_states()["wide"]["master"]
+    value = parameters["wide"].detach().float()
+    unit = 2.0 ** (value.abs().log2().floor() - 7)
+    assert ((master - value).abs() <= unit / 2).all()
+
+
+def test_dcp_loads_parameters_and_convert_gives_masters(tmp_path: Path) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+        train(parameters, optimizer, range(3))
+        store.checkpoint(tmp_path / "checkpoint")
+        states = store.read_states()
+    for name, parameter in parameters.items():
+        loaded = {f"model.{name}": torch.zeros(SHAPES[name], dtype=torch.bfloat16)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
+        assert torch.equal(loaded[f"model.{name}"], parameter.detach())
+    convert([tmp_path / "checkpoint"], tmp_path / "full", to="dcp")
+    for name in parameters:
+        whole = {f"model.{name}": torch.zeros(SHAPES[name])}
+        dcp.load(whole, checkpoint_id=tmp_path / "full")
+        assert torch.equal(whole[f"model.{name}"], states[name]["master"])
+
+
+@pytest.mark.parametrize("before", [None, "remainder", "24bit"])
+@pytest.mark.parametrize("after", [None, "remainder", "24bit"])
+def test_a_checkpoint_begins_a_run_with_other_masters(
+    tmp_path: Path, before: str | None, after: str | None
+) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master=before)
+        train(parameters, optimizer, range(3))
+        store.checkpoint(tmp_path / "checkpoint")
+        expected = store.read_states()
+    loaded = parameters_of()
+    with tierstore.TierStore(tmp_path / "other") as store:
+        optimizer = muon.Muon(groups_of(loaded), store=store, master=after)
+        assert optimizer.restore(checkpoint=tmp_path / "checkpoint") == 3
+        states = store.read_states()
+    for name, parameter in loaded.items():
+        master = expected[name]["master"]
+        if after == "24bit":
+            torch.testing.assert_close(states[name]["master"], master, rtol=2**-16, atol=0)
+        else:
+            assert torch.equal(states[name]["master"], master)
+        if after == before:
+            assert torch.equal(parameter, parameters[name])
+        assert torch.equal(states[name].popitem()[1], expected[name].popitem()[1])
+
+
+def test_a_state_dict_carries_the_masters(tmp_path: Path) -> None:
+    parameters = parameters_of()
+    optimizer = muon.Muon(groups_of(parameters), master="remainder")
+    train(parameters, optimizer, range(3))
+    saved = optimizer.state_dict()
+    others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    loaded = muon.Muon(groups_of(others), master="remainder")
+    loaded.load_state_dict(saved)
+    train(parameters, optimizer, range(3, 5))
+    train(others, loaded, range(3, 5))
+    for name, parameter in parameters.items():
+        assert torch.equal(others[name], parameter)
+
+
+def test_hooks_and_statistics_see_float32() -> None:
+    class Halve(muon.UpdateHook):
+        def after(self, update: muon.WeightUpdate) -> None:
+            for weights in update.weights:
+                assert weights.dtype == torch.float32
+                weights.mul_(0.5)
+
+    results = []
+    for options in ({"master": "remainder"}, {}):
+        parameters = parameters_of(torch.bfloat16)
+        optimizer = muon.Muon(groups_of(parameters), hooks=[Halve()], statistics_every=1, **options)
+        train(parameters, optimizer, range(1))
+        states = optimizer.store.read_states()
+        results.append(({n: s["master"] for n, s in states.items()}, optimizer.statistics()))
+    (split, split_statistics), (plain, statistics) = results
+    assert all(torch.equal(split[name], plain[name]) for name in SHAPES)
+    assert split_statistics == statistics
+
+
+def test_float32_parameters_are_their_own_masters() -> None:
+    parameters = parameters_of(torch.float32)
+    optimizer = muon.Muon(groups_of(parameters), master="remainder")
+    train(parameters, optimizer, range(2))
+    assert "master" not in optimizer.store.read_states()["tall"]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"master must be one of .* got 'float32'"):
+        muon.Muon(groups_of(parameters_of()), master="float32")
+    half = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float16))}
+    with pytest.raises(ValueError, match=r"'w' has dtype float16: a 'remainder' master needs"):
+        muon.Muon(list(half.items()), master="remainder")
+    parameters = parameters_of()
+    optimizer = muon.Muon(groups_of(parameters), master="remainder")
+    train(parameters, optimizer, range(1))
+    optimizer.param_groups[0]["master"] = None
+    with pytest.raises(ValueError, match=r"attached with master='remainder' and has master=None"):
+        optimizer.step()
+
+
+def test_a_run_keeps_its_masters(tmp_path: Path) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+        train(parameters, optimizer, range(1))
+    with (
+        tierstore.TierStore(tmp_path / "run", resume=True) as store,
+        pytest.raises(tierstore.RunMismatchError, match=r"encoded as 'remainder'"),
+    ):
+        muon.Muon(groups_of(parameters_of()), store=store).restore()

@@ -1,0 +1,192 @@
+"""Encodings: forms of states that take fewer bytes of a page than their values.
+
+An encoding keeps one or more tensors for a state, the *stored* tensors. An EncodedState over them
+reads and writes the values.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from typing_extensions import override
+
+MASTER = "master"
+"""Name of the state that every parameter has: the value that a step updates."""
+
+REMAINDER = "master_remainder"
+"""Name of the stored tensor that makes a parameter the master."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that pages keep of a state."""
+
+    name: str
+    """Name of the state, unless the state is encoded."""
+    dtype: torch.dtype
+    columns: int | None = 1
+    """Columns of the parameter that share one element; None: all columns of a row."""
+
+
+class EncodedState(ABC):
+    """A state of a chunk whose values are not in the page as they are.
+
+    An optimizer changes a part of it by ``values = state[part].read()``, a computation, and
+    ``state[part].write(values)``.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        """The stored tensors by name."""
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """Return the values: float32, of the shape of the state, in memory of their own."""
+
+    @abstractmethod
+    def write(self, values: torch.Tensor) -> None:
+        """Encode float32 values of the shape of the state."""
+
+    @abstractmethod
+    def __getitem__(self, index: Any) -> EncodedState:
+        """Return the state of some rows and columns, as slices select them from a tensor."""
+
+    @abstractmethod
+    def zero_(self) -> None:
+        """Encode zeros; of a master, the parameter."""
+
+
+AnyState: TypeAlias = torch.Tensor | EncodedState
+
+
+class Encoding(ABC):
+    """A form of a state in pages."""
+
+    @abstractmethod
+    def stored(self, state: str) -> Sequence[StoredTensor]:
+        """Return what pages keep of a state."""
+
+    @abstractmethod
+    def over(self, state: str, tensors: Mapping[str, torch.Tensor]) -> EncodedState:
+        """Return a state over its stored tensors, given all tensors of a chunk by their names."""
+
+
+class SplitMaster(EncodedState):
+    """A float32 master as the parameter and the bits that rounding it takes away.
+
+    The parameter is the master rounded to bfloat16, halves away from zero; the remainder is the
+    difference of their bits, a number from -0x8000 to 0x7fff. So their sum is the master, bit for
+    bit. With halves to even two masters would share a pair: 0x3f808000 rounds to 0x3f80, and
+    0x3f7f8000 too, both by half a unit. Example::
+
+        master 0x3f7f9000 = parameter 0x3f800000 + remainder -0x7000
+
+    A remainder of 8 bits is the upper byte of that, of a master rounded to 24 bits. A NaN stays a
+    NaN, without its lower bits.
+
+    Args:
+        parameter: bfloat16, of any shape.
+        remainder: int16 or int8, of the same shape.
+    """
+
+    __slots__ = ("_parameter", "_remainder")
+
+    def __init__(self, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._remainder = remainder
+
+    @property
+    @override
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        return {MASTER: self._parameter, REMAINDER: self._remainder}
+
+    @override
+    def read(self) -> torch.Tensor:
+        high = self._parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        low = self._remainder.to(torch.int32)
+        if self._shift:
+            low.bitwise_left_shift_(self._shift)
+        return high.add_(low).view(torch.float32)
+
+    @override
+    def write(self, values: torch.Tensor) -> None:
+        bits, is_nan = values.view(torch.int32), values.isnan()
+        if self._shift:
+            bits = (bits + (1 << self._shift - 1)).bitwise_right_shift_(self._shift)
+            bits.bitwise_left_shift_(self._shift)
+        high = (bits + 0x8000).bitwise_right_shift_(16)
+        # The lower bits of a NaN may be all that it has, and rounded it may be a number.
+        high = torch.where(is_nan, values.view(torch.int32) >> 16 | 0x40, high)
+        self._parameter.view(torch.int16).copy_(high)
+        low = bits >> self._shift if self._shift else bits
+        # Integers are narrowed without their upper bits.
+        self._remainder.copy_(low.masked_fill(is_nan, 0))
+
+    def write_remainder(self, values: torch.Tensor) -> None:
+        """Encode masters without a change of the parameter: it is the master where it differs.
+
+        Args:
+            values: of any dtype and device, of the shape of the state.
+        """
+        parameter = self._parameter.clone()
+        assign(self, values)
+        self._remainder.masked_fill_(self._parameter != parameter, 0)
+        self._parameter.copy_(parameter)
+
+    @override
+    def __getitem__(self, index: Any) -> SplitMaster:
+        return SplitMaster(self._parameter[index], self._remainder[index])
+
+    @override
+    def zero_(self) -> None:
+        self._remainder.zero_()
+
+    @property
+    def _shift(self) -> int:
+        """Bits of the difference that the remainder does not have."""
+        return 16 - 8 * self._remainder.itemsize
+
+
+class _Split(Encoding):
+    """SplitMaster with a remainder of one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @override
+    def stored(self, state: str) -> Sequence[StoredTensor]:
+        return [StoredTensor(MASTER, torch.bfloat16), StoredTensor(REMAINDER, self._dtype)]
+
+    @override
+    def over(self, state: str, tensors: Mapping[str, torch.Tensor]) -> SplitMaster:
+        return SplitMaster(tensors[MASTER], tensors[REMAINDER])
+
+
+ENCODINGS: Mapping[str, Encoding] = {"remainder": _Split(torch.int16), "24bit": _Split(torch.int8)}
+"""Name -> encoding."""
+
+MASTER_ENCODINGS = ("remainder", "24bit")
+"""Names of the encodings of masters of bfloat16 parameters."""
+
+
+def encodings_of(state: str) -> Sequence[str]:
+    """Return the names of the encodings that a state may have."""
+    return MASTER_ENCODINGS if state == MASTER else ()
+
+
+def values_of(state: AnyState) -> torch.Tensor:
+    """Return the values of a state: the tensor itself, unless it is encoded."""
+    return state.read() if isinstance(state, EncodedState) else state
+
+
+def assign(state: AnyState, values: torch.Tensor) -> None:
+    """Set the values of a state, from values of any dtype and device."""
+    if not isinstance(state, EncodedState):
+        state.copy_(values)
+        return
+    state.write(values.to(torch.float32))
