@@ -15,6 +15,7 @@ from muon import normuon
 from muon.blocks import KEYS as BLOCK_KEYS
 from muon.blocks import blocks_of
 from muon.coefficients import TABLES, steps_min
+from muon.encoded import check_blocks
 from muon.matrices import declared, matrices_of
 from muon.update import ADJUST_LR_FNS
 
@@ -110,7 +111,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with the names of dtypes, as in state dicts, replaced by dtypes."""
-    dtypes = {str(dtype): dtype for dtype in _DTYPES}
+    dtypes = {str(dtype): dtype for dtype in (*_DTYPES, torch.int8)}
     return {
         key: dtypes.get(str(value), value) if key in ("ns_dtype", "momentum_dtype") else value
         for key, value in group.items()
@@ -209,6 +210,7 @@ def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) ->
         for declaration in declarations:
             matrices_of(shape, declaration)
         normuon.check_rows(shape, group)
+        check_blocks(shape, group, declarations)
     except ValueError as error:
         raise ValueError(f"parameter {name!r} has shape {tuple(shape)}: {error}") from error
 
@@ -276,7 +278,10 @@ def _check_muon(group: Mapping[str, Any]) -> None:
         "ns_dtype": (group["ns_dtype"] in _DTYPES, one_of_dtypes),
         "ns_batched": (isinstance(group["ns_batched"], bool), "be True or False"),
         "ns_norm": (group["ns_norm"] in (None, "scaled"), "be None or 'scaled'"),
-        "momentum_dtype": (group["momentum_dtype"] in (None, *_DTYPES), one_of_dtypes),
+        "momentum_dtype": (
+            group["momentum_dtype"] in (None, torch.int8, *_DTYPES),
+            f"{one_of_dtypes}, torch.int8",
+        ),
     }
     for name, (holds, expected) in checks.items():
         _require(group, name, holds, expected)

@@ -28,7 +28,7 @@ from muon.checks import (
     with_dtypes,
 )
 from muon.coefficients import Coefficients
-from muon.encoded import encodings_of
+from muon.encoded import encodings_of, momentum_dtype
 from muon.hooks import UpdateHook
 from muon.matrices import Declaration, declared, matrices_of, unit_of
 from muon.param_groups import (
@@ -80,7 +80,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Newton-Schulz iterations; a table of coefficients may need more than the default.
         adjust_lr_fn: None or "original", or "match_rms_adamw", as in ``torch.optim.Muon``;
             "spectral" or "unit_rms_norm", or "unit": see ``muon.update.adjust_lr``.
-        momentum_dtype: dtype of the momentum; None: the dtype of each parameter.
+        momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: whole
+            numbers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
         master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
             groups too. None: float32. "remainder": 16 bits beside the parameter, which is part of
             the master and rounds halves away from zero; no bit is lost. "24bit": 8 bits, so that
@@ -878,7 +879,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[number]
         is_muon = group["algorithm"] == "muon"
         if is_muon:
-            states = {"momentum_buffer": group["momentum_dtype"] or parameter.dtype}
+            states = {"momentum_buffer": momentum_dtype(parameter, group)}
             if normuon.is_used(group):
                 states[normuon.STATE] = torch.float32
         else:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.layout.encodings import SplitMaster
+from tierstore.layout.encodings import Int8State, SplitMaster
 
 # The largest numbers, zeros, infinities, NaNs of few bits, ties, and numbers below the normal ones.
 AWKWARD = [
@@ -103,3 +103,62 @@ def test_remainders_alone_follow_the_parameter() -> None:
     state.write_remainder(values.double())
     assert parameter.tolist() == [1.0, 2.0, -3.0]
     assert torch.equal(state.read(), torch.tensor([1.0 + 2**-12, 2.0, -3.0]))
+
+
+def int8_state(values: torch.Tensor) -> Int8State:
+    blocks = (*values.shape[:-1], -(-values.shape[-1] // 256))
+    state = Int8State("m", torch.zeros(values.shape, dtype=torch.int8), torch.zeros(blocks))
+    state.write(values)
+    return state
+
+
+@given(st.integers(0, 3), st.integers(1, 700), st.integers(0, 99), st.floats(-44, 37))
+def test_int8_is_the_formula(rows: int, columns: int, seed: int, exponent: float) -> None:
+    """Against numpy in float64, block by block: the nearest of 255 numbers, by largest / 127."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator) * 10**exponent
+    read = int8_state(values).read().numpy().astype(np.float64)
+    for start in range(0, columns, 256):
+        block = values[:, start : start + 256].numpy().astype(np.float64)
+        scale = (np.abs(block).max(-1, keepdims=True, initial=0) / 127).astype(np.float32)
+        error = np.abs(read[:, start : start + 256] - block)
+        # Half a number, and rounding of the quotient and the product.
+        assert (error <= scale.astype(np.float64) * (0.5 + 127 * 2**-22) + 127 * 2**-149).all()
+
+
+def test_int8_keeps_what_it_can_hold() -> None:
+    numbers = torch.arange(-127, 128, dtype=torch.float32)
+    state = int8_state(numbers[None] * 0.25)
+    assert torch.equal(state.read(), numbers[None] * 0.25)
+    assert torch.equal(state.stored["m_int8"], numbers[None].to(torch.int8))
+    assert state.stored["m_scale"].item() == 0.25
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_makes_its_block_nan(value: float) -> None:
+    values = torch.ones(2, 600)
+    values[0, 300] = value
+    state = int8_state(values)
+    expected = torch.zeros(2, 600, dtype=torch.bool)
+    expected[0, 256:512] = True
+    assert torch.equal(state.read().isnan(), expected)
+    assert torch.equal(state.read()[~expected], values[~expected])
+    state.write(torch.zeros(2, 600))
+    assert torch.equal(state.read(), torch.zeros(2, 600))
+
+
+def test_int8_is_read_and_written_by_blocks() -> None:
+    values = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
+    state = int8_state(values)
+    whole = state.read()
+    for part in (
+        (slice(1, 5, 2), slice(256, 600)),
+        (slice(0, 6), slice(0, 512)),
+        slice(2, 4),
+    ):
+        assert torch.equal(state[part].read(), whole[part])
+        state[part].write(values[part])
+    assert torch.equal(state.read(), whole)
+    state[:, 256:512].write(torch.zeros(6, 256))
+    assert not state.read()[:, 256:512].any()
+    assert torch.equal(state.read()[:, 512:], whole[:, 512:])

@@ -393,3 +393,50 @@ def test_copies_on_several_meshes_are_replicas() -> None:
     assert list(holding.replicas()) == [(0, 2), (1, 3)]
     with pytest.raises(ValueError, match="neither one mesh nor replicas"):
         stacked([Holding(ranks=ranks, sharding=on_mesh) for ranks in ((0, 1), (1, 2))])
+
+
+@st.composite
+def encoded_groups(draw: st.DrawFn) -> tuple[int, list[SharedParameter]]:
+    """Parameters with int8 states, in ways to hold them that cut columns at multiples of 256."""
+    world_size = draw(st.integers(1, 4))
+    parameters = []
+    for index in range(draw(st.integers(1, 4))):
+        holding = draw(holdings(world_size))
+        columns = math.prod(
+            size
+            for size, placement in zip(
+                holding.sharding.mesh_shape, holding.sharding.placements, strict=True
+            )
+            if placement is not None and placement.dim == 1
+        )
+        width = draw(st.integers(1, 900)) if columns == 1 else 256 * columns
+        shape = (draw(st.integers(0, 9)), width)
+        kind = draw(st.sampled_from(["elementwise", "whole"]))
+        shared = make_parameter(
+            f"layers.{index}",
+            shape,
+            holding,
+            elementwise=kind == "elementwise",
+            flat=draw(st.booleans()),
+        )
+        spec = replace(shared.spec, encodings=(("momentum_buffer", "int8"),))
+        parameters.append(replace(shared, spec=spec))
+    return world_size, parameters
+
+
+@given(encoded_groups())
+@settings(deadline=None)
+def test_blocks_of_encoded_states_are_not_cut(case: tuple[int, list[SharedParameter]]) -> None:
+    world_size, parameters = case
+    subgroups = partition_ranks(0, parameters, PAGE_BYTES, world_size)
+    numels: Counter[str] = Counter()
+    for subgroup in subgroups:
+        for rank in range(world_size):
+            for shard in subgroup.of(rank).shards:
+                for chunk in shard.chunks:
+                    end, columns = chunk.offsets[-1] + chunk.sizes[-1], shard.parameter.shape[-1]
+                    assert chunk.offsets[-1] % 256 == 0
+                    assert end % 256 == 0 or end == columns
+                    numels[shard.parameter.name] += chunk.numel
+    for shared in parameters:
+        assert numels[shared.spec.name] == math.prod(shared.spec.shape)

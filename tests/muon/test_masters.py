@@ -4,54 +4,24 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import muon
 import tierstore
-from tests.support.independent_reader import read_run
+from tests.support.encoded_training import (
+    ADAMW,
+    SHAPES,
+    gradient,
+    groups_of,
+    parameters_of,
+    train,
+)
 from tierstore.convert.convert import convert
 
-SHAPES = {"tall": (48, 20), "wide": (20, 48), "embedding": (64, 12), "bias": (12,), "scale": ()}
-ADAMW = ("embedding", "bias", "scale")
 STEPS = 200
-
-
-def parameters_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype))
-        for name, shape in SHAPES.items()
-    }
-
-
-def gradient(name: str, step: int, value: torch.Tensor) -> torch.Tensor:
-    """A gradient that depends on the parameter, so that every bit of it matters."""
-    generator = torch.Generator().manual_seed(1000 * step + list(SHAPES).index(name))
-    noise = torch.randn(SHAPES[name], generator=generator)
-    return (noise + value.detach().float()).bfloat16()
-
-
-def groups_of(parameters: dict[str, torch.nn.Parameter], **options: Any) -> list[dict[str, Any]]:
-    matrices = [(name, parameters[name]) for name in SHAPES if name not in ADAMW]
-    others = [(name, parameters[name]) for name in ADAMW]
-    return [
-        {"params": matrices, "lr": 0.02, **options},
-        {"params": others, "algorithm": "adamw", "lr": 1e-3, **options},
-    ]
-
-
-def train(
-    parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, steps: range
-) -> None:
-    for step in steps:
-        for name, parameter in parameters.items():
-            parameter.grad = gradient(name, step, parameter).to(parameter.dtype)
-        optimizer.step()
 
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
@@ -89,30 +59,6 @@ def test_the_master_is_that_of_torch_optim_bit_for_bit(tmp_path: Path) -> None:
         states = store.read_states()
     for name, master in masters.items():
         assert torch.equal(states[name]["master"], master.detach())
-
-
-@pytest.mark.parametrize("master", ["remainder", "24bit"])
-def test_the_result_is_one_in_every_tier_and_after_a_resume(tmp_path: Path, master: str) -> None:
-    expected = parameters_of()
-    in_memory = muon.Muon(groups_of(expected), master=master)
-    train(expected, in_memory, range(6))
-    wanted = in_memory.store.read_states()
-    run = tmp_path / "run"
-    for begin, end in ((0, 2), (2, 4), (4, 6)):
-        parameters = parameters_of()
-        # Little memory: pages are read and written at every step.
-        with tierstore.TierStore(run, host_memory="1MiB", page_bytes=4096, resume=True) as store:
-            optimizer = muon.Muon(groups_of(parameters), store=store, master=master)
-            assert optimizer.restore() == begin
-            train(parameters, optimizer, range(begin, end))
-            store.synchronize()
-            states = store.read_states()
-    content = read_run(run)
-    for name, parameter in parameters.items():
-        assert torch.equal(parameter, expected[name])
-        assert np.array_equal(content.states[name]["master"], wanted[name]["master"].numpy())
-        for state, tensor in states[name].items():
-            assert torch.equal(tensor, wanted[name][state]), (name, state)
 
 
 @pytest.mark.parametrize("master", ["remainder", "24bit"])

@@ -382,7 +382,8 @@ def owned_states(
                     for state, values in chunk.states.items():
                         of_state = found.setdefault((shard.spec.name, state), [])
                         place = shard.spec.state_chunk(state, chunk.chunk)
-                        of_state.append((place, values.clone()))
+                        is_encoded = isinstance(values, tierstore.EncodedState)
+                        of_state.append((place, values.read() if is_encoded else values.clone()))
     return found
 
 

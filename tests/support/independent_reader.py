@@ -268,26 +268,47 @@ def empty_states(parameter: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def decoded(parameter: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the states of a parameter, given the tensors in its pages."""
-    encoding = parameter.get("encodings", {}).get("master")
-    if encoding is not None:
-        rest = tensors.pop("master_remainder").astype(np.int64)
-        rest = rest << {"remainder": 0, "24bit": 8}[encoding]
-        bits = tensors["master"].view(np.uint32).astype(np.int64) + rest
-        tensors["master"] = bits.astype(np.uint32).view(np.float32)
-    return tensors
+    states = {}
+    encodings = parameter.get("encodings", {})
+    for state in ["master", *parameter["states"]]:
+        encoding = encodings.get(state)
+        if encoding is None:
+            states[state] = tensors[state]
+        elif state == "master":
+            rest = tensors["master_remainder"].astype(np.int64)
+            rest = rest << {"remainder": 0, "24bit": 8}[encoding]
+            bits = tensors["master"].view(np.uint32).astype(np.int64) + rest
+            states[state] = bits.astype(np.uint32).view(np.float32)
+        else:
+            require(encoding == "int8", f"unknown encoding {encoding!r}")
+            numbers, scales = tensors[f"{state}_int8"], tensors[f"{state}_scale"]
+            of_columns = np.repeat(scales, 256, axis=-1)[..., : numbers.shape[-1]]
+            states[state] = numbers.astype(np.float32) * of_columns
+    return states
 
 
 def shape_of(parameter: dict[str, Any], state: str) -> list[int]:
-    """Return the shape of a state: one of rows has 1 for the last dimension."""
+    """Return the shape of a tensor: one of rows has 1 for the last dimension."""
     shape: list[int] = parameter["shape"]
-    return [*shape[:-1], 1] if state in parameter.get("row_states", ()) else shape
+    shared = shared_columns(parameter, state)
+    return shape if shared == 1 else [*shape[:-1], -(-shape[-1] // shared)]
+
+
+def shared_columns(parameter: dict[str, Any], state: str) -> int:
+    """Return the number of columns that share an element of a tensor."""
+    if state in parameter.get("row_states", ()):
+        return int(max(1, parameter["shape"][-1]))
+    encodings = parameter.get("encodings", {})
+    return 256 if encodings.get(state.removesuffix("_scale")) == "int8" else 1
 
 
 def place_in(parameter: dict[str, Any], state: str, chunk: Chunk) -> Chunk:
     """Return the elements of a state that are with a chunk of the parameter."""
-    if state not in parameter.get("row_states", ()):
+    shared = shared_columns(parameter, state)
+    if shared == 1:
         return chunk
-    return Chunk((*chunk.offsets[:-1], 0), (*chunk.sizes[:-1], 1))
+    first, size = chunk.offsets[-1], chunk.sizes[-1]
+    return Chunk((*chunk.offsets[:-1], first // shared), (*chunk.sizes[:-1], -(-size // shared)))
 
 
 def fill(
@@ -394,7 +415,14 @@ def tensors_of(parameter: dict[str, Any]) -> dict[str, str]:
         require(parameter["dtype"] == "bfloat16", "only bfloat16 has encoded masters")
         remainder = {"remainder": "int16", "24bit": "int8"}[encoding]
         master = {"master": "bfloat16", "master_remainder": remainder}
-    return {**master, **parameter["states"]}
+    states = {}
+    for state, dtype in parameter["states"].items():
+        if state in parameter.get("encodings", {}):
+            require(dtype == "float32", "only float32 states are encoded")
+            states |= {f"{state}_int8": "int8", f"{state}_scale": "float32"}
+        else:
+            states[state] = dtype
+    return {**master, **states}
 
 
 def pages_of(layout: dict[str, Any]) -> Iterator[Layout]:

@@ -22,9 +22,11 @@ from tierstore.layout.encodings import (
     MASTER,
     AnyState,
     EncodedState,
+    StoredTensor,
     assign,
     encodings_of,
     values_of,
+    whole_blocks,
 )
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
@@ -36,19 +38,17 @@ class _Saved:
     """A state in a checkpoint."""
 
     encoding: str | None
-    keys: Mapping[str, str]
-    """Name of a stored tensor, or of the state -> its key."""
+    keys: Mapping[StoredTensor, str]
+    """The tensors of the state -> their keys."""
 
-    def empty(self, spec: ParameterSpec, state: str, chunk: Chunk) -> AnyState:
+    def empty(self, state: str, dtype: torch.dtype, chunk: Chunk) -> AnyState:
         """Return memory for a chunk of the state as it is in the checkpoint."""
         if self.encoding is None:
-            dtype = dict(spec.all_states)[state]
-            sizes = spec.state_chunk(state, chunk).sizes
-            return torch.empty(sizes, dtype=dtype, device="cpu")
+            return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
         encoding = ENCODINGS[self.encoding]
         tensors = {
-            name: torch.empty(spec.state_chunk(name, chunk).sizes, dtype=dtype, device="cpu")
-            for name, dtype, _ in encoding.stored(state)
+            tensor.name: torch.empty(tensor.chunk(chunk).sizes, dtype=tensor.dtype, device="cpu")
+            for tensor in encoding.stored(state)
         }
         return encoding.over(state, tensors)
 
@@ -112,26 +112,27 @@ class CheckpointSource:
     def fill(self, page: PageView) -> None:
         """Read masters and states of a page, and round the masters into the parameters."""
         parts: list[Part] = []
-        decoded: list[tuple[AnyState, AnyState]] = []  # The state, and where it is read to.
+        decoded: list[tuple[AnyState, AnyState, Chunk]] = []
         for shard in page.shards:
-            for chunk in shard.chunks:
-                for state, _ in shard.spec.all_states:
-                    target = chunk.state(state)
+            for view in shard.chunks:
+                for state, dtype in shard.spec.all_states:
+                    target = view.state(state)
                     saved = self._saved.get((shard.spec.name, state))
                     if saved is None:
                         target.zero_()
                         continue
-                    source = target
+                    source, chunk = target, view.chunk
                     if saved.encoding != dict(shard.spec.encodings).get(state):
-                        source = saved.empty(shard.spec, state, chunk.chunk)
-                        decoded.append((target, source))
+                        chunk = whole_blocks(shard.spec.shape, chunk)
+                        source = saved.empty(state, dtype, chunk)
+                        decoded.append((target, source, view.chunk.within(chunk)))
                     tensors = source.stored if isinstance(source, EncodedState) else {state: source}
-                    for name, tensor in tensors.items():
-                        place = shard.spec.state_chunk(name, chunk.chunk)
-                        parts += self._entries.parts(saved.keys[name], place, tensor)
+                    for tensor, key in saved.keys.items():
+                        place = tensor.chunk(chunk)
+                        parts += self._entries.parts(key, place, tensors[tensor.name])
         self._entries.read(parts)
-        for target, source in decoded:
-            assign(target, values_of(source))
+        for target, source, part in decoded:
+            assign(target, part.select(values_of(source)))
         page.write_parameters()
 
     def _names_of(self, names: Sequence[str]) -> dict[str, str]:
@@ -151,20 +152,21 @@ class CheckpointSource:
         name = self._names[spec.name]
         for encoding in () if self.is_weights_alone else encodings_of(state):
             stored = ENCODINGS[encoding].stored(state)
-            of_optimizer = [tensor for tensor in stored if tensor.name != MASTER]
-            found = [
-                self._entries.tensor(f"optimizer.state.{name}.{tensor.name}")
-                for tensor in of_optimizer
-            ]
-            dtypes = [tensor.properties.dtype for tensor in found if tensor is not None]
-            if dtypes == [tensor.dtype for tensor in of_optimizer]:
-                keys = {tensor.name: self._key(spec, tensor.name) for tensor in stored}
-                return _Saved(encoding, keys)
-        return _Saved(None, {state: self._key(spec, state)})
+            found = {
+                tensor: self._entries.tensor(f"optimizer.state.{name}.{tensor.name}")
+                for tensor in stored
+                if tensor.name != MASTER
+            }
+            if all(one and one.properties.dtype == tensor.dtype for tensor, one in found.items()):
+                return _Saved(encoding, {tensor: self._key(spec, tensor) for tensor in stored})
+        columns = None if state in spec.row_states else 1
+        tensor = StoredTensor(state, dict(spec.all_states)[state], columns)
+        return _Saved(None, {tensor: self._key(spec, tensor)})
 
-    def _key(self, spec: ParameterSpec, state: str) -> str:
+    def _key(self, spec: ParameterSpec, tensor: StoredTensor) -> str:
         """Return the key of a tensor, after checking that the checkpoint has it in that shape."""
-        name = self._names[spec.name]
+        name, state = self._names[spec.name], tensor.name
+        shape = tensor.chunk(Chunk((0,) * len(spec.shape), spec.shape)).sizes
         keys = [f"optimizer.state.{name}.{state}"]
         if state == MASTER:
             keys += self._master_keys(name)
@@ -172,10 +174,10 @@ class CheckpointSource:
             stored = self._entries.tensor(key)
             if stored is None:
                 continue
-            if tuple(stored.size) != spec.state_shape(state):
+            if tuple(stored.size) != shape:
                 raise CheckpointError(
                     f"{self._path} has {key!r} of shape {list(stored.size)}, here it is "
-                    f"{list(spec.state_shape(state))}: build the model as it was"
+                    f"{list(shape)}: build the model as it was"
                 )
             return key
         raise CheckpointError(

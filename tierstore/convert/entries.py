@@ -138,8 +138,8 @@ def read_stored(dtype: torch.dtype, stored: Sequence[StoredChunk]) -> Read:
                     part.offset,
                     dtype,
                     part.chunk.sizes,
-                    _relative(box, part.chunk).offsets,
-                    _relative(box, chunk).select(target),
+                    box.within(part.chunk).offsets,
+                    box.within(chunk).select(target),
                 )
 
     return read
@@ -155,8 +155,3 @@ def _intersection(one: Chunk, other: Chunk) -> Chunk | None:
     ]
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     return Chunk(starts, tuple(sizes)) if all(size > 0 for size in sizes) else None
-
-
-def _relative(box: Chunk, outer: Chunk) -> Chunk:
-    offsets = (a - b for a, b in zip(box.offsets, outer.offsets, strict=True))
-    return Chunk(tuple(offsets), box.sizes)

@@ -34,6 +34,7 @@ from tierstore.inspection.run_reader import (
 from tierstore.inspection.slices import Slices
 from tierstore.inspection.verify import check_dirty, kind_of, refuse_in_use, verify_contents
 from tierstore.layout.chunks import Chunk
+from tierstore.layout.encodings import whole_blocks
 from tierstore.layout.page_layout import Record
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.run import tagged_json
@@ -316,14 +317,14 @@ def _read(spec: ParameterSpec, state: str, places: Mapping[str, Sequence[_Place]
     encoding = spec.encoding(state)
     if encoding is None:
         return stored(state, dict(spec.all_states)[state])
-    reads = {name: (dtype, stored(name, dtype)) for name, dtype, _ in encoding.stored(state)}
+    reads = {tensor: stored(tensor.name, tensor.dtype) for tensor in encoding.stored(state)}
 
     def read(chunk: Chunk, target: torch.Tensor) -> None:
-        tensors = {}
-        for name, (dtype, read_one) in reads.items():
-            place = spec.state_chunk(name, chunk)
-            tensors[name] = torch.empty(place.sizes, dtype=dtype, device="cpu")
-            read_one(place, tensors[name])
-        target.copy_(encoding.over(state, tensors).read())
+        around, tensors = whole_blocks(spec.shape, chunk), {}
+        for tensor, read_one in reads.items():
+            place = tensor.chunk(around)
+            tensors[tensor.name] = torch.empty(place.sizes, dtype=tensor.dtype, device="cpu")
+            read_one(place, tensors[tensor.name])
+        target.copy_(chunk.within(around).select(encoding.over(state, tensors).read()))
 
     return read

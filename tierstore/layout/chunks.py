@@ -37,6 +37,11 @@ class Chunk:
             for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True)
         )
 
+    def within(self, outer: Chunk) -> Chunk:
+        """Return the same rectangle, with offsets from those of a chunk that contains it."""
+        pairs = zip(self.offsets, outer.offsets, strict=True)
+        return Chunk(tuple(own - begin for own, begin in pairs), self.sizes)
+
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of this rectangle of ``tensor``, of shape ``sizes``.
 

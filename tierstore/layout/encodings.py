@@ -7,17 +7,23 @@ reads and writes the values.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from typing_extensions import override
+
+from tierstore.layout.chunks import Chunk
 
 MASTER = "master"
 """Name of the state that every parameter has: the value that a step updates."""
 
 REMAINDER = "master_remainder"
 """Name of the stored tensor that makes a parameter the master."""
+
+
+BLOCK_COLUMNS = 256
+"""Columns of a parameter that have one scale in an Int8State."""
 
 
 class StoredTensor(NamedTuple):
@@ -29,6 +35,22 @@ class StoredTensor(NamedTuple):
     columns: int | None = 1
     """Columns of the parameter that share one element; None: all columns of a row."""
 
+    def chunk(self, chunk: Chunk) -> Chunk:
+        """Return the elements that belong to a chunk of the parameter, which cuts no block.
+
+        Those of a row belong to every chunk that has an element of the row: chunks that cut rows
+        have copies of them.
+        """
+        if self.columns == 1:
+            return chunk
+        first, size = chunk.offsets[-1], chunk.sizes[-1]
+        if self.columns is None:
+            first, size = 0, min(1, size)
+        else:
+            assert first % self.columns == 0
+            first, size = first // self.columns, -(-size // self.columns)
+        return Chunk((*chunk.offsets[:-1], first), (*chunk.sizes[:-1], size))
+
 
 class EncodedState(ABC):
     """A state of a chunk whose values are not in the page as they are.
@@ -38,6 +60,9 @@ class EncodedState(ABC):
     """
 
     __slots__ = ()
+
+    BLOCK_COLUMNS: ClassVar[int] = BLOCK_COLUMNS
+    """Slices of an "int8" state begin at multiples of this column; they end there or with a row."""
 
     @property
     @abstractmethod
@@ -152,6 +177,104 @@ class SplitMaster(EncodedState):
         return 16 - 8 * self._remainder.itemsize
 
 
+class Int8State(EncodedState):
+    """A state of whole numbers from -127 to 127 times a scale for each block of columns.
+
+    The scale is the largest magnitude in the block, divided by 127: the error of an element is half
+    a scale at most. A block with a number that is not finite is NaN.
+
+    Args:
+        name: of the state.
+        numbers: int8, shape (..., columns).
+        scales: float32, shape (..., blocks): of each BLOCK_COLUMNS columns.
+    """
+
+    __slots__ = ("_name", "_numbers", "_scales")
+
+    def __init__(self, name: str, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        self._name = name
+        self._numbers = numbers
+        self._scales = scales
+
+    @property
+    @override
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        return dict(zip(_block_names(self._name), (self._numbers, self._scales), strict=True))
+
+    @override
+    def read(self) -> torch.Tensor:
+        values = self._numbers.to(torch.float32)
+        for of_blocks, scales in _blocks(values, self._scales):
+            of_blocks.mul_(scales)
+        return values
+
+    @override
+    def write(self, values: torch.Tensor) -> None:
+        for of_blocks, scales in _blocks(values, self._scales):
+            largest = of_blocks.abs().amax(-1, keepdim=True)  # (..., blocks, 1)
+            scales.copy_((largest / 127).masked_fill_(~largest.isfinite(), torch.nan))
+        numbers = torch.empty_like(values)
+        pairs = zip(_blocks(values, self._scales), _blocks(numbers, self._scales), strict=True)
+        for (of_blocks, scales), (target, _) in pairs:
+            # A block of zeros has the scale 0, and so have numbers too small for a scale.
+            usable = torch.where(scales > 0, scales, 1)
+            torch.div(of_blocks, usable, out=target)
+        self._numbers.copy_(numbers.round_().clamp_(-127, 127).nan_to_num_(0, 127, -127))
+
+    @override
+    def __getitem__(self, index: Any) -> Int8State:
+        scales = index
+        if isinstance(index, tuple) and len(index) == self._numbers.ndim:
+            *rows, columns = index
+            start, stop, step = columns.indices(self._numbers.shape[-1])
+            is_end = stop == self._numbers.shape[-1]
+            assert step == 1
+            assert start % BLOCK_COLUMNS == 0
+            assert is_end or stop % BLOCK_COLUMNS == 0
+            blocks = slice(start // BLOCK_COLUMNS, -(-stop // BLOCK_COLUMNS))
+            scales = (*rows, blocks)
+        return Int8State(self._name, self._numbers[index], self._scales[scales])
+
+    @override
+    def zero_(self) -> None:
+        self._numbers.zero_()
+        self._scales.zero_()
+
+
+def _block_names(state: str) -> tuple[str, str]:
+    return f"{state}_int8", f"{state}_scale"
+
+
+def _blocks(
+    values: torch.Tensor, scales: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the blocks of one size, (..., blocks, columns), and their scales, (..., blocks, 1)."""
+    columns = values.shape[-1]
+    full = columns // BLOCK_COLUMNS
+    if full:
+        whole = torch.unflatten(values[..., : full * BLOCK_COLUMNS], -1, (full, BLOCK_COLUMNS))
+        yield whole, scales[..., :full, None]
+    if columns % BLOCK_COLUMNS:
+        yield values[..., None, full * BLOCK_COLUMNS :], scales[..., full:, None]
+
+
+class _Int8(Encoding):
+    """Int8State."""
+
+    @override
+    def stored(self, state: str) -> Sequence[StoredTensor]:
+        numbers, scales = _block_names(state)
+        return [
+            StoredTensor(numbers, torch.int8),
+            StoredTensor(scales, torch.float32, BLOCK_COLUMNS),
+        ]
+
+    @override
+    def over(self, state: str, tensors: Mapping[str, torch.Tensor]) -> Int8State:
+        numbers, scales = _block_names(state)
+        return Int8State(state, tensors[numbers], tensors[scales])
+
+
 class _Split(Encoding):
     """SplitMaster with a remainder of one dtype."""
 
@@ -167,7 +290,11 @@ class _Split(Encoding):
         return SplitMaster(tensors[MASTER], tensors[REMAINDER])
 
 
-ENCODINGS: Mapping[str, Encoding] = {"remainder": _Split(torch.int16), "24bit": _Split(torch.int8)}
+ENCODINGS: Mapping[str, Encoding] = {
+    "remainder": _Split(torch.int16),
+    "24bit": _Split(torch.int8),
+    "int8": _Int8(),
+}
 """Name -> encoding."""
 
 MASTER_ENCODINGS = ("remainder", "24bit")
@@ -176,7 +303,16 @@ MASTER_ENCODINGS = ("remainder", "24bit")
 
 def encodings_of(state: str) -> Sequence[str]:
     """Return the names of the encodings that a state may have."""
-    return MASTER_ENCODINGS if state == MASTER else ()
+    return MASTER_ENCODINGS if state == MASTER else ("int8",)
+
+
+def whole_blocks(shape: Sequence[int], chunk: Chunk) -> Chunk:
+    """Return the smallest chunk around a chunk of a tensor that cuts no block of an Int8State."""
+    if not shape:
+        return chunk
+    first = chunk.offsets[-1] // BLOCK_COLUMNS * BLOCK_COLUMNS
+    end = -(-(chunk.offsets[-1] + chunk.sizes[-1]) // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    return Chunk((*chunk.offsets[:-1], first), (*chunk.sizes[:-1], min(end, shape[-1]) - first))
 
 
 def values_of(state: AnyState) -> torch.Tensor:

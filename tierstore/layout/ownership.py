@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.parameters import ParameterSpec
-from tierstore.layout.sharding import HeldChunk, Holding, share
+from tierstore.layout.sharding import HeldChunk, Holding, on_grid, share
 from tierstore.layout.subgroups import (
     Elements,
     ParameterShard,
@@ -71,7 +71,7 @@ class SharedShard:
         if holding.is_whole:
             whole = Chunk((0,) * len(spec.shape), spec.shape)
             return tuple(_parts(spec, [HeldChunk(whole=whole, local=whole)], start, stop))
-        return tuple(_parts(spec, holding.owned(spec.shape, rank), start, stop))
+        return tuple(_parts(spec, holding.owned(spec.shape, rank, spec.column_block), start, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,12 +188,19 @@ def _elements(parameter: SharedParameter) -> Elements:
         is_divided = parameter.flat or not (spec.elementwise or spec.unit)
         ranks = len(holding.ranks) if is_divided else 1
         return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
-    numels = holding.owned_numels(spec.shape)
+    numels = _owned_numels(parameter)
     most = max(numels)
     rank = holding.ranks[numels.index(most)]
     unit = spec.unit if _has_whole_units(parameter) else None
     local = replace(spec, shape=holding.local_shape(spec.shape, rank), unit=unit)
     return Elements(parameter=local, numel=most)
+
+
+def _owned_numels(parameter: SharedParameter) -> list[int]:
+    """Return the number of elements that each rank of the mesh owns."""
+    spec = parameter.spec
+    ranges = parameter.holding.owned_ranges(spec.shape, spec.column_block)
+    return [stop - start for start, stop in ranges]
 
 
 def _has_whole_units(parameter: SharedParameter) -> bool:
@@ -226,12 +233,21 @@ def _ranges(
         elif holding.is_whole:
             flat.setdefault(holding.ranks, []).append(piece)
         else:
-            shape, unit = parameter.spec.shape, _has_whole_units(parameter)
-            ranges[piece] = _sharded_ranges(holding, shape, start, stop, world_size, by_rows=unit)
+            spec, unit = parameter.spec, _has_whole_units(parameter)
+            ranges[piece] = _sharded_ranges(
+                *(holding, spec.shape, spec.column_block, start, stop, world_size), by_rows=unit
+            )
     for ranks, members in flat.items():
         owned = flat_ranges([piece.numel for piece in members], len(ranks))
         for piece, parts in zip(members, owned, strict=True):
-            moved = [(piece.start + start, piece.start + stop) for start, stop in parts]
+            spec = parameters[piece.parameter].spec
+            moved = [
+                (
+                    on_grid(spec.shape, piece.start + start, spec.column_block),
+                    on_grid(spec.shape, piece.start + stop, spec.column_block),
+                )
+                for start, stop in parts
+            ]
             ranges[piece] = _rank_ranges(ranks, moved, world_size)
     return ranges
 
@@ -240,6 +256,7 @@ def _ranges(
 def _sharded_ranges(
     holding: Holding,
     shape: tuple[int, ...],
+    columns: int,
     start: int,
     stop: int,
     world_size: int,
@@ -249,17 +266,19 @@ def _sharded_ranges(
     """Return the range of each rank for a range of the rank that owns most.
 
     The same elements or, with ``by_rows``, the same rows of the local tensors, which may be of
-    unequal size: the parts of a unit on all ranks are then in one page.
+    unequal size: the parts of a unit on all ranks are then in one page. Rows are cut at multiples
+    of ``columns``.
     """
-    numels = holding.owned_numels(shape)
-    sizes = [1] * len(numels)
-    if by_rows:
-        sizes = [math.prod(holding.local_shape(shape, rank)[1:]) for rank in holding.ranks]
+    owned = holding.owned_ranges(shape, columns)
+    locals_ = [holding.local_shape(shape, rank) for rank in holding.ranks]
+    numels = [last - first for first, last in owned]
+    sizes = [math.prod(local[1:]) if by_rows else 1 for local in locals_]
     most = sizes[numels.index(max(numels))]
-    ranges = [
-        (min(start // most * size, numel), min(stop // most * size, numel))
-        for numel, size in zip(numels, sizes, strict=True)
-    ]
+    ranges = []
+    for (first, last), local, size in zip(owned, locals_, sizes, strict=True):
+        cuts = [min(first + cut // most * size, last) for cut in (start, stop)]
+        begin, end = (on_grid(local, cut, columns) - first for cut in cuts)
+        ranges.append((begin, end))
     return _rank_ranges(holding.ranks, ranges, world_size)
 
 

@@ -21,7 +21,6 @@ from tierstore.layout.dtensors import (
 from tierstore.layout.encodings import (
     ENCODINGS,
     MASTER,
-    REMAINDER,
     Encoding,
     StoredTensor,
     encodings_of,
@@ -80,6 +79,11 @@ class ParameterSpec:
         """True if what pages keep under MASTER is the parameter itself, which no step reads."""
         return self.stored[0].dtype == self.dtype
 
+    @property
+    def column_block(self) -> int:
+        """Columns that stay together where a row is cut, from multiples of this number on."""
+        return max(tensor.columns or 1 for tensor in self.stored)
+
     def encoding(self, state: str) -> Encoding | None:
         """Return the encoding of a state; None if pages keep its values."""
         name = dict(self.encodings).get(state)
@@ -87,10 +91,11 @@ class ParameterSpec:
 
     def bytes_of(self, numel: int) -> int:
         """Return about the bytes that consecutive elements have in pages."""
-        rows = -(-numel // max(1, *self.shape[-1:])) if self.row_states else 0
+        columns = max(1, math.prod(self.shape[-1:]))
+        rows = -(-numel // columns)
         return sum(
-            (rows if tensor.columns is None else numel) * tensor.dtype.itemsize
-            for tensor in self.stored
+            min(numel, rows * (1 if shared is None else -(-columns // shared))) * dtype.itemsize
+            for _, dtype, shared in self.stored
         )
 
     @property
@@ -102,7 +107,7 @@ class ParameterSpec:
         )
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a state or stored tensor: of a row state (..., 1).
+        """Return the shape of a state or stored tensor: that of the parameter, but for columns.
 
         Without elements of the parameter there are none of a row state, either.
         """
@@ -111,16 +116,15 @@ class ParameterSpec:
     def state_chunk(self, name: str, chunk: Chunk) -> Chunk:
         """Return the elements of a state or stored tensor that belong to a chunk.
 
-        Those of a row belong to every chunk that has an element of the row: chunks that cut rows
-        have copies of them.
+        See StoredTensor.chunk().
         """
-        if name not in self.row_states:
-            return chunk
-        return Chunk((*chunk.offsets[:-1], 0), (*chunk.sizes[:-1], min(1, chunk.sizes[-1])))
+        tensor = _by_name(self).get(name)
+        return chunk if tensor is None else tensor.chunk(chunk)  # An encoded state has its shape.
 
     def is_copy(self, name: str, chunk: Chunk) -> bool:
         """Return whether another chunk has the first copy of these elements."""
-        return name in self.row_states and chunk.offsets[-1] > 0
+        tensor = _by_name(self).get(name)
+        return tensor is not None and tensor.columns is None and chunk.offsets[-1] > 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a commit; from_json() is the inverse."""
@@ -165,6 +169,11 @@ class ParameterSpec:
 
 
 @functools.cache
+def _by_name(spec: ParameterSpec) -> Mapping[str, StoredTensor]:
+    return {tensor.name: tensor for tensor in _stored(spec)}
+
+
+@functools.cache
 def _stored(spec: ParameterSpec) -> Sequence[StoredTensor]:
     found: list[StoredTensor] = []
     for state, dtype in spec.all_states:
@@ -197,8 +206,8 @@ class PagedParameter:
 
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Name of a state -> its form in pages, if that is not its values. For "master" of a bfloat16
-    parameter: "remainder", the 16 bits that rounding takes away, or "24bit", the upper 8 of
-    them."""
+    parameter: "remainder", the 16 bits that rounding takes away, or "24bit", the upper 8 of them.
+    For a float32 state: "int8", with a scale for each 256 columns of a row."""
 
     elementwise: bool = False
     """True if the update of an element depends on that element alone. The store may then cut the
@@ -365,11 +374,21 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
     for state, encoding in parameter.encodings.items():
         if encoding not in encodings_of(state):
             names = ", ".join(map(repr, encodings_of(state)))
-            yield f"has {encoding!r} for the encoding of {state!r}; it can have: {names or 'none'}"
-        elif tensor.dtype != torch.bfloat16:
+            yield f"has {encoding!r} for the encoding of {state!r}; it can have: {names}"
+        elif state != MASTER and (
+            parameter.states.get(state) != torch.float32
+            or state in parameter.row_states
+            or not tensor.ndim
+        ):
+            yield f"has {encoding!r} for {state!r}, which must be a float32 state of its shape"
+        elif state != MASTER and tensor.dtype == torch.float64:
+            yield f"has dtype float64, and {encoding!r} for {state!r} has less than float32"
+        elif state == MASTER and tensor.dtype != torch.bfloat16:
             yield f"has dtype {dtype_name(tensor.dtype)}: a {encoding!r} master needs bfloat16"
-        elif REMAINDER in parameter.states:
-            yield f"has a state {REMAINDER!r}, which is the name of what the store keeps"
+    if not parameter.encodings.keys() - parameter.states.keys() - {MASTER}:
+        stored = [tensor_.name for tensor_ in parameter.spec.stored]
+        for name in {name for name in stored if stored.count(name) > 1}:
+            yield f"has a state {name!r}, which is the name of a tensor of an encoded state"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

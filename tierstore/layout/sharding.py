@@ -123,19 +123,48 @@ def held_chunks(
 
 
 def owned_chunks(
-    shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]
+    shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int], columns: int = 1
 ) -> list[HeldChunk]:
     """Return the chunks that the rank at a coordinate of the mesh owns.
 
     The R ranks whose coordinates differ along replicated dimensions of the mesh alone hold the
     same n elements. The r-th of them, in row-major order, owns [n * r // R, n * (r + 1) // R)
-    of the row-major order of the local tensor, so each element has one owner. Each chunk lies
-    in one of ``held_chunks``; they come in the order of their offsets in the local tensor.
+    of the row-major order of the local tensor, so each element has one owner; both ends are moved
+    back to multiples of ``columns`` within their row. Each chunk lies in one of ``held_chunks``;
+    they come in the order of their offsets in the local tensor.
 
     Raises:
         ValueError: as ``held_chunks``.
     """
     local = local_shape(shape, sharding, coordinate)
+    start, stop = _owned_range(local, sharding, coordinate, columns)
+    held = held_chunks(shape, sharding, coordinate)
+    owned = []
+    for part in flat_range_chunks(local, start, stop):
+        owned += [overlap for chunk in held if (overlap := _overlap(chunk, part)) is not None]
+    return owned
+
+
+def on_grid(shape: Sequence[int], index: int, columns: int) -> int:
+    """Return the last place up to an index at which a row is cut at a multiple of ``columns``.
+
+    Example: in rows of 10 columns, index 28 is column 8 of row 2; with 3 columns in a block the
+    place is 26, column 6.
+
+    Args:
+        shape: of a tensor.
+        index: of an element in row-major order, or the number of elements.
+        columns: number of columns in a block.
+    """
+    if not shape or shape[-1] == 0:
+        return index
+    return index - index % shape[-1] % columns
+
+
+def _owned_range(
+    local: Sequence[int], sharding: Sharding, coordinate: Sequence[int], columns: int
+) -> tuple[int, int]:
+    """Return the range that a rank owns of the row-major order of its local tensor."""
     replica, replicas = 0, 1
     for size, placement, index in zip(
         sharding.mesh_shape, sharding.placements, coordinate, strict=True
@@ -143,11 +172,7 @@ def owned_chunks(
         if placement is None:
             replica, replicas = replica * size + index, replicas * size
     start, stop = share(math.prod(local), replica, replicas)
-    held = held_chunks(shape, sharding, coordinate)
-    owned = []
-    for part in flat_range_chunks(local, start, stop):
-        owned += [overlap for chunk in held if (overlap := _overlap(chunk, part)) is not None]
-    return owned
+    return on_grid(local, start, columns), on_grid(local, stop, columns)
 
 
 def _runs(shape: Sequence[int], sharding: Sharding, coordinate: Sequence[int]) -> list[list[range]]:
@@ -261,15 +286,15 @@ class Holding:
         """Return the shape of the local tensor of a rank, given the shape of the parameter."""
         return local_shape(shape, self.sharding, self._coordinate(rank))
 
-    def owned(self, shape: tuple[int, ...], rank: int) -> Sequence[HeldChunk]:
+    def owned(self, shape: tuple[int, ...], rank: int, columns: int = 1) -> Sequence[HeldChunk]:
         """Return the chunks that a rank owns, as owned_chunks(); () for a rank outside the mesh."""
         if rank not in self.ranks:
             return ()
-        return _owned(shape, self.sharding, self._coordinate(rank))
+        return _owned(shape, self.sharding, self._coordinate(rank), columns)
 
-    def owned_numels(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the number of elements that each of ``ranks`` owns, in their order."""
-        return _owned_numels(shape, self.sharding)
+    def owned_ranges(self, shape: tuple[int, ...], columns: int = 1) -> Sequence[tuple[int, int]]:
+        """Return the range that each of ``ranks`` owns of its local tensor, in their order."""
+        return _owned_ranges(shape, self.sharding, columns)
 
     def keeps_rows_together(self, shape: tuple[int, ...], count: int) -> bool:
         """Return whether each rank owns whole units of ``count`` rows of its local tensor.
@@ -295,18 +320,19 @@ class Holding:
 
 @functools.lru_cache(maxsize=2**16)  # The layers of a model have the same shapes.
 def _owned(
-    shape: tuple[int, ...], sharding: Sharding, coordinate: tuple[int, ...]
+    shape: tuple[int, ...], sharding: Sharding, coordinate: tuple[int, ...], columns: int
 ) -> Sequence[HeldChunk]:
-    return owned_chunks(shape, sharding, coordinate)
+    return owned_chunks(shape, sharding, coordinate, columns)
 
 
 @functools.lru_cache(maxsize=2**10)
-def _owned_numels(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
-    coordinates = np.ndindex(sharding.mesh_shape)
-    return tuple(
-        sum(chunk.whole.numel for chunk in _owned(shape, sharding, coordinate))
-        for coordinate in coordinates
-    )
+def _owned_ranges(
+    shape: tuple[int, ...], sharding: Sharding, columns: int
+) -> Sequence[tuple[int, int]]:
+    return [
+        _owned_range(local_shape(shape, sharding, coordinate), sharding, coordinate, columns)
+        for coordinate in np.ndindex(sharding.mesh_shape)
+    ]
 
 
 @functools.lru_cache(maxsize=2**10)

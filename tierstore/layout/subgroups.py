@@ -109,7 +109,12 @@ def _unit_numel(elements: Elements, page_bytes: int) -> int:
     bytes_max = page_bytes * elements.ranks // 2
     depths = range(1, len(parameter.shape) + 1)
     rows = (math.prod(parameter.shape[depth:]) for depth in depths)
-    return next((numel for numel in rows if parameter.bytes_of(numel) <= bytes_max), 1)
+    numel = next((numel for numel in rows if parameter.bytes_of(numel) <= bytes_max), 1)
+    block = parameter.column_block
+    if block > 1 and numel < parameter.shape[-1]:
+        # A row is cut between blocks, if they are of one size.
+        return parameter.shape[-1] if parameter.shape[-1] % block else block
+    return numel
 
 
 def _stop_within(elements: Elements, start: int, unit: int, room: int) -> int:
@@ -149,7 +154,6 @@ def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[C
     itemsize = max(tensor.dtype.itemsize for tensor in parameter.stored)
     numel_max = RECORD_DATA_BYTES_MAX // itemsize
     row_numel = math.prod(parameter.shape[1:])
-    if numel_max > row_numel:
-        numel_max -= numel_max % row_numel
+    numel_max -= numel_max % (row_numel if numel_max > row_numel else parameter.column_block)
     for first in range(start, stop, numel_max):
         yield from flat_range_chunks(parameter.shape, first, min(first + numel_max, stop))

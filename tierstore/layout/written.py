@@ -160,7 +160,7 @@ def _held(parameter: SharedParameter, rank: int, chunk: Chunk) -> HeldChunk:
     spec, holding = parameter.spec, parameter.holding
     if holding.is_whole and rank in holding.ranks:
         return HeldChunk(whole=chunk, local=chunk)
-    for owned in [] if holding.is_whole else holding.owned(spec.shape, rank):
+    for owned in [] if holding.is_whole else holding.owned(spec.shape, rank, spec.column_block):
         starts = [a - b for a, b in zip(chunk.offsets, owned.whole.offsets, strict=True)]
         ends = [start + size for start, size in zip(starts, chunk.sizes, strict=True)]
         if all(start >= 0 for start in starts) and all(

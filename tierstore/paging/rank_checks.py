@@ -232,9 +232,24 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
                 f"this rank has rows of it without an element, and {spec.row_states[0]!r} has an "
                 f"element for each row: cut its last dimension over {spec.shape[-1]} ranks or fewer"
             )
+        if spec.column_block > 1:
+            _require_whole_blocks(spec, holding, ranks.rank)
     except ValueError as error:
         raise ValueError(f"parameter {spec.name!r} cannot be paged: {error}") from error
     return shared_parameter(parameter, holding)
+
+
+def _require_whole_blocks(spec: ParameterSpec, holding: Holding, rank: int) -> None:
+    """Check that this rank holds whole blocks of columns, at the same places in its tensor."""
+    columns, block = spec.shape[-1], spec.column_block
+    for chunk in holding.owned(spec.shape, rank, block):
+        first, end = chunk.whole.offsets[-1], chunk.whole.offsets[-1] + chunk.whole.sizes[-1]
+        for cut in (first, chunk.local.offsets[-1], 0 if end == columns else end):
+            if cut % block:
+                raise ValueError(
+                    f"a rank has its columns {first} to {end}, and it has a state in blocks of "
+                    f"{block} columns: cut its rows, or its columns at multiples of {block}"
+                )
 
 
 def shared_parameter(parameter: PagedParameter, holding: Holding) -> SharedParameter:

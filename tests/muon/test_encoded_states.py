@@ -1,0 +1,62 @@
+"""Encoded states: one result in every tier, after a resume and to any reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests.support.encoded_training import groups_of, parameters_of, train
+from tests.support.independent_reader import read_run
+from tierstore.convert.convert import convert
+
+OPTIONS: list[dict[str, Any]] = [
+    {"master": "remainder"},
+    {"master": "24bit"},
+    {"momentum_dtype": torch.int8},
+    {"momentum_dtype": torch.int8, "master": "24bit"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_result_is_one_in_every_tier_and_after_a_resume(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    expected = parameters_of()
+    in_memory = muon.Muon(groups_of(expected), **options)
+    train(expected, in_memory, range(6))
+    wanted = in_memory.store.read_states()
+    run = tmp_path / "run"
+    for begin, end in ((0, 2), (2, 4), (4, 6)):
+        parameters = parameters_of()
+        # Little memory: pages are read and written at every step.
+        with tierstore.TierStore(run, host_memory="1MiB", page_bytes=4096, resume=True) as store:
+            optimizer = muon.Muon(groups_of(parameters), store=store, **options)
+            assert optimizer.restore() == begin
+            train(parameters, optimizer, range(begin, end))
+            store.synchronize()
+            states = store.read_states()
+    content = read_run(run)
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name])
+        for state, tensor in states[name].items():
+            assert torch.equal(tensor, wanted[name][state]), (name, state)
+            assert np.array_equal(content.states[name][state], tensor.float().numpy())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_convert_gives_the_values(tmp_path: Path, options: dict[str, Any]) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, **options)
+        train(parameters, optimizer, range(3))
+        states = store.read_states()
+    convert([tmp_path / "run"], tmp_path / "whole.pt", to="torch")
+    saved = torch.load(tmp_path / "whole.pt", weights_only=True)
+    for name, tensors in states.items():
+        assert torch.equal(saved["model"][name].float(), tensors["master"])
