@@ -15,6 +15,8 @@ from muon.matrices import Declaration, declared
 
 _Group = dict[str, Any]
 
+_FORM_KEYS = ("momentum_dtype", "moments_dtype", "master")
+
 
 class AttachedGroups:
     """The groups that were attached to a store, in the order of the store.
@@ -247,7 +249,7 @@ def _form(group: _Group) -> dict[str, str]:
     has_averages = normuon.is_used(group)
     return {
         "normuon_beta": "a normuon_beta" if has_averages else "no normuon_beta",
-        **{key: f"{key}={group.get(key)!r}" for key in ("momentum_dtype", "master")},
+        **{key: f"{key}={group.get(key)!r}" for key in _FORM_KEYS},
     }
 
 

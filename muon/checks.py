@@ -37,7 +37,10 @@ _OWN_KEYS = {
     "adamw": frozenset({"betas"}),
 }
 # Keys that a group of one algorithm may have, and need not.
-_OPTIONAL_KEYS = {"muon": BLOCK_KEYS | {"matrices", "normuon_beta"}, "adamw": frozenset({"fused"})}
+_OPTIONAL_KEYS = {
+    "muon": BLOCK_KEYS | {"matrices", "normuon_beta"},
+    "adamw": frozenset({"fused", "moments_dtype"}),
+}
 _COMMON_KEYS = frozenset(
     {
         "params",
@@ -105,6 +108,8 @@ _NUMBERS = (float, int, Real)
 # state dict with arrays.
 _TUPLE_ADVICE = ": pass a tuple of Python numbers"
 
+_DTYPE_KEYS = ("ns_dtype", "momentum_dtype", "moments_dtype")
+
 # Dtypes of the momentum and of Newton-Schulz.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -113,7 +118,7 @@ def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with the names of dtypes, as in state dicts, replaced by dtypes."""
     dtypes = {str(dtype): dtype for dtype in (*_DTYPES, torch.int8)}
     return {
-        key: dtypes.get(str(value), value) if key in ("ns_dtype", "momentum_dtype") else value
+        key: dtypes.get(str(value), value) if key in _DTYPE_KEYS else value
         for key, value in group.items()
     }
 
@@ -176,6 +181,9 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
+        dtypes = (None, torch.bfloat16, torch.int8)
+        if group.get("moments_dtype") not in dtypes:
+            raise ValueError(f"moments_dtype must be one of {dtypes}, got {group['moments_dtype']}")
         expected = "be two numbers in [0, 1)"
         _require(group, "betas", _are_numbers(group["betas"], 2), expected, _TUPLE_ADVICE)
         holds = all(0 <= beta < 1 for beta in group["betas"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -12,30 +12,63 @@ import tierstore
 from muon.matrices import Declaration, matrices_of
 
 COLUMNS_MIN = 128
-"""Fewest columns of a parameter whose momentum is int8."""
+"""Fewest columns of a parameter with states in 8 bits."""
 
-AnyState: TypeAlias = torch.Tensor | tierstore.EncodedState
+
+class Readable(Protocol):
+    """A state whose values are read, and written after they were changed."""
+
+    def read(self) -> torch.Tensor:
+        """Return the values in memory of their own."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Take the changed values."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of the state."""
+
+
+AnyState: TypeAlias = torch.Tensor | Readable
+
+
+def has_blocks(shape: Sequence[int]) -> bool:
+    """Return whether a parameter has states in 8 bits: not one of short rows, or of one dimension.
+
+    They would have a scale for few elements.
+    """
+    return len(shape) > 1 and shape[-1] >= COLUMNS_MIN
 
 
 def encodings_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, str]:
     """Return the encodings of the states of a parameter, by state."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    master = group.get("master")
-    found = {} if master is None or parameter.dtype == wide else {"master": master}
-    if group.get("momentum_dtype") == torch.int8 and parameter.shape[-1] >= COLUMNS_MIN:
-        found["momentum_buffer"] = "int8"
+    found = {}
+    if group.get("master") is not None and parameter.dtype != _wide(parameter):
+        found["master"] = group["master"]
+    if has_blocks(parameter.shape):
+        if group.get("momentum_dtype") == torch.int8:
+            found["momentum_buffer"] = "int8"
+        if group.get("moments_dtype") == torch.int8 and _wide(parameter) == torch.float32:
+            found |= {"exp_avg": "int8", "exp_avg_sq": "uint8_root"}
     return found
 
 
 def momentum_dtype(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the momentum as a step sees it.
-
-    Short rows would have a scale for few columns: their momentum is bfloat16 instead of int8.
-    """
-    dtype = group["momentum_dtype"] or parameter.dtype
+    """Return the dtype of the momentum as a step sees it: bfloat16 for int8 without blocks."""
+    dtype: torch.dtype = group["momentum_dtype"] or parameter.dtype
     if dtype != torch.int8:
         return dtype
-    return torch.float32 if parameter.shape[-1] >= COLUMNS_MIN else torch.bfloat16
+    return torch.float32 if has_blocks(parameter.shape) else torch.bfloat16
+
+
+def moments_dtype(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the moments of AdamW as a step sees them."""
+    wide = _wide(parameter)
+    narrow = group.get("moments_dtype") == torch.bfloat16 and wide == torch.float32
+    return torch.bfloat16 if narrow else wide
+
+
+def _wide(parameter: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 @contextlib.contextmanager
@@ -44,12 +77,10 @@ def opened(states: Sequence[AnyState]) -> Iterator[list[torch.Tensor]]:
 
     Decoded values are encoded when the context ends without an error.
     """
-    values = [
-        state.read() if isinstance(state, tierstore.EncodedState) else state for state in states
-    ]
+    values = [state if isinstance(state, torch.Tensor) else state.read() for state in states]
     yield values
     for state, value in zip(states, values, strict=True):
-        if isinstance(state, tierstore.EncodedState):
+        if not isinstance(state, torch.Tensor):
             state.write(value)
 
 
@@ -61,7 +92,7 @@ def check_blocks(
     Raises:
         ValueError: one does.
     """
-    if group.get("momentum_dtype") != torch.int8 or shape[-1] < COLUMNS_MIN:
+    if group.get("momentum_dtype") != torch.int8 or not has_blocks(shape):
         return
     block = tierstore.EncodedState.BLOCK_COLUMNS
     whole = tierstore.Chunk((0,) * len(shape), tuple(shape))

@@ -28,7 +28,7 @@ from muon.checks import (
     with_dtypes,
 )
 from muon.coefficients import Coefficients
-from muon.encoded import encodings_of, momentum_dtype
+from muon.encoded import encodings_of, moments_dtype, momentum_dtype
 from muon.hooks import UpdateHook
 from muon.matrices import Declaration, declared, matrices_of, unit_of
 from muon.param_groups import (
@@ -86,6 +86,9 @@ class Muon(torch.optim.Optimizer):
             groups too. None: float32. "remainder": 16 bits beside the parameter, which is part of
             the master and rounds halves away from zero; no bit is lost. "24bit": 8 bits, so that
             masters are rounded to 16 significant bits.
+        moments_dtype: dtype of the moments of AdamW groups. None: float32. torch.bfloat16 and
+            torch.int8 round them at random, up or down. In 8 bits, each 256 columns have a scale;
+            parameters with less than 128 columns, or of one dimension, keep float32.
         store: holds the state; None keeps all state in memory.
         partition: which rank owns parameters, and their state, that several ranks hold whole.
             "by_parameter": one rank owns each parameter. "flat": each rank owns an equal range of
@@ -132,6 +135,7 @@ class Muon(torch.optim.Optimizer):
         *,
         momentum_dtype: torch.dtype | None = None,
         master: str | None = None,
+        moments_dtype: torch.dtype | None = None,
         store: tierstore.TierStore | None = None,
         partition: str = "auto",
         gather_memory: int | str = "2GiB",
@@ -161,6 +165,7 @@ class Muon(torch.optim.Optimizer):
             "cautious_wd": cautious_wd,
             "momentum_dtype": momentum_dtype,
             "master": master,
+            "moments_dtype": moments_dtype,
         }
         if partition not in ("auto", "by_parameter", "flat"):
             raise ValueError(
@@ -277,7 +282,8 @@ class Muon(torch.optim.Optimizer):
         name_empty_groups([*self.param_groups, param_group])
         super().add_param_group(param_group)
         of_both = {*ADAMW_DEFAULTS, "master"}
-        others = {"betas"} if algorithm == "muon" else self.defaults.keys() - of_both
+        of_adamw = {"betas", "moments_dtype"}
+        others = of_adamw if algorithm == "muon" else self.defaults.keys() - of_both - of_adamw
         for name in others - given:
             param_group.pop(name, None)
         drop_duplicates(param_group)  # torch.optim has warned of them.
@@ -883,8 +889,7 @@ class Muon(torch.optim.Optimizer):
             if normuon.is_used(group):
                 states[normuon.STATE] = torch.float32
         else:
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            states = {"exp_avg": wide, "exp_avg_sq": wide}
+            states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments_dtype(parameter, group))
         matrices = matrices_of(parameter.shape, declared(group)) if is_muon else ()
         return tierstore.PagedParameter(
             name=name,

@@ -27,7 +27,7 @@ CHOICE = ("algorithm", "use_muon")
 # Keys that a state dict does not change in a group: the layout of pages depends on the first ones,
 # and the last ones chose the implementation of the optimizer that was saved.
 FIXED = (
-    *("params", "param_names", *CHOICE, "matrices", "momentum_dtype", "master"),
+    *("params", "param_names", *CHOICE, "matrices", "momentum_dtype", "moments_dtype", "master"),
     *("foreach", "fused"),
 )
 

@@ -19,7 +19,10 @@ from muon.rounds import Round, memory_needed
 from muon.routing import param_groups
 
 # Arguments of Muon() that a plan may change, which is to say those that change it.
-_OPTIONS = ("momentum_dtype", "master", "ns_dtype", "ns_batched", "gather_memory", "partition")
+_OPTIONS = (
+    *("momentum_dtype", "moments_dtype", "master"),
+    *("ns_dtype", "ns_batched", "gather_memory", "partition"),
+)
 
 
 def paged_groups(groups: Iterable[Mapping[str, Any]], **options: Any) -> list[tierstore.PagedGroup]:
@@ -71,8 +74,8 @@ class MuonPlan:
             algorithm: "muon", with AdamW where ``param_groups()`` puts it, or "adamw" for all
                 parameters.
             on_gpu: whether steps are computed on a GPU, where small matrices are batched.
-            options: some of the arguments of ``Muon``: momentum_dtype, master, ns_dtype,
-                ns_batched, gather_memory, partition.
+            options: some of the arguments of ``Muon``: momentum_dtype, moments_dtype, master,
+                ns_dtype, ns_batched, gather_memory, partition.
 
         Raises:
             ValueError, TypeError: as ``Muon``.

@@ -16,6 +16,7 @@ from muon.encoded import AnyState, opened
 from muon.hooks import UpdateHook, WeightUpdate
 from muon.matrices import Matrix, declared, matrices_of
 from muon.qk_clip import Scale, factors
+from muon.rounding import rounded
 from muon.statistics import Sample
 from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
 
@@ -286,14 +287,27 @@ def step_adamw(
     """
     chunks = [chunk for shard in shards for chunk in shard.chunks]
     grads = [grad for chunk in chunks if (grad := chunk.grad) is not None]
+    exp_avgs, exp_avg_sqs = (
+        [
+            rounded(
+                chunk.states[state],
+                f"{shard.spec.name} {state} {steps[shard.spec.name]}",
+                shard.spec.shape,
+                chunk.chunk,
+            )
+            for shard in shards
+            for chunk in shard.chunks
+        ]
+        for state in ("exp_avg", "exp_avg_sq")
+    )
     options = {"cautious": True} if group.get("cautious_wd") else {}
     step = fused_adamw_ if group.get("fused") else adamw_
     with record_function("muon::adamw"):
         step(
             [chunk.master for chunk in chunks],
             grads,
-            [chunk.states["exp_avg"] for chunk in chunks],
-            [chunk.states["exp_avg_sq"] for chunk in chunks],
+            exp_avgs,
+            exp_avg_sqs,
             steps=[steps[shard.parameter.name] for shard in shards for _ in shard.chunks],
             lr=group["lr"],
             betas=group["betas"],

@@ -22,12 +22,12 @@ SHAPES: Shapes = {
     "experts": ((4, 3, 3072), 5),
     "more experts": ((4, 3, 3072), 5),
     "bias": ((24,), 1),
-    "embedding": ((9, 768), 1),
+    "embedding": ((9, 3072), 1),
 }
 ROWS: Shapes = {"uneven": ((7, 300), 0), "tail": ((35, 1000), 0), **SHAPES}
 OPTIONS: list[dict[str, Any]] = [
     {"momentum_dtype": torch.int8},
-    {"momentum_dtype": torch.int8, "master": "24bit"},
+    {"momentum_dtype": torch.int8, "master": "24bit", "moments_dtype": torch.int8},
 ]
 LAYOUTS = [
     *((2, layout, ROWS) for layout in ("plain", "rows", "fsdp", "copies")),

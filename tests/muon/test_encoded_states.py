@@ -20,6 +20,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"master": "24bit"},
     {"momentum_dtype": torch.int8},
     {"momentum_dtype": torch.int8, "master": "24bit"},
+    {"moments_dtype": torch.bfloat16},
+    {"moments_dtype": torch.int8, "momentum_dtype": torch.int8, "master": "remainder"},
 ]
 
 

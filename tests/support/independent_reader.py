@@ -31,6 +31,10 @@ ITEM_BYTES = {
 }
 
 
+# Encoding -> dtype of its numbers.
+BLOCK_DTYPES = {"int8": "int8", "uint8_root": "uint8"}
+
+
 class FormatError(Exception):
     """The bytes read violate the format."""
 
@@ -280,10 +284,14 @@ def decoded(parameter: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             bits = tensors["master"].view(np.uint32).astype(np.int64) + rest
             states[state] = bits.astype(np.uint32).view(np.float32)
         else:
-            require(encoding == "int8", f"unknown encoding {encoding!r}")
-            numbers, scales = tensors[f"{state}_int8"], tensors[f"{state}_scale"]
+            numbers = tensors[f"{state}_{BLOCK_DTYPES[encoding]}"].astype(np.float32)
+            scales = tensors[f"{state}_scale"]
             of_columns = np.repeat(scales, 256, axis=-1)[..., : numbers.shape[-1]]
-            states[state] = numbers.astype(np.float32) * of_columns
+            states[state] = (
+                (numbers**2) ** 2 * of_columns
+                if encoding == "uint8_root"
+                else (numbers * of_columns)
+            )
     return states
 
 
@@ -299,7 +307,7 @@ def shared_columns(parameter: dict[str, Any], state: str) -> int:
     if state in parameter.get("row_states", ()):
         return int(max(1, parameter["shape"][-1]))
     encodings = parameter.get("encodings", {})
-    return 256 if encodings.get(state.removesuffix("_scale")) == "int8" else 1
+    return 256 if encodings.get(state.removesuffix("_scale")) in BLOCK_DTYPES else 1
 
 
 def place_in(parameter: dict[str, Any], state: str, chunk: Chunk) -> Chunk:
@@ -419,7 +427,8 @@ def tensors_of(parameter: dict[str, Any]) -> dict[str, str]:
     for state, dtype in parameter["states"].items():
         if state in parameter.get("encodings", {}):
             require(dtype == "float32", "only float32 states are encoded")
-            states |= {f"{state}_int8": "int8", f"{state}_scale": "float32"}
+            numbers = BLOCK_DTYPES[parameter["encodings"][state]]
+            states |= {f"{state}_{numbers}": numbers, f"{state}_scale": "float32"}
         else:
             states[state] = dtype
     return {**master, **states}

@@ -1,0 +1,124 @@
+"""Stochastic rounding: up or down at random, so that the mean is the value.
+
+The random bits of an element are a function of the name of its parameter, the state, the step and
+the place of the element, so that they do not depend on tiers and partitions, and a resumed run
+repeats them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import tierstore
+from muon.encoded import AnyState
+
+_BITS = 16
+
+
+class Chances:
+    """Random numbers of the elements of a chunk.
+
+    Args:
+        key: names the parameter, the state and the step.
+        shape: of the parameter.
+        chunk: the elements.
+    """
+
+    def __init__(self, key: str, shape: Sequence[int], chunk: tierstore.Chunk) -> None:
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        self._key = int.from_bytes(digest, "little", signed=True)
+        self._shape = shape
+        self._chunk = chunk
+
+    def __getitem__(self, rows: slice) -> Chances:
+        start, stop, _ = rows.indices(self._chunk.sizes[0])
+        part = Chances.__new__(Chances)
+        part._key, part._shape = self._key, self._shape
+        part._chunk = tierstore.Chunk(
+            (self._chunk.offsets[0] + start, *self._chunk.offsets[1:]),
+            (stop - start, *self._chunk.sizes[1:]),
+        )
+        return part
+
+    def bits(self, device: torch.device) -> torch.Tensor:
+        """Return 16 random bits for each element: int32, of the shape of the chunk."""
+        shape, chunk = self._shape, self._chunk
+        rows = torch.zeros((), dtype=torch.int64, device=device)
+        for dimension in range(len(shape) - 1):  # The row-major index of all but the last.
+            offset, size = chunk.offsets[dimension], chunk.sizes[dimension]
+            indices = torch.arange(offset, offset + size, device=device)
+            stride = math.prod(shape[dimension + 1 : -1])
+            rows = rows[..., None] + indices * stride
+        x = rows.mul(_GOLDEN_64).add_(self._key)
+        x = x.bitwise_xor_(x >> 29).mul_(_MIX_64).bitwise_right_shift_(32).to(torch.int32)
+        if shape:
+            begin = chunk.offsets[-1]
+            columns = torch.arange(begin, begin + chunk.sizes[-1], device=device)
+            x = x[..., None] ^ columns.mul_(_GOLDEN_32).to(torch.int32)
+        # The finalizer of a 32-bit hash: https://nullprogram.com/blog/2018/07/31/.
+        for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B, 32))):
+            x = x ^ (x >> shift & (1 << 32 - shift) - 1)
+            x.mul_(factor)
+        return (x >> 16).bitwise_and_((1 << _BITS) - 1)
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> bits - 1 else value
+
+
+_GOLDEN_32 = 0x9E3779B1
+_GOLDEN_64 = _signed(0x9E3779B97F4A7C15, 64)
+_MIX_64 = _signed(0xBF58476D1CE4E5B9, 64)
+
+
+class Rounded:
+    """A state that is written with stochastic rounding, as ``muon.encoded.opened()`` takes it.
+
+    Args:
+        state: bfloat16, or encoded.
+        chances: of its elements.
+    """
+
+    __slots__ = ("_chances", "_state")
+
+    def __init__(self, state: torch.Tensor | tierstore.EncodedState, chances: Chances) -> None:
+        self._state = state
+        self._chances = chances
+
+    def read(self) -> torch.Tensor:
+        """Return the values: float32, in memory of their own."""
+        if isinstance(self._state, tierstore.EncodedState):
+            return self._state.read()
+        return self._state.to(torch.float32)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Round and keep float32 values."""
+        bits = self._chances.bits(values.device)
+        if isinstance(self._state, tierstore.EncodedState):
+            self._state.write(values, bits.to(torch.float32).mul_(2.0**-_BITS))
+            return
+        # The upper half of float32 is bfloat16: what is added to the lower half carries into it.
+        rounded = (values.view(torch.int32) + bits).bitwise_and_(-1 << _BITS).view(torch.float32)
+        self._state.copy_(torch.where(values.isnan(), values, rounded))
+
+    def __getitem__(self, index: Any) -> Rounded:
+        return Rounded(self._state[index], self._chances[index])
+
+
+def rounded(state: Any, key: str, shape: Sequence[int], chunk: tierstore.Chunk) -> AnyState:
+    """Return a state to step: one in fewer bits than float32 with stochastic rounding.
+
+    Args:
+        state: of the chunk.
+        key: names the parameter, the state and the step.
+        shape: of the parameter.
+        chunk: the elements.
+    """
+    if isinstance(state, torch.Tensor) and state.dtype != torch.bfloat16:
+        return state
+    return Rounded(state, Chances(key, shape, chunk))
