@@ -309,7 +309,7 @@ def test_objects_of_the_common_state_are_never_made(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [25, pytest.param(150, marks=pytest.mark.long)])
 def test_damaged_files(count: int, tmp_path: Path) -> None:
     """Damage is an error with a name, or is not noticed: never a traceback, never a half result."""
     numbers = random.Random(count)

@@ -61,7 +61,7 @@ def test_damaged_sources(kind: str, originals: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", [*SOURCES, *FOREIGN])
 def test_many_damaged_sources(kind: str, originals: Path, tmp_path: Path) -> None:
-    mutate_source(original_of(kind, originals), tmp_path, count=700)
+    mutate_source(original_of(kind, originals), tmp_path, count=200)
 
 
 def arguments(source: Path, out: Path) -> tuple[object, ...]:

@@ -303,7 +303,7 @@ ODD = (None, True, -1, 1.5, 10**400, 2j, "x", b"x", [], [[]], {}, {0: TENSOR}, (
 ODD_TENSORS = (torch.ones(0), torch.tensor(2j), torch.tensor(True), torch.ones(2, 2).t())
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.long)])
 def test_values_that_other_values_replace(count: int, tmp_path: Path) -> None:
     """Exit code 0, or 1 or 2 with a sentence: never a traceback."""
     numbers = random.Random(count)
