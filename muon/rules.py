@@ -123,7 +123,7 @@ def _own_parts(
                 part.chunk,
                 grad=grad[part.index],
                 momentum=chunk.states["momentum_buffer"][part.index],
-                master=chunk.master[part.index],
+                master=chunk.master_parts[part.index],
                 averages=None if averages is None else averages[part.index[:-1]],
                 factors=[
                     factor.expand(chunk.chunk.sizes)[part.index]
@@ -304,7 +304,7 @@ def step_adamw(
     step = fused_adamw_ if group.get("fused") else adamw_
     with record_function("muon::adamw"):
         step(
-            [chunk.master for chunk in chunks],
+            [chunk.master_parts for chunk in chunks],
             grads,
             exp_avgs,
             exp_avg_sqs,
@@ -319,6 +319,6 @@ def step_adamw(
         for shard in shards if scales else ():
             for chunk in shard.chunks:
                 found = factors(scales.get(shard.spec.name, ()), chunk.chunk, chunk.values)
-                with opened([chunk.master] if found else []) as masters:
+                with opened([chunk.master_parts] if found else []) as masters:
                     for factor in found:
                         masters[0].mul_(factor)

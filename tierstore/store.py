@@ -206,6 +206,8 @@ class TierStore:
                 on_host=compute == "host",
             )
             opened.callback(self._table.close)
+            if storage is not None:
+                files.start_threads()
             self._states = States(
                 ranks,
                 self._calls,

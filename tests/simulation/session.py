@@ -25,6 +25,7 @@ from tests.simulation.plan import (
 )
 from tests.simulation.published_reader import check_published
 from tests.simulation.storage import RecordedStorage, RecordedStripedStorage
+from tests.support.inline_pool import compute_inline
 from tests.support.thread_ranks import ThreadJob
 from tierstore.errors import BudgetError, PeerFailed, RunLockedError
 from tierstore.ranks.peers import Ranks
@@ -336,6 +337,7 @@ class Session:
             overwrite=overwrite,
             process_group=ranks,
         )
+        compute_inline(store._pager.files)
         self.stores[rank] = store
         committed = store._committer.committed if isinstance(store._committer, Committer) else None
         removed = committed.dropped if committed is not None else ()

@@ -72,14 +72,14 @@ class EncodedState(ABC):
 
     @abstractmethod
     def read(self) -> torch.Tensor:
-        """Return the values: float32, of the shape of the state, in memory of their own."""
+        """Return the values, float32 or wider, to be changed in place."""
 
     @abstractmethod
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
-        """Encode float32 values of the shape of the state.
+        """Encode values.
 
         Args:
-            values: the values.
+            values: of the dtype and shape of those that read() returns.
             chances: float32 in [0, 1), of the shape of the state. Each value is then rounded up or
                 down so that the mean over all chances is the value. None: to the nearest number.
         """

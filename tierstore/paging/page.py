@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,11 @@ from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
 from tierstore.threads import started_pool
 from tierstore.units import Extent
+
+_THREADS = 2
+"""Threads for each direction. One computes checksums of about 10 GB/s."""
+
+T = TypeVar("T")
 
 _Started = tuple[PageEntry, Transfer]
 """The content of a page's file after a write, and the write."""
@@ -99,8 +105,8 @@ class Page:
     """The copy in flight between ``buffer`` and the device."""
     sections: list[Section] = field(default_factory=list)
     """The sections that were last read into ``buffer``."""
-    reads: list[Transfer] = field(default_factory=list)
-    """The reads in flight."""
+    arrival: Future[None] | None = None
+    """The reading and checking of ``sections``, until the page has arrived."""
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
 
@@ -167,6 +173,9 @@ class Page:
 class PageFiles:
     """The page files of one rank. Moves bytes, and changes no page.
 
+    Threads of its own check what was read, and compute the checksums of what is to be written: the
+    thread that trains touches no byte of a page but to step it.
+
     Args:
         storage: the files.
         run_id: bound into checksums.
@@ -180,7 +189,7 @@ class PageFiles:
         self._storage = storage
         self._checksums = checksums
         self._checksums_of = partial(block_checksums, run_id=run_id)
-        self._last_late: Future[_Started] | None = None
+        self._computing = set[Future[Any]]()  # Calls of the threads that have not ended.
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
         self.bytes_written = 0
@@ -189,10 +198,17 @@ class PageFiles:
         """Register the memory of all page buffers; empty memory ends that."""
         self._storage.register(memory)
 
-    def read(self, page: Page) -> list[Transfer]:
-        """Start to read ``page.sections`` into the page's buffer."""
+    def start_threads(self) -> None:
+        """Start the threads, so that a system without room for them refuses the store."""
+        _ = self._in, self._out
+
+    def read(self, page: Page) -> Future[None] | None:
+        """Start to read ``page.sections`` into the page's buffer, and to check them.
+
+        The result may be CorruptionError: a block has another checksum than its commit says.
+        """
         if page.entry is None:
-            return []
+            return None
         assert page.buffer is not None
         transfers = []
         name = page_file(page.index, page.entry.slot)
@@ -201,34 +217,37 @@ class PageFiles:
             transfers.append(self._storage.read(name, extent, memory))
             self.bytes_read += extent.nbytes
         self._reads.show(f"page {page.index}", transfers)
-        return transfers
+        return self._noted(self._in.submit(self._finish_read, page, transfers))
 
-    def complete(self, page: Page) -> None:
-        """Check what was read into a page's buffer, and make the rest of its content.
+    def _finish_read(self, page: Page, transfers: Sequence[Transfer]) -> None:
+        """Wait for the sections of a page, check them, and frame the others; on a thread."""
+        for transfer in transfers:
+            transfer.wait()
+        assert page.buffer is not None
+        self._check(page, page.buffer.memory, page.sections)
+        absent = [section for section in page.layout.sections if section not in page.sections]
+        # They still hold the records of another page.
+        page.layout.stamp(page.buffer.tensor, absent)
 
-        Raises:
-            CorruptionError: a block has another checksum than its commit says.
-        """
+    def initialize(self, page: Page) -> None:
+        """Make the first content of a page."""
         if page.buffer is None:  # Without a directory a page of the device has no other memory.
             page.view().initialize()
             return
-        absent: Sequence[Section] = page.layout.sections
-        if page.content is Content.FRESH:
-            records = _views(page.layout, page.buffer)
-            PageView(page.layout, page.parameters, records, page.source).initialize()
-        else:
-            self._check(page, page.buffer.memory, page.sections)
-            absent = [section for section in absent if section not in page.sections]
-        # Sections that were not read still hold the records of another page.
-        page.layout.stamp(page.buffer.tensor, absent)
+        records = _views(page.layout, page.buffer)
+        PageView(page.layout, page.parameters, records, page.source).initialize()
+        page.layout.stamp(page.buffer.tensor, page.layout.sections)
 
     def write(self, page: Page, step: int, slot: str) -> PageWrite:
         """Start to write a page's buffer, after the copy from the device if one is in flight."""
         self.bytes_written += page.layout.nbytes
-        if page.copy is None or page.copy.done():
-            return PageWrite(self._start_write(page, step, slot))
-        self._last_late = self._late.submit(self._start_write, page, step, slot)
-        return PageWrite(self._last_late)
+        return PageWrite(self._noted(self._out.submit(self._start_write, page, step, slot)))
+
+    def _noted(self, call: Future[T]) -> Future[T]:
+        # One that has ended is not kept: its result may keep the memory of a page.
+        self._computing.add(call)
+        call.add_done_callback(self._computing.discard)
+        return call
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -253,29 +272,31 @@ class PageFiles:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def drain(self) -> None:
-        """Block until no transfer is in flight. Ignores their errors."""
+        """Block until nothing is in flight. Ignores errors."""
+        # A call waits for transfers that were begun, or begins one.
+        for call in list(self._computing):
+            call.exception()
         self._storage.drain()
-
-    def drain_late(self) -> None:
-        """Block until no write waits for a copy from the device. Ignores their errors."""
-        if self._last_late is not None:
-            self._last_late.exception()
-            self._last_late = None
 
     def close(self) -> None:
         """End the threads."""
-        if "_late" in vars(self):
-            self._late.shutdown()
+        for name in {"_in", "_out"} & vars(self).keys():
+            getattr(self, name).shutdown()
         self._reads.close()
         self._writes.close()
 
+    # Threads of a direction may wait for transfers and copies, and not for the other direction.
+
     @cached_property
-    def _late(self) -> ThreadPoolExecutor:
-        """The thread that starts the writes that wait for a copy from the device."""
-        return started_pool(1, "tierstore-late")
+    def _in(self) -> ThreadPoolExecutor:
+        return started_pool(_THREADS, "tierstore-in")
+
+    @cached_property
+    def _out(self) -> ThreadPoolExecutor:
+        return started_pool(_THREADS, "tierstore-out")
 
     def _start_write(self, page: Page, step: int, slot: str) -> _Started:
-        """Start a write once the copy from the device has ended; may run on the late thread."""
+        """Start a write once the copy from the device has ended; on a thread."""
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
@@ -315,16 +336,15 @@ class PageWrite:
     """A page write in flight.
 
     Args:
-        start: the entry that is written and the transfer; or yields them, once the transfer has
-            started.
+        start: yields the entry that is written and the transfer, once the transfer has started.
     """
 
-    def __init__(self, start: _Started | Future[_Started]) -> None:
+    def __init__(self, start: Future[_Started]) -> None:
         self._start = start
 
     def started(self) -> _Started:
         """Return what is written and the transfer, once it has started. Raises what prevents it."""
-        return self._start.result() if isinstance(self._start, Future) else self._start
+        return self._start.result()
 
     def wait(self) -> None:
         """Block until the write has ended. Raises StorageError if it failed."""
@@ -332,12 +352,9 @@ class PageWrite:
 
     def done(self) -> bool:
         """Return whether wait() would not block."""
-        if isinstance(self._start, Future):
-            if not self._start.done():
-                return False
-            if self._start.exception() is not None:
-                return True
-        return self.started()[1].done()
+        if not self._start.done():
+            return False
+        return self._start.exception() is not None or self.started()[1].done()
 
 
 def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence[RecordViews]:

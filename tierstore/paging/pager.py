@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 from tierstore.errors import StorageError
 from tierstore.paging.buffers import BufferPool
@@ -224,7 +224,8 @@ class Pager:
             self._drop_unwanted(waiting, needed)
             while waiting or ahead:
                 self._read_ahead(waiting, ahead, needed)
-                self._wait(ahead[0].reads)
+                if (arrival := ahead[0].arrival) is not None:
+                    self._wait(arrival.done, arrival.result)
                 # Writes that ended meanwhile have freed buffers: the disk should not wait while
                 # this thread steps the page.
                 self._read_ahead(waiting, ahead, needed)
@@ -296,7 +297,7 @@ class Pager:
         for page in pages:
             if page.tier is not Tier.HOST:
                 page.buffer = None
-            page.reads = []
+            page.arrival = None
             page.entry = entries.get(page.index)
             page.content = Content.FRESH if page.entry is None else Content.STORED
             page.motion = Motion.AT_REST
@@ -343,10 +344,9 @@ class Pager:
 
     def _abandon_transfers(self, pages: Iterable[Page]) -> None:
         """Block until nothing is in flight. Ignores errors."""
-        self.files.drain_late()
+        self.files.drain()
         for page in pages:
             self._drop_from_device(page)
-        self.files.drain()
         self._writing.clear()
         self._early.clear()
 
@@ -408,13 +408,14 @@ class Pager:
             if page.buffer is None and self._pool.count:
                 page.buffer = self._pool.acquire()
             page.sections = page.sections_for(needed)
-            page.reads = self.files.read(page)
+            page.arrival = self.files.read(page)
 
     def _arrive(self, page: Page) -> None:
         """Check a page that was read, bring it to the device, and hold it."""
-        page.reads = []
+        page.arrival = None
         if not page.in_memory:
-            self.files.complete(page)
+            if page.content is Content.FRESH:
+                self.files.initialize(page)
             if page.tier is not Tier.NVME and page.content is Content.STORED:
                 page.content = Content.LOADED
         self._bring_to_device(page)
@@ -501,7 +502,7 @@ class Pager:
         page = page or next(iter(self._writing))
         write = self._writing[page]
         try:
-            self._wait([write])
+            self._wait(write.done, write.wait)
         except StorageError:
             self.lost_write = True
             raise
@@ -514,15 +515,13 @@ class Pager:
         """Release pages that are read or held, once no transfer uses their buffers."""
         pages = [page for page in pages if page.motion in (Motion.READING, Motion.HELD)]
         if pages:
-            # All transfers of the files: an interrupt may have kept one from ``page.reads``.
+            # All transfers of the files: an interrupt may have kept one from ``page.arrival``.
             self.files.drain()
         for page in pages:
-            page.reads = []
+            page.arrival = None
             self.release(page)
 
-    def _wait(self, transfers: Sequence[Transfer]) -> None:
+    def _wait(self, done: Callable[[], bool], wait: Callable[[], object]) -> None:
         # To measure the wait takes longer than to see that there is none.
-        ended = all(transfer.done() for transfer in transfers)
-        with contextlib.nullcontext() if ended else self.stalled():
-            for transfer in transfers:
-                transfer.wait()
+        with contextlib.nullcontext() if done() else self.stalled():
+            wait()

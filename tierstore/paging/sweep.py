@@ -84,7 +84,7 @@ class Sweep:
         self._written = {page: page.written_parameters() for page in self._pages}
         self._phase = Phase.CHECKED
         self.changed: list[tuple[str, torch.Tensor]] = []
-        """Parameter names, and whether they were changed; see PageView.adopt_parameters()."""
+        """Parameter names, and whether they were changed; see PageView.changed."""
 
     @contextlib.contextmanager
     def run(self) -> Iterator[SteppedPages]:
@@ -127,7 +127,7 @@ class Sweep:
                 next(stream)
                 source = next(sources)
                 view = page.view(source, self._present)
-                self.changed += view.adopt_parameters(self._written[page]).items()
+                view.adopt_parameters(self._written[page])
                 self._phase = Phase.STEPPING
                 if self._has_gradient(page):
                     yield view
@@ -142,8 +142,8 @@ class Sweep:
     def _finish(self, page: Page, view: PageView, source: Source) -> None:
         """Write the parameters and the content of a page that was stepped."""
         has_gradient = self._has_gradient(page)
-        if has_gradient:
-            view.write_parameters()
+        view.write_read_masters()
+        self.changed += view.changed.items()
         view.read_parameters()
         if has_gradient:
             self._table.replication.begin(page, source, self._present)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
@@ -50,23 +52,110 @@ class Source:
         """Start to copy the parameters back to their device, if the source has copies."""
 
 
-# Not frozen: ``chunk.master -= update`` also assigns.
+class RoundedMaster(EncodedState):
+    """A master in a page and the parameter, which is the master rounded.
+
+    Both are read and written together, so that elements of the parameter that were changed outside
+    of the optimizer are noticed without a pass of its own.
+
+    Args:
+        master: float32 or wider, of any shape.
+        parameter: of the same shape.
+        note: called with a bool of shape (), whether elements were changed, if that is not known to
+            be False.
+    """
+
+    __slots__ = ("_master", "_note", "_parameter")
+
+    def __init__(
+        self,
+        master: torch.Tensor,
+        parameter: torch.Tensor,
+        note: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._master = master
+        self._parameter = parameter
+        self._note = note
+
+    @property
+    @override
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        return {MASTER: self._master}
+
+    @override
+    def read(self) -> torch.Tensor:
+        master, values = self._master, self._parameter
+        # On a device the result would have to be waited for, which takes longer.
+        if values.device.type == "cpu" and _rounds_to(master, values):
+            return master
+        rounded = master.to(values.dtype)
+        differs = (values != rounded) & ~(values.isnan() & rounded.isnan())
+        master.copy_(torch.where(differs, values.to(master.dtype), master))
+        self._note(differs.any())
+        return master
+
+    @override
+    def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
+        assert chances is None
+        if values is not self._master:
+            self._master.copy_(values)
+        self._parameter.copy_(self._master)
+
+    @override
+    def __getitem__(self, index: Any) -> RoundedMaster:
+        return RoundedMaster(self._master[index], self._parameter[index], self._note)
+
+    @override
+    def zero_(self) -> None:
+        self._master.copy_(self._parameter)
+
+
 @dataclass(slots=True, eq=False)
 class ChunkView:
     """One chunk of a parameter shard. Update ``master`` and ``states`` in place."""
 
     chunk: Chunk
     """Offsets and sizes within the parameter."""
-    master: Any
-    """The values that a step changes: a tensor of shape ``chunk.sizes``, float32 or wider. A
-    parameter of that dtype is its own master; then this is a view of the parameter. An encoded
-    master is an EncodedState."""
     states: Mapping[str, Any]
     """State name -> tensor of the state's dtype: shape ``chunk.sizes``, of a row state (..., 1); or
     an EncodedState."""
+    _master: Any
+    _note: Callable[[torch.Tensor], None]
+    _spec: ParameterSpec
     _parameter: PagedParameter
     _source: Source
     _has_gradient: bool
+    _is_read: bool = False
+    """True if ``master`` was asked for."""
+
+    @property
+    def master(self) -> Any:
+        """The values that a step changes: a tensor of shape ``chunk.sizes``, float32 or wider.
+
+        A parameter of that dtype is its own master; then this is a view of the parameter. An
+        encoded master is an EncodedState.
+        """
+        if not self._is_read:
+            self._is_read = True
+            if isinstance(parts := self.master_parts, RoundedMaster):
+                parts.read()
+        return self._master
+
+    @master.setter
+    def master(self, value: Any) -> None:
+        assert value is self._master  # ``chunk.master -= update`` assigns, too.
+
+    @property
+    def master_parts(self) -> Any:
+        """The master as an EncodedState; a tensor if the parameter is its own master.
+
+        Parts are compared with the parameter as they are read, and rounded into the parameter as
+        they are written. An optimizer that reads and writes a few rows at a time finds them in the
+        cache, where ``master`` needs two passes over memory more.
+        """
+        if self._spec.stores_parameter:
+            return self._master
+        return RoundedMaster(self._master, self.values, self._note)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -85,8 +174,8 @@ class ChunkView:
         return self._source.local_chunk(self._parameter.name, self.chunk)
 
     def state(self, name: str) -> AnyState:
-        """Return a state by name, "master" among them."""
-        found: AnyState = self.master if name == MASTER else self.states[name]
+        """Return a state by name, "master" among them, as it is in the page."""
+        found: AnyState = self._master if name == MASTER else self.states[name]
         return found
 
     @property
@@ -113,7 +202,7 @@ class PageView:
     Valid until a window of further pages was asked for; see TierStore.sweep().
     """
 
-    __slots__ = ("_kept", "_removed", "group", "shards")
+    __slots__ = ("_kept", "_removed", "changed", "group", "shards")
 
     def __init__(
         self,
@@ -126,6 +215,9 @@ class PageView:
         self._kept: list[RecordViews] = []  # Of all chunks of the shards, in order.
         # Of parameters that were removed.
         self._removed: list[tuple[ParameterSpec, RecordViews]] = []
+        self.changed: dict[str, torch.Tensor] = {}
+        """Parameter name -> bool of shape (): whether the parameter was changed outside of the
+        optimizer. Parameters that are known to be unchanged may be absent."""
         self.group = layout.subgroup.group
         """Index of the group, in the order of attach(), that all shards belong to."""
         self.shards = []
@@ -140,10 +232,14 @@ class PageView:
                 continue
             self._kept += views
             has_gradient = spec.name in present
+            # Without a reference to this view: a cycle would keep the memory of the page.
+            note = partial(_note, self.changed, spec.name)
             chunks = [
                 ChunkView(
                     chunk,
                     **_states(spec, record, source.values(parameter, chunk)),
+                    _note=note,
+                    _spec=spec,
                     _parameter=parameter,
                     _source=source,
                     _has_gradient=has_gradient,
@@ -160,53 +256,42 @@ class PageView:
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states.values():
                 state.zero_()
-            assign(chunk.master, chunk.values)
+            assign(chunk.state(MASTER), chunk.values)
 
-    def adopt_parameters(self, written: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Copy to the masters the parameters that were changed outside of the optimizer.
+    def adopt_parameters(self, written: Collection[str]) -> None:
+        """Copy parameters to masters that no step compares with them; see ``changed``.
 
         A parameter of low precision is its master, rounded. Elements that differ from it were
-        changed, by ``model.load_state_dict()`` for example. Does not wait for a device.
+        changed, by ``model.load_state_dict()`` for example. A step finds those of the masters that
+        it reads. Does not wait for a device.
 
         Args:
             written: names of the parameters that were written to since the last step. With an
                 encoded master, nothing else tells.
-
-        Returns:
-            Parameter name -> bool of shape (): whether the parameter was changed. Parameters
-            that are known to be unchanged may be absent.
         """
-        changed: dict[str, torch.Tensor] = {}
         for shard in self.shards:
-            if shard.spec.owns_master:
-                continue
-            name = shard.spec.name
             for chunk in shard.chunks:
-                values, master = chunk.values, chunk.master
-                if isinstance(master, EncodedState):
-                    if name in written:
-                        master.zero_()
-                        changed[name] = torch.ones((), dtype=torch.bool, device=values.device)
-                    continue
-                # On a device the result would have to be waited for, which takes longer.
-                if values.device.type == "cpu" and _rounds_to(master, values):
-                    continue
-                rounded = master.to(shard.spec.dtype)
-                differs = (values != rounded) & ~(values.isnan() & rounded.isnan())
-                master.copy_(torch.where(differs, values.to(master.dtype), master))
-                found = differs.any()
-                changed[name] = changed[name] | found if name in changed else found
-        return changed
+                parts = chunk.master_parts
+                if isinstance(parts, RoundedMaster):
+                    if not shard.has_gradient:
+                        parts.read()
+                elif shard.spec.name in written:
+                    parts.zero_()
+                    changed = torch.ones((), dtype=torch.bool, device=chunk.values.device)
+                    _note(self.changed, shard.spec.name, changed)
 
     def write_parameters(self) -> None:
         """Round the masters to the parameters that are not their own master, or part of it."""
-        chunks = [
-            chunk
-            for shard in self.shards
-            if not shard.spec.stores_parameter
-            for chunk in shard.chunks
-        ]
-        _copy([chunk.values for chunk in chunks], [chunk.master for chunk in chunks])
+        self._round([chunk for shard in self.shards for chunk in shard.chunks])
+
+    def write_read_masters(self) -> None:
+        """Do the same with the masters that were read, but for those that were read in parts."""
+        chunks = (chunk for shard in self.shards for chunk in shard.chunks)
+        self._round([chunk for chunk in chunks if chunk._is_read])
+
+    def _round(self, chunks: Sequence[ChunkView]) -> None:
+        rounded = [chunk for chunk in chunks if not chunk._spec.stores_parameter]
+        _copy([chunk.values for chunk in rounded], [chunk._master for chunk in rounded])
 
     def read_parameters(self) -> None:
         """Copy the parameters to the records that hold them."""
@@ -232,14 +317,21 @@ class PageView:
             yield spec, record, chunk
 
 
+def _note(changed: dict[str, torch.Tensor], name: str, found: torch.Tensor) -> None:
+    changed[name] = changed[name] | found if name in changed else found
+
+
 def _states(spec: ParameterSpec, record: RecordViews, values: torch.Tensor) -> dict[str, Any]:
     """Return the master and the states of a chunk, given its part of the parameter."""
-    tensors = {**record.states, MASTER: values if spec.stores_parameter else record.master}
+    master = values if spec.stores_parameter else record.master
+    if not spec.encodings:
+        return {"_master": master, "states": record.states}
+    tensors = {**record.states, MASTER: master}
     views = {
         state: tensors[state] if encoding is None else encoding.over(state, tensors)
         for state, encoding in ((state, spec.encoding(state)) for state, _ in spec.all_states)
     }
-    return {"master": views.pop(MASTER), "states": views}
+    return {"_master": views.pop(MASTER), "states": views}
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
