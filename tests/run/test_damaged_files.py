@@ -64,7 +64,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 def resume_in_little_memory(run: Path) -> int:
-    allow_more_memory(96 << 20)
+    allow_more_memory(192 << 20)  # Stacks of threads are part of it.
     return resume(run)
 
 

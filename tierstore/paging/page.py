@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from tierstore.storage.base import Storage, Transfer
 from tierstore.threads import started_pool
 from tierstore.units import Extent
 
-_THREADS = 2
+_THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
 """Threads for each direction. One computes checksums of about 10 GB/s."""
 
 T = TypeVar("T")
