@@ -55,6 +55,12 @@ class MuonPlan:
     """The entry point ``muon`` of the group ``tierstore.optimizers``."""
 
     algorithms = ("muon", "adamw")
+    narrower: Sequence[tuple[str, Mapping[str, Any]]] = (
+        ("momentum in bfloat16", {"momentum_dtype": torch.bfloat16}),
+        ("momentum in 8 bits", {"momentum_dtype": torch.int8}),
+        ("masters as remainders", {"master": "remainder"}),
+        ("moments of AdamW in 8 bits", {"moments_dtype": torch.int8}),
+    )
 
     def rates(self, device: torch.device) -> Iterator[tuple[Work, list[float]]]:
         """Measure what Muon computes on a device; see ``muon.rates.rates``."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tierstore.errors import BudgetError, PlanError
 from tierstore.plan.drives import parse_drives
@@ -193,6 +194,20 @@ def test_changes_are_plans_of_their_own() -> None:
         one.change for one in planned(wide, store=replace(SMALL, host_memory=2**26)).changes
     }
     assert "momentum in bfloat16" in narrower
+
+
+def test_states_in_fewer_bytes_are_changes_of_a_plan() -> None:
+    found = planned(drives="1x1TB@0.1/0.1GB/s,1DWPD", store=SMALL)
+    by_text = {one.change: one for one in found.changes}
+    for text, options in (
+        ("momentum in 8 bits", {"momentum_dtype": torch.int8}),
+        ("masters as remainders", {"master": "remainder"}),
+    ):
+        alone = planned(drives="1x1TB@0.1/0.1GB/s,1DWPD", store=SMALL, optimizer=options)
+        assert by_text[text].step_s == pytest.approx(alone.time.seconds)
+        assert by_text[text].step_s < found.time.seconds
+        assert text not in {one.change for one in alone.changes}
+    assert "moments of AdamW in 8 bits" not in by_text  # All parameters are Muon's.
 
 
 def test_muon_beside_adamw() -> None:

@@ -76,6 +76,12 @@ def plan(
     momentum_dtype: Annotated[
         str | None, typer.Option(help="Dtype of Muon's momentum, if not that of the parameters.")
     ] = None,
+    moments_dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the moments of AdamW, if not float32.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(help="Form of the masters: remainder or 24bit.")
+    ] = None,
     gather_memory: Annotated[
         str | None, typer.Option(help="gather_memory of the optimizer, as 4GiB.")
     ] = None,
@@ -143,7 +149,7 @@ def plan(
             wear=_used(measured) if used is None else _number("--used", used) / 100,
             prefetch=prefetch,
             store=_store(store_memory, device_memory, page_bytes, buffers, commit_every, compute),
-            optimizer=_optimizer(momentum_dtype, gather_memory),
+            optimizer=_optimizer(momentum_dtype, moments_dtype, master, gather_memory),
         )
         rates = _rates(job, measured, _size("--network", network), _size("--pcie", pcie))
         try:
@@ -264,22 +270,34 @@ def _store(
     )
 
 
-def _optimizer(momentum_dtype: str | None, gather_memory: str | None) -> dict[str, Any]:
+def _optimizer(
+    momentum_dtype: str | None,
+    moments_dtype: str | None,
+    master: str | None,
+    gather_memory: str | None,
+) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if momentum_dtype is not None:
-        options["momentum_dtype"] = _dtype(momentum_dtype)
+        options["momentum_dtype"] = _dtype(momentum_dtype, of_state=True)
+    if moments_dtype is not None:
+        options["moments_dtype"] = _dtype(moments_dtype, of_state=True)
+    if master is not None:
+        options["master"] = master
     if gather_memory is not None:
         options["gather_memory"] = _size("--gather-memory", gather_memory)
     return options
 
 
-def _dtype(text: str) -> Any:
+def _dtype(text: str, *, of_state: bool = False) -> Any:
+    import torch
+
     from tierstore.errors import PlanError
     from tierstore.plan.models import DTYPES
 
-    if text not in DTYPES:
-        raise PlanError(f"a dtype is one of {', '.join(DTYPES)}, got {text!r}")
-    return DTYPES[text]
+    known = {**DTYPES, "int8": torch.int8} if of_state else DTYPES
+    if text not in known:
+        raise PlanError(f"a dtype is one of {', '.join(known)}, got {text!r}")
+    return known[text]
 
 
 def _size(option: str, text: str | None) -> int | None:

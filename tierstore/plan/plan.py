@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from tierstore.errors import BudgetError, PlanError
 from tierstore.plan.drives import SECONDS_PER_DAY, Wear, wear_of
 from tierstore.plan.job import Job
@@ -244,10 +242,14 @@ class _Planner:
         if nbytes > ranks.most("host_bytes"):
             text = f"half of the pages in host memory ({format_bytes(nbytes)} for each rank)"
             yield self._change(text, replace(job, store=store), algorithm, self.rates)
-        if not job.optimizer.get("momentum_dtype") and _has_wide_momentum(ranks):
-            optimizer = {**job.optimizer, "momentum_dtype": torch.bfloat16}
-            text = "momentum in bfloat16"
-            yield self._change(text, replace(job, optimizer=optimizer), algorithm, self.rates)
+        for text, options in self.optimizer.narrower:
+            narrower = replace(job, optimizer={**options, **job.optimizer})
+            try:
+                smaller, _ = self.lay_out(narrower, algorithm)
+            except PlanError:  # The model has a dtype, or is cut, as the option does not allow.
+                continue
+            if _traffic(smaller) < _traffic(ranks):
+                yield self._change(text, narrower, algorithm, self.rates)
         if not job.prefetch and self.rates.disk is not None:
             yield self._change(
                 "reads begin in backward", replace(job, prefetch=True), algorithm, self.rates
@@ -331,9 +333,9 @@ def _with_nodes(job: Job, *, nodes: int) -> Job:
     return replace(job, nodes=nodes)
 
 
-def _has_wide_momentum(ranks: Ranks) -> bool:
-    wide = ("momentum_buffer", torch.float32)
-    return any(wide in shard.spec.states for sub in ranks.subgroups for shard in sub.shards)
+def _traffic(ranks: Ranks) -> float:
+    """Return the bytes that a step reads and writes."""
+    return ranks.total("step_read_bytes") + ranks.total("mean_written_bytes")
 
 
 def _steps_allowed(job: Job, wear: Wear | None) -> float | None:

@@ -49,6 +49,9 @@ class OptimizerPlan(Protocol):
     algorithms: Sequence[str]
     """Names of the ways in which a model can be optimized, the usual one first."""
 
+    narrower: Sequence[tuple[str, Mapping[str, Any]]]
+    """Options that may keep states in fewer bytes, each with a description."""
+
     def rates(self, device: torch.device) -> Iterable[tuple[Work, Sequence[float]]]:
         """Measure works on a device.
 
