@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -152,6 +153,7 @@ class TierStore:
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._verifier = Verifier(active=checksums)
         self._changes = Changes()
+        self._opened_at = time.monotonic()
         self._steps_begun = 0  # Since the store was opened, the same on all ranks.
         self._warned_of_no_gradient = False
         with contextlib.ExitStack() as opened:
@@ -813,6 +815,8 @@ class TierStore:
             host_bytes_peak=pager.host_bytes_peak,
             device_bytes_peak=pager.device_bytes_peak,
             pages_in=dict(Counter(page.tier.value for page in pages)),
+            steps=self._steps_begun,
+            seconds=time.monotonic() - self._opened_at,
         )
 
     @not_compiled

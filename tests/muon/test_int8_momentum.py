@@ -64,6 +64,9 @@ def test_a_step_moves_the_ideal_bytes(tmp_path: Path) -> None:
             store.synchronize()
             stats = store.stats()
             moved.append((stats.bytes_read, stats.bytes_written))
+    assert stats.steps == 2
+    assert stats.bytes_written_per_step == stats.bytes_written / 2
+    assert stats.bytes_written_per_day == stats.bytes_written / stats.seconds * 86_400
     read, written = (after - before for before, after in zip(*moved, strict=True))
     assert read == pytest.approx(2 * parameter.numel(), rel=0.02)
     assert written == pytest.approx(4 * parameter.numel(), rel=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,3 +29,17 @@ class Stats:
     """Largest number of bytes of device memory that pages rest in or are stepped in."""
     pages_in: Mapping[str, int]
     """Tier -> number of pages: "device", "host" and "nvme"."""
+    steps: int
+    """Number of steps that were begun, skipped ones included."""
+    seconds: float
+    """Time since the store was opened."""
+
+    @property
+    def bytes_written_per_step(self) -> float:
+        """Mean of the bytes that a step writes; NaN before the first step."""
+        return self.bytes_written / self.steps if self.steps else math.nan
+
+    @property
+    def bytes_written_per_day(self) -> float:
+        """Bytes that this rank writes in a day at the pace so far, as the wear of drives is rated."""
+        return self.bytes_written / self.seconds * 86_400
