@@ -41,5 +41,5 @@ class Stats:
 
     @property
     def bytes_written_per_day(self) -> float:
-        """Bytes that this rank writes in a day at the pace so far, as the wear of drives is rated."""
+        """Bytes that this rank writes in a day at the pace so far: drives are rated so."""
         return self.bytes_written / self.seconds * 86_400
