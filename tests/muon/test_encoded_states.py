@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.support.encoded_training import groups_of, parameters_of, train
 from tests.support.independent_reader import read_run
 from tierstore.convert.convert import convert
 
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: list[dict[str, Any]] = [
     {"master": "remainder"},
     {"master": "24bit"},
@@ -62,3 +66,50 @@ def test_convert_gives_the_values(tmp_path: Path, options: dict[str, Any]) -> No
     saved = torch.load(tmp_path / "whole.pt", weights_only=True)
     for name, tensors in states.items():
         assert torch.equal(saved["model"][name].float(), tensors["master"])
+
+
+TRAIN = """
+import sys, torch, muon, tierstore
+from tests.support.encoded_training import groups_of, parameters_of, train
+
+parameters = parameters_of()
+with tierstore.TierStore(sys.argv[1], page_bytes=4096, host_memory="1MiB", resume=True) as store:
+    optimizer = muon.Muon(groups_of(parameters), store=store, **eval(sys.argv[2]))
+    first = optimizer.restore()
+    for step in range(first, 40):
+        train(parameters, optimizer, range(step, step + 1))
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*(pytest.param(options, marks=pytest.mark.long) for options in OPTIONS[:-1]), OPTIONS[-1]],
+    ids=str,
+)
+def test_killed_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Kill -9 while a step is written, three times; the end is that of an uninterrupted run."""
+    expected = parameters_of()
+    in_memory = muon.Muon(groups_of(expected), **options)
+    train(expected, in_memory, range(40))
+    wanted = in_memory.store.read_states()
+    run = tmp_path / "run"
+    arguments = [sys.executable, "-c", TRAIN, str(run), repr(options)]
+    numbers = random.Random(str(options))
+    for _ in range(3):
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            for _ in range(numbers.randrange(1, 9)):
+                assert process.stdout.readline()
+            process.kill()
+    parameters = parameters_of()
+    with tierstore.TierStore(run, page_bytes=4096, resume=True) as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, **options)
+        begin = optimizer.restore()
+        assert begin >= 2
+        train(parameters, optimizer, range(begin, 40))
+        states = store.read_states()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name])
+        for state, tensor in states[name].items():
+            assert torch.equal(tensor, wanted[name][state]), (name, state)
