@@ -181,7 +181,7 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
     if group["algorithm"] == "muon":
         _check_muon(group)
     else:
-        dtypes = (None, torch.bfloat16, torch.int8)
+        dtypes = (None, torch.float32, torch.bfloat16, torch.int8)
         if group.get("moments_dtype") not in dtypes:
             raise ValueError(f"moments_dtype must be one of {dtypes}, got {group['moments_dtype']}")
         expected = "be two numbers in [0, 1)"

@@ -162,3 +162,25 @@ def test_int8_is_read_and_written_by_blocks() -> None:
     state[:, 256:512].write(torch.zeros(6, 256))
     assert not state.read()[:, 256:512].any()
     assert torch.equal(state.read()[:, 512:], whole[:, 512:])
+
+
+def test_blocks_are_selected_as_from_a_tensor() -> None:
+    values = torch.randn(3, 2, 700, generator=torch.Generator().manual_seed(0))
+    state = int8_state(values)
+    for part in ((..., slice(256, 512)), (slice(0, 2), ...), slice(1, 3), ..., (slice(1, 2),)):
+        assert torch.equal(state[part].read(), state.read()[part])
+    line = int8_state(values[0, 0])
+    assert torch.equal(line[256:512].read(), line.read()[256:512])
+    for cut in (line.__getitem__, lambda part: state[..., part]):
+        with pytest.raises(ValueError, match=r"columns 100 to 512 in steps of 1 cut a block"):
+            cut(slice(100, 512))
+
+
+def test_remainders_of_elements_that_were_changed_are_dropped() -> None:
+    parameter, remainder = split(torch.full((3,), 1 / 3), torch.int16)
+    before = parameter.clone()
+    parameter[1] = 2.0
+    state = SplitMaster(parameter, remainder)
+    assert bool(state.drop_remainders(before))
+    assert torch.equal(state.read(), torch.tensor([1 / 3, 2.0, 1 / 3]))
+    assert not bool(state.drop_remainders(parameter.clone()))

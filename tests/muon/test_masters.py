@@ -226,3 +226,75 @@ def test_a_run_keeps_its_masters(tmp_path: Path) -> None:
         pytest.raises(tierstore.RunMismatchError, match=r"encoded as 'remainder'"),
     ):
         muon.Muon(groups_of(parameters_of()), store=store).restore()
+
+
+@pytest.mark.parametrize("master", ["remainder", "24bit"])
+def test_parameters_that_are_set_to_zero_unnoticed_are_zero(master: str) -> None:
+    """As padding or pruning do through .data: no remainder makes a number of a zero."""
+    parameters = parameters_of()
+    optimizer = muon.Muon(groups_of(parameters), master=master)
+    train(parameters, optimizer, range(3))
+    parameters["embedding"].data[::2] = 0
+    parameters["wide"].data[0, 0] = float("inf")
+    states = optimizer.store.read_states()
+    half_a_unit = 2.0**-134  # Of the smallest number above 0 in bfloat16.
+    assert (states["embedding"]["master"][::2].abs() <= half_a_unit).all()
+    assert states["wide"]["master"].isnan().sum() == 0
+
+
+def test_a_write_of_the_same_values_keeps_the_remainders(tmp_path: Path) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run", page_bytes=4096, host_memory="1MiB") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+        train(parameters, optimizer, range(3))
+        before = store.read_states()
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.copy_(parameter.clone())
+            parameters["wide"][3, 5] += 1
+        for group in optimizer.param_groups:
+            group.update(lr=0.0)
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
+            optimizer.step()
+        after = store.read_states()
+    expected = {name: states["master"].clone() for name, states in before.items()}
+    expected["wide"][3, 5] = parameters["wide"].detach()[3, 5].float()
+    for name, master in expected.items():
+        assert torch.equal(after[name]["master"], master), name
+
+
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_states_that_are_read_or_written_know_a_change(tmp_path: Path, tier: str) -> None:
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+        train(parameters, optimizer, range(3))
+        store.move(tier)
+        with torch.no_grad():
+            parameters["wide"].mul_(2)
+        changed = parameters["wide"].detach().clone()
+        assert torch.equal(store.read_states()["wide"]["master"], changed.float())
+        # Of another parameter in the same page.
+        states = {
+            name: tensor.clone() for name, tensor in optimizer.state[parameters["tall"]].items()
+        }
+        states["momentum_buffer"].zero_()
+        optimizer.state[parameters["tall"]] = states
+        found = store.read_states()
+    assert torch.equal(found["wide"]["master"], changed.float())
+    assert torch.equal(found["tall"]["master"], states["master"])
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_states_are_read_before_the_first_step_within_a_backward(
+    tmp_path: Path, directory: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16))
+    with tierstore.TierStore(tmp_path / "run" if directory else None) as store:
+        optimizer = muon.Muon([("w", parameter)], store=store, master="remainder")
+        loss = (torch.ones(3, 4, dtype=torch.bfloat16) @ parameter).square().sum()
+        assert torch.equal(optimizer.state[parameter]["master"], parameter.detach().float())
+        loss.backward()
+        optimizer.step()

@@ -282,7 +282,8 @@ def decoded(parameter: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             rest = tensors["master_remainder"].astype(np.int64)
             rest = rest << {"remainder": 0, "24bit": 8}[encoding]
             bits = tensors["master"].view(np.uint32).astype(np.int64) + rest
-            states[state] = bits.astype(np.uint32).view(np.float32)
+            found = bits.astype(np.uint32).view(np.float32)
+            states[state] = np.where(np.isnan(found), tensors["master"], found)
         else:
             numbers = tensors[f"{state}_{BLOCK_DTYPES[encoding]}"].astype(np.float32)
             scales = tensors[f"{state}_scale"]

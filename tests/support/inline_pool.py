@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import Any
 
 from tierstore.paging.page import PageFiles
 
 
-class InlinePool:
+class InlinePool(Executor):
     """Takes the place of a ThreadPoolExecutor where the order of operations must be one."""
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(call(*arguments))
+            future.set_result(call(*arguments, **options))
         except BaseException as error:
             future.set_exception(error)
         return future
-
-    def shutdown(self) -> None:
-        pass
 
 
 def compute_inline(files: PageFiles) -> None:
@@ -29,3 +26,4 @@ def compute_inline(files: PageFiles) -> None:
     for name in ("_in", "_out"):
         getattr(files, name).shutdown()
         setattr(files, name, InlinePool())
+    files._threads = 1

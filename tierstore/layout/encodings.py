@@ -143,7 +143,9 @@ class SplitMaster(EncodedState):
         low = self._remainder.to(torch.int32)
         if self._shift:
             low.bitwise_left_shift_(self._shift)
-        return high.add_(low).view(torch.float32)
+        values = high.add_(low).view(torch.float32)
+        # A program may have changed the parameter, to a zero for example, and not the remainder.
+        return torch.where(values.isnan(), self._parameter.to(torch.float32), values)
 
     @override
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
@@ -170,6 +172,19 @@ class SplitMaster(EncodedState):
         assign(self, values)
         self._remainder.masked_fill_(self._parameter != parameter, 0)
         self._parameter.copy_(parameter)
+
+    def drop_remainders(self, before: torch.Tensor) -> torch.Tensor:
+        """Let the parameter be the master where it was changed.
+
+        Args:
+            before: bfloat16, the parameter as the remainder belongs to it.
+
+        Returns:
+            Bool of shape (): whether any element was changed.
+        """
+        changed = self._parameter.view(torch.int16) != before.view(torch.int16)
+        self._remainder.masked_fill_(changed, 0)
+        return changed.any()
 
     @override
     def __getitem__(self, index: Any) -> SplitMaster:
@@ -231,17 +246,20 @@ class _BlockState(EncodedState):
 
     @override
     def __getitem__(self, index: Any) -> Self:
-        scales = index
-        if isinstance(index, tuple) and len(index) == self._numbers.ndim:
-            *rows, columns = index
-            start, stop, step = columns.indices(self._numbers.shape[-1])
-            is_end = stop == self._numbers.shape[-1]
-            assert step == 1
-            assert start % BLOCK_COLUMNS == 0
-            assert is_end or stop % BLOCK_COLUMNS == 0
-            blocks = slice(start // BLOCK_COLUMNS, -(-stop // BLOCK_COLUMNS))
-            scales = (*rows, blocks)
-        return type(self)(self._name, self._numbers[index], self._scales[scales])
+        parts = list(index) if isinstance(index, tuple) else [index]
+        absent = [slice(None)] * (self._numbers.ndim - len(parts) + (... in parts))
+        at = parts.index(...) if ... in parts else len(parts)
+        *rows, columns = parts[:at] + absent + parts[at + 1 :]
+        start, stop, step = columns.indices(self._numbers.shape[-1])
+        is_end = stop == self._numbers.shape[-1]
+        if step != 1 or start % BLOCK_COLUMNS or not (is_end or stop % BLOCK_COLUMNS == 0):
+            raise ValueError(
+                f"columns {start} to {stop} in steps of {step} cut a block: begin and end at "
+                f"multiples of {BLOCK_COLUMNS}, or with the row"
+            )
+        blocks = slice(start // BLOCK_COLUMNS, -(-stop // BLOCK_COLUMNS))
+        scales = self._scales[(*rows, blocks)]
+        return type(self)(self._name, self._numbers[(*rows, columns)], scales)
 
     @override
     def zero_(self) -> None:
@@ -250,7 +268,10 @@ class _BlockState(EncodedState):
 
     @abstractmethod
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return new scales of blocks with these largest magnitudes."""
+        """Return new scales of blocks with these largest magnitudes.
+
+        Divides by a tensor: a GPU would multiply by the reciprocal of a number.
+        """
 
     @abstractmethod
     def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -271,7 +292,7 @@ class Int8State(_BlockState):
 
     @override
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        return largest / 127
+        return largest / torch.full((), 127.0, device=largest.device)
 
     @override
     def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -288,15 +309,16 @@ class RootState(_BlockState):
 
     The scale is the largest value by 255^4. The distance of neighbours is 1.6% of the largest
     value there, 5% of a hundredth of it, and 28% of a hundred-thousandth. A value above 0 is never
-    rounded to 0, by whose root Adam would divide. All operations are exact or rounded as IEEE 754
-    says, so that a value has one number wherever it is computed.
+    rounded to 0, by whose root Adam would divide, unless the largest value in its block is about
+    1e-35 or less. All operations are exact or rounded as IEEE 754 says, so that a value has one
+    number wherever it is computed.
     """
 
     __slots__ = ()
 
     @override
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        return largest / 255**4
+        return largest / torch.full((), 255.0**4, device=largest.device)
 
     @override
     def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:

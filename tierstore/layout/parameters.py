@@ -207,7 +207,8 @@ class PagedParameter:
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Name of a state -> its form in pages, if that is not its values. For "master" of a bfloat16
     parameter: "remainder", the 16 bits that rounding takes away, or "24bit", the upper 8 of them.
-    For a float32 state: "int8", with a scale for each 256 columns of a row."""
+    For a float32 state, with a scale for each 256 columns of a row: "int8", or "uint8_root", the
+    fourth powers of whole numbers, for values from 0 on."""
 
     elementwise: bool = False
     """True if the update of an element depends on that element alone. The store may then cut the
@@ -371,6 +372,8 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
             yield f"has no state {state!r}, which is among its row_states"
         if not tensor.ndim:
             yield f"has no dimensions, and so no rows for the state {state!r}"
+    if not isinstance(parameter.encodings, Mapping):
+        yield f"has encodings {parameter.encodings!r}, must be a mapping of states to names"
     for state, encoding in parameter.encodings.items():
         if encoding not in encodings_of(state):
             names = ", ".join(map(repr, encodings_of(state)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tierstore.layout.chunks import Chunk, flat_range_chunks
 from tierstore.layout.parameters import ParameterSpec
 from tierstore.layout.records import RECORD_DATA_BYTES_MAX, record_nbytes
+from tierstore.layout.sharding import on_grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,11 @@ def record_chunks(parameter: ParameterSpec, start: int, stop: int) -> Iterator[C
     itemsize = max(tensor.dtype.itemsize for tensor in parameter.stored)
     numel_max = RECORD_DATA_BYTES_MAX // itemsize
     row_numel = math.prod(parameter.shape[1:])
-    numel_max -= numel_max % (row_numel if numel_max > row_numel else parameter.column_block)
-    for first in range(start, stop, numel_max):
-        yield from flat_range_chunks(parameter.shape, first, min(first + numel_max, stop))
+    if numel_max > row_numel:
+        numel_max -= numel_max % row_numel
+    while start < stop:
+        end = min(start + numel_max, stop)
+        if end < stop:
+            end = on_grid(parameter.shape, end, parameter.column_block)
+        yield from flat_range_chunks(parameter.shape, start, end)
+        start = end

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
 
 import torch
 
@@ -29,13 +28,11 @@ from tierstore.run.checksums import block_checksums
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
-from tierstore.threads import started_pool
+from tierstore.threads import started_pool, wait_idle
 from tierstore.units import Extent
 
 _THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
 """Threads for each direction. One computes checksums of about 10 GB/s."""
-
-T = TypeVar("T")
 
 _Started = tuple[PageEntry, Transfer]
 """The content of a page's file after a write, and the write."""
@@ -110,6 +107,8 @@ class Page:
     """The reading and checking of ``sections``, until the page has arrived."""
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
+    written: frozenset[str] = frozenset()
+    """Those that a program has written to since; the page is read with its values of them."""
 
     @property
     def is_empty(self) -> bool:
@@ -147,24 +146,25 @@ class Page:
         return PageView(self.layout, self.parameters, records, source or self.source, present)
 
     def note_parameters(self) -> None:
-        """Note that the page has the values of its parameters, as far as it has them."""
+        """Note that the page has the values of its parameters."""
+        self.written = frozenset()
         self.versions = {
             name: version_of(parameter.tensor)
             for name, parameter in self.parameters.items()
             if MASTER in parameter.encodings
         }
 
-    def written_parameters(self) -> set[str]:
-        """Return the parameters with encoded masters that were written to since they were noted."""
-        return {
+    def look_for_writes(self) -> None:
+        """Find the parameters with encoded masters that were written to since they were noted."""
+        self.written = frozenset(
             name
             for name, version in self.versions.items()
             if name in self.parameters and version_of(self.parameters[name].tensor) != version
-        }
+        )
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""
-        if self.tier is not Tier.NVME:
+        if self.tier is not Tier.NVME or (needed is Needed.STEP and self.written):
             return list(self.layout.sections)
         if needed is Needed.STEP:
             return self.layout.readable
@@ -190,7 +190,7 @@ class PageFiles:
         self._storage = storage
         self._checksums = checksums
         self._checksums_of = partial(block_checksums, run_id=run_id)
-        self._computing = set[Future[Any]]()  # Calls of the threads that have not ended.
+        self._threads = _THREADS
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
         self.bytes_written = 0
@@ -218,7 +218,7 @@ class PageFiles:
             transfers.append(self._storage.read(name, extent, memory))
             self.bytes_read += extent.nbytes
         self._reads.show(f"page {page.index}", transfers)
-        return self._noted(self._in.submit(self._finish_read, page, transfers))
+        return self._in.submit(self._finish_read, page, transfers)
 
     def _finish_read(self, page: Page, transfers: Sequence[Transfer]) -> None:
         """Wait for the sections of a page, check them, and frame the others; on a thread."""
@@ -242,13 +242,7 @@ class PageFiles:
     def write(self, page: Page, step: int, slot: str) -> PageWrite:
         """Start to write a page's buffer, after the copy from the device if one is in flight."""
         self.bytes_written += page.layout.nbytes
-        return PageWrite(self._noted(self._out.submit(self._start_write, page, step, slot)))
-
-    def _noted(self, call: Future[T]) -> Future[T]:
-        # One that has ended is not kept: its result may keep the memory of a page.
-        self._computing.add(call)
-        call.add_done_callback(self._computing.discard)
-        return call
+        return PageWrite(self._out.submit(self._start_write, page, step, slot))
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -274,9 +268,10 @@ class PageFiles:
 
     def drain(self) -> None:
         """Block until nothing is in flight. Ignores errors."""
-        # A call waits for transfers that were begun, or begins one.
-        for call in list(self._computing):
-            call.exception()
+        # A call waits for transfers that were begun, or begins one. It may be one whose future an
+        # interrupt has lost, so all threads are asked.
+        for name in {"_in", "_out"} & vars(self).keys():
+            wait_idle(getattr(self, name), self._threads)
         self._storage.drain()
 
     def close(self) -> None:

@@ -298,6 +298,7 @@ class Pager:
             if page.tier is not Tier.HOST:
                 page.buffer = None
             page.arrival = None
+            page.versions, page.written = {}, frozenset()
             page.entry = entries.get(page.index)
             page.content = Content.FRESH if page.entry is None else Content.STORED
             page.motion = Motion.AT_REST

@@ -80,8 +80,8 @@ class Sweep:
         fresh = [page for page in table.all_pages if page.content is Content.FRESH]
         self._pages = [*self._stepped, *(page for page in fresh if not self._has_gradient(page))]
         self._last_uses = {name: page for page in self._pages for name in page.parameters}
-        # Before this step writes to them.
-        self._written = {page: page.written_parameters() for page in self._pages}
+        for page in self._pages:
+            page.look_for_writes()
         self._phase = Phase.CHECKED
         self.changed: list[tuple[str, torch.Tensor]] = []
         """Parameter names, and whether they were changed; see PageView.changed."""
@@ -127,7 +127,7 @@ class Sweep:
                 next(stream)
                 source = next(sources)
                 view = page.view(source, self._present)
-                view.adopt_parameters(self._written[page])
+                view.adopt_parameters(page.written)
                 self._phase = Phase.STEPPING
                 if self._has_gradient(page):
                     yield view

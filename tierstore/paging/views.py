@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
-from tierstore.layout.encodings import MASTER, AnyState, EncodedState, assign
+from tierstore.layout.encodings import MASTER, AnyState, EncodedState, SplitMaster
 from tierstore.layout.page_layout import PageLayout, RecordViews
 from tierstore.layout.parameters import PagedParameter, ParameterSpec
 
@@ -256,7 +256,11 @@ class PageView:
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states.values():
                 state.zero_()
-            assign(chunk.state(MASTER), chunk.values)
+            master = chunk.state(MASTER)
+            if isinstance(master, EncodedState):  # The parameter, which is not written to.
+                master.zero_()
+            else:
+                master.copy_(chunk.values)
 
     def adopt_parameters(self, written: Collection[str]) -> None:
         """Copy parameters to masters that no step compares with them; see ``changed``.
@@ -266,19 +270,18 @@ class PageView:
         it reads. Does not wait for a device.
 
         Args:
-            written: names of the parameters that were written to since the last step. With an
-                encoded master, nothing else tells.
+            written: names of parameters with encoded masters that were written to since the page
+                had their values, which were read.
         """
         for shard in self.shards:
             for chunk in shard.chunks:
                 parts = chunk.master_parts
-                if isinstance(parts, RoundedMaster):
-                    if not shard.has_gradient:
-                        parts.read()
-                elif shard.spec.name in written:
-                    parts.zero_()
-                    changed = torch.ones((), dtype=torch.bool, device=chunk.values.device)
-                    _note(self.changed, shard.spec.name, changed)
+                if isinstance(parts, RoundedMaster) and not shard.has_gradient:
+                    parts.read()
+        for spec, record, chunk in self._records():
+            master = chunk.state(MASTER)
+            if spec.name in written and isinstance(master, SplitMaster):
+                _note(self.changed, spec.name, master.drop_remainders(record.master))
 
     def write_parameters(self) -> None:
         """Round the masters to the parameters that are not their own master, or part of it."""

@@ -116,6 +116,8 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
     held = {member.name: _local(member) for member in members}
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
     wanted = [page for page in table.all_pages if not page.parameters.keys().isdisjoint(held)]
+    for page in wanted:
+        page.look_for_writes()
     with contextlib.closing(pager.stream(wanted, Needed.STEP)) as stream:
         for page in stream:
             _collect(table, page, held, found)
@@ -195,7 +197,9 @@ def _collect(
         found: name of a parameter -> state name -> tensor of this rank; completed page by page.
     """
     content = table.pager.files.map(page)
-    for shard in page.view().shards:
+    view_of_page = page.view()
+    view_of_page.adopt_parameters(page.written)
+    for shard in view_of_page.shards:
         name = shard.spec.name
         for state, dtype in readable_states(shard.spec) if name in held else ():
             sizes = shard.spec.state_chunk(state, held[name]).sizes
@@ -263,9 +267,13 @@ def write_pages(
             for page in pages
             if page.content is Content.FRESH or not page.parameters.keys().isdisjoint(names)
         ]
+    for page in pages:
+        page.look_for_writes()
     with contextlib.closing(table.pager.stream(pages, needed)) as stream:
         for page in stream:
             view = page.view()
+            if needed is Needed.STEP:  # Other parameters of the page may have been changed.
+                view.adopt_parameters(page.written)
             fill(view)
             view.read_parameters()
             table.pager.swap_out(page)
@@ -293,7 +301,7 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
                         target.write_remainder(given)
                     else:
                         assign(target, given)
-                elif state == MASTER:
+                elif state == MASTER and not isinstance(target, SplitMaster):
                     assign(target, chunk.values)
                 else:
                     target.zero_()
