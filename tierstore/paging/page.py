@@ -277,7 +277,7 @@ class PageFiles:
     def close(self) -> None:
         """End the threads."""
         for name in {"_in", "_out"} & vars(self).keys():
-            getattr(self, name).shutdown()
+            vars(self).pop(name).shutdown()
         self._reads.close()
         self._writes.close()
 
