@@ -30,20 +30,15 @@ class Chances:
     """
 
     def __init__(self, key: str, shape: Sequence[int], chunk: tierstore.Chunk) -> None:
-        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-        self._key = int.from_bytes(digest, "little", signed=True)
+        self._key = key
         self._shape = shape
         self._chunk = chunk
 
     def __getitem__(self, rows: slice) -> Chances:
         start, stop, _ = rows.indices(self._chunk.sizes[0])
-        part = Chances.__new__(Chances)
-        part._key, part._shape = self._key, self._shape
-        part._chunk = tierstore.Chunk(
-            (self._chunk.offsets[0] + start, *self._chunk.offsets[1:]),
-            (stop - start, *self._chunk.sizes[1:]),
-        )
-        return part
+        offsets = (self._chunk.offsets[0] + start, *self._chunk.offsets[1:])
+        sizes = (stop - start, *self._chunk.sizes[1:])
+        return Chances(self._key, self._shape, tierstore.Chunk(offsets, sizes))
 
     def bits(self, device: torch.device) -> torch.Tensor:
         """Return 16 random bits for each element: int32, of the shape of the chunk."""
@@ -54,7 +49,8 @@ class Chances:
             indices = torch.arange(offset, offset + size, device=device)
             stride = math.prod(shape[dimension + 1 : -1])
             rows = rows[..., None] + indices * stride
-        x = rows.mul(_GOLDEN_64).add_(self._key)
+        digest = hashlib.blake2b(self._key.encode(), digest_size=8).digest()
+        x = rows.mul(_GOLDEN_64).add_(int.from_bytes(digest, "little", signed=True))
         x = x.bitwise_xor_(x >> 29).mul_(_MIX_64).bitwise_right_shift_(32).to(torch.int32)
         if shape:
             begin = chunk.offsets[-1]

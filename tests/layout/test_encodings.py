@@ -96,7 +96,7 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_remainders_alone_follow_the_parameter() -> None:
-    """Where a master does not round to the parameter, the parameter is the master."""
+    """The parameter is the master where the given one does not round to it."""
     values = torch.tensor([1.0 + 2**-12, 1.0 + 2**-12, -3.0])
     parameter = torch.tensor([1.0, 2.0, -3.0], dtype=torch.bfloat16)
     state = SplitMaster(parameter, torch.zeros(3, dtype=torch.int16))

@@ -298,3 +298,20 @@ def test_states_are_read_before_the_first_step_within_a_backward(
         assert torch.equal(optimizer.state[parameter]["master"], parameter.detach().float())
         loss.backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_reading_states_leaves_float32_masters_as_they_are(tmp_path: Path, tier: str) -> None:
+    """A change of the parameter is adopted by the next step alone, with its warning."""
+    parameters = parameters_of()
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(groups_of(parameters), store=store)
+        train(parameters, optimizer, range(3))
+        store.move(tier)
+        before = {name: states["master"].clone() for name, states in store.read_states().items()}
+        with torch.no_grad():
+            parameters["wide"].mul_(2)
+        found = store.read_states()
+        assert all(torch.equal(found[name]["master"], before[name]) for name in SHAPES)
+        with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
+            train(parameters, optimizer, range(3, 5))

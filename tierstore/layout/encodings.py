@@ -394,13 +394,10 @@ ENCODINGS: Mapping[str, Encoding] = {
 }
 """Name -> encoding."""
 
-MASTER_ENCODINGS = ("remainder", "24bit")
-"""Names of the encodings of masters of bfloat16 parameters."""
-
 
 def encodings_of(state: str) -> Sequence[str]:
     """Return the names of the encodings that a state may have."""
-    return MASTER_ENCODINGS if state == MASTER else ("int8", "uint8_root")
+    return ("remainder", "24bit") if state == MASTER else ("int8", "uint8_root")
 
 
 def whole_blocks(shape: Sequence[int], chunk: Chunk) -> Chunk:

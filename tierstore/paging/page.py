@@ -108,7 +108,8 @@ class Page:
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
     written: frozenset[str] = frozenset()
-    """Those that a program has written to since; the page is read with its values of them."""
+    """Parameters of ``versions`` that a program has written to since. A step then reads the values
+    that the page has of them, too."""
 
     @property
     def is_empty(self) -> bool:

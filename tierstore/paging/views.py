@@ -278,6 +278,10 @@ class PageView:
                 parts = chunk.master_parts
                 if isinstance(parts, RoundedMaster) and not shard.has_gradient:
                     parts.read()
+        self.drop_remainders(written)
+
+    def drop_remainders(self, written: Collection[str]) -> None:
+        """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
         for spec, record, chunk in self._records():
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
