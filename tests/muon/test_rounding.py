@@ -10,7 +10,7 @@ import torch
 import muon
 import tierstore
 from muon.rounding import Chances, rounded
-from tests.support.encoded_training import groups_of, parameters_of, train
+from tests.support.encoded_training import bytes_of_second_step, groups_of, parameters_of, train
 from tierstore.layout.encodings import RootState
 
 
@@ -156,13 +156,6 @@ def test_a_step_of_adamw_moves_the_ideal_bytes(tmp_path: Path) -> None:
     group = {"params": [("w", parameter)], "algorithm": "adamw"}
     with tierstore.TierStore(tmp_path / "run", host_memory="64MiB", buffers=2) as store:
         optimizer = muon.Muon([group], store=store, master="remainder", moments_dtype=torch.int8)
-        moved = []
-        for _ in range(2):
-            parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-            store.synchronize()
-            stats = store.stats()
-            moved.append((stats.bytes_read, stats.bytes_written))
-    read, written = (after - before for before, after in zip(*moved, strict=True))
+        read, written = bytes_of_second_step(optimizer, parameter)
     assert read == pytest.approx(4 * parameter.numel(), rel=0.02)
     assert written == pytest.approx(6 * parameter.numel(), rel=0.02)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+import muon
+
 # Rows of more than one block of columns, of one block, and short ones.
 SHAPES = {
     "tall": (48, 20),
@@ -47,3 +49,16 @@ def train(
         for name, parameter in parameters.items():
             parameter.grad = gradient(name, step, parameter).to(parameter.dtype)
         optimizer.step()
+
+
+def bytes_of_second_step(optimizer: muon.Muon, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """Return the bytes that the second step reads and writes."""
+    moved = []
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.store.synchronize()
+        stats = optimizer.store.stats()
+        moved.append((stats.bytes_read, stats.bytes_written))
+    (read, written), (read_by_then, written_by_then) = moved
+    return read_by_then - read, written_by_then - written
