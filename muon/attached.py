@@ -16,6 +16,7 @@ from muon.matrices import Declaration, declared
 _Group = dict[str, Any]
 
 _FORM_KEYS = ("momentum_dtype", "moments_dtype", "master")
+_FORM_NAMES = ("normuon_beta", *_FORM_KEYS)
 
 
 class AttachedGroups:
@@ -32,7 +33,7 @@ class AttachedGroups:
         self._members: dict[int, tuple[int, tierstore.PagedParameter]] = {}
         self._algorithms: list[str] = []
         self._declarations: list[Declaration] = []
-        self._forms: list[dict[str, Any]] = []
+        self._forms: list[tuple[Any, ...]] = []
         # Number, dict and parameters of each param group when all were last followed.
         self._followed: list[tuple[int, _Group, list[torch.Tensor]]] = []
 
@@ -236,21 +237,18 @@ class AttachedGroups:
                 f"param group {index} was attached with matrices={self._declarations[number]} and "
                 f"has {declared(group)} now: put it back, because pages are cut between matrices"
             )
-        for name, form in _form(group).items():
-            if form != self._forms[number][name]:
+        for name, old, new in zip(_FORM_NAMES, self._forms[number], _form(group), strict=True):
+            if new != old:
+                was = f"{name}={old!r}" if name in _FORM_KEYS else f"{'a' if old else 'no'} {name}"
                 raise ValueError(
-                    f"param group {index} was attached with {self._forms[number][name]} and has "
+                    f"param group {index} was attached with {was} and has "
                     f"{name}={group.get(name)!r} now: put it back, because the states differ"
                 )
 
 
-def _form(group: _Group) -> dict[str, str]:
-    """Return what the states of a group depend on: key -> description."""
-    has_averages = normuon.is_used(group)
-    return {
-        "normuon_beta": "a normuon_beta" if has_averages else "no normuon_beta",
-        **{key: f"{key}={group.get(key)!r}" for key in _FORM_KEYS},
-    }
+def _form(group: _Group) -> tuple[Any, ...]:
+    """Return what the states of a group depend on, in the order of _FORM_NAMES."""
+    return (normuon.is_used(group), *map(group.get, _FORM_KEYS))
 
 
 def _missing(name: str, place: str) -> ValueError:

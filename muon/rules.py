@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 import tierstore
 from muon import newton_schulz, normuon
@@ -142,7 +141,7 @@ def write_inputs(matrix: OwnMatrix, group: Mapping[str, Any], outs: Sequence[tor
         group: its hyperparameters.
         outs: one tensor for each part, in the shape of the part; overwritten.
     """
-    with record_function("muon::momentum"):
+    with tierstore.profiled("muon::momentum"):
         for part, out in zip(matrix.parts, outs, strict=True):
             momentum_(
                 part.grad,
@@ -172,10 +171,10 @@ def orthogonalize(
         sample: takes statistics, if it is there.
     """
     if sample is not None:
-        with record_function("muon::statistics"):
+        with tierstore.profiled("muon::statistics"):
             for own, matrix in zip(owned, matrices, strict=True):
                 sample.note_input(own.name, matrix.T if own.matrix.is_transposed else matrix)
-    with record_function("muon::newton_schulz"):
+    with tierstore.profiled("muon::newton_schulz"):
         updates = newton_schulz.orthogonalize_all(
             matrices,
             batched=group["ns_batched"],
@@ -202,7 +201,7 @@ def apply_updates(
         if opens:  # Otherwise encoded masters are decoded in pieces.
             masters = stack.enter_context(opened(masters))
         with (
-            record_function("muon::apply"),
+            tierstore.profiled("muon::apply"),
             _hooked(matrix, group, updates, masters, extras) as hooked,
         ):
             if extras.sample is not None:
@@ -302,7 +301,7 @@ def step_adamw(
     )
     options = {"cautious": True} if group.get("cautious_wd") else {}
     step = fused_adamw_ if group.get("fused") else adamw_
-    with record_function("muon::adamw"):
+    with tierstore.profiled("muon::adamw"):
         step(
             [chunk.master_parts for chunk in chunks],
             grads,

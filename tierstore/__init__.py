@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tierstore.layout.encodings import EncodedState
     from tierstore.layout.ownership import SharedShard, SharedSubgroup
     from tierstore.layout.parameters import PagedGroup, PagedParameter
+    from tierstore.paging.profiler_lanes import profiled
     from tierstore.paging.stats import Stats
     from tierstore.paging.sweep import SteppedPages
     from tierstore.paging.views import ChunkView, PageView, ShardView
@@ -46,6 +47,7 @@ _NAMES = {
     "layout.encodings": ("EncodedState",),
     "layout.ownership": ("SharedShard", "SharedSubgroup"),
     "layout.parameters": ("PagedGroup", "PagedParameter"),
+    "paging.profiler_lanes": ("profiled",),
     "paging.stats": ("Stats",),
     "paging.sweep": ("SteppedPages",),
     "paging.views": ("ChunkView", "PageView", "ShardView"),
@@ -99,4 +101,5 @@ __all__ = [
     "TierstoreError",
     "not_compiled",
     "parse_bytes",
+    "profiled",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from tierstore.errors import ThreadError
 
@@ -45,15 +45,3 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
             raise ThreadError(str(error)) from error
         raise
     return pool
-
-
-def wait_idle(pool: Executor, threads: int) -> None:
-    """Block until a pool has ended all calls. No other thread submits one.
-
-    Args:
-        pool: the pool.
-        threads: number of its threads.
-    """
-    all_idle = threading.Barrier(threads)  # No thread takes two of the calls.
-    for call in [pool.submit(all_idle.wait) for _ in range(threads)]:
-        call.result()

@@ -21,9 +21,11 @@ class InlinePool(Executor):
         return future
 
 
+class _InlineFiles(PageFiles):
+    _in = _out = InlinePool()  # type: ignore[assignment]
+
+
 def compute_inline(files: PageFiles) -> None:
     """Let page files check and compute checksums in the thread that calls them."""
-    for name in ("_in", "_out"):
-        getattr(files, name).shutdown()
-        setattr(files, name, InlinePool())
-    files._threads = 1
+    files._end_threads()
+    files.__class__ = _InlineFiles

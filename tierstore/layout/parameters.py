@@ -39,7 +39,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
     """The properties of one parameter that the layout of pages depends on."""
 
@@ -69,12 +69,24 @@ class ParameterSpec:
         """Name and dtype of the values of each state, the master first."""
         return ((MASTER, master_dtype(self.dtype)), *self.states)
 
-    @property
+    @functools.cached_property
     def stored(self) -> Sequence[StoredTensor]:
         """The tensors that pages keep, the master first."""
-        return _stored(self)
+        found: list[StoredTensor] = []
+        for state, dtype in self.all_states:
+            encoding = self.encoding(state)
+            if encoding is None:
+                columns = None if state in self.row_states else 1
+                found.append(StoredTensor(state, dtype, columns))
+            else:
+                found += encoding.stored(state)
+        return found
 
-    @property
+    @functools.cached_property
+    def _by_name(self) -> Mapping[str, StoredTensor]:
+        return {tensor.name: tensor for tensor in self.stored}
+
+    @functools.cached_property
     def stores_parameter(self) -> bool:
         """True if what pages keep under MASTER is the parameter itself, which no step reads."""
         return self.stored[0].dtype == self.dtype
@@ -118,12 +130,12 @@ class ParameterSpec:
 
         See StoredTensor.chunk().
         """
-        tensor = _by_name(self).get(name)
+        tensor = self._by_name.get(name)
         return chunk if tensor is None else tensor.chunk(chunk)  # An encoded state has its shape.
 
     def is_copy(self, name: str, chunk: Chunk) -> bool:
         """Return whether another chunk has the first copy of these elements."""
-        tensor = _by_name(self).get(name)
+        tensor = self._by_name.get(name)
         return tensor is not None and tensor.columns is None and chunk.offsets[-1] > 0
 
     def to_json(self) -> dict[str, Any]:
@@ -166,24 +178,6 @@ class ParameterSpec:
             f"{self.name!r} {dtype_name(self.dtype)} {list(self.shape)}, {kind}, "
             f"states: {states or 'none'}{encoded}"
         )
-
-
-@functools.cache
-def _by_name(spec: ParameterSpec) -> Mapping[str, StoredTensor]:
-    return {tensor.name: tensor for tensor in _stored(spec)}
-
-
-@functools.cache
-def _stored(spec: ParameterSpec) -> Sequence[StoredTensor]:
-    found: list[StoredTensor] = []
-    for state, dtype in spec.all_states:
-        encoding = spec.encoding(state)
-        if encoding is None:
-            columns = None if state in spec.row_states else 1
-            found.append(StoredTensor(state, dtype, columns))
-        else:
-            found += encoding.stored(state)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from tierstore.run.checksums import block_checksums
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
-from tierstore.threads import started_pool, wait_idle
+from tierstore.threads import started_pool
 from tierstore.units import Extent
 
 _THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
@@ -191,7 +191,6 @@ class PageFiles:
         self._storage = storage
         self._checksums = checksums
         self._checksums_of = partial(block_checksums, run_id=run_id)
-        self._threads = _THREADS
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
         self.bytes_written = 0
@@ -270,17 +269,21 @@ class PageFiles:
     def drain(self) -> None:
         """Block until nothing is in flight. Ignores errors."""
         # A call waits for transfers that were begun, or begins one. It may be one whose future an
-        # interrupt has lost, so all threads are asked.
-        for name in {"_in", "_out"} & vars(self).keys():
-            wait_idle(getattr(self, name), self._threads)
+        # interrupt has lost. And an interpreter that exits takes no further calls.
+        self._end_threads()
         self._storage.drain()
 
     def close(self) -> None:
         """End the threads."""
-        for name in {"_in", "_out"} & vars(self).keys():
-            vars(self).pop(name).shutdown()
+        self._end_threads()
         self._reads.close()
         self._writes.close()
+
+    def _end_threads(self) -> None:
+        """Make all calls that the threads were given, and end them. The next call starts others."""
+        for name in {"_in", "_out"} & vars(self).keys():
+            getattr(self, name).shutdown()
+            del vars(self)[name]  # After an interrupt above, the next drain() waits for the rest.
 
     # Threads of a direction may wait for transfers and copies, and not for the other direction.
 

@@ -274,11 +274,13 @@ class PageView:
                 had their values, which were read.
         """
         for shard in self.shards:
+            if shard.has_gradient:
+                continue
             for chunk in shard.chunks:
-                parts = chunk.master_parts
-                if isinstance(parts, RoundedMaster) and not shard.has_gradient:
+                if isinstance(parts := chunk.master_parts, RoundedMaster):
                     parts.read()
-        self.drop_remainders(written)
+        if written:
+            self.drop_remainders(written)
 
     def drop_remainders(self, written: Collection[str]) -> None:
         """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
