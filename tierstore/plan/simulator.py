@@ -24,7 +24,7 @@ class PageWork:
     read_bytes: int
     """Bytes read before the page is stepped; 0 for a page that rests in memory."""
     write_bytes: int
-    """Bytes written if the page is written."""
+    """Bytes written if the page is written for a commit."""
     compute_s: float
     """Seconds of the GPU, or of the thread of a rank that computes on the CPU."""
     check_s: float = 0.0
@@ -39,6 +39,8 @@ class PageWork:
     """Seconds of the network to gather matrices, and again to scatter their updates."""
     spread_s: float = 0.0
     """Seconds of the network to send parameters to the replicas."""
+    unread_bytes: int = 0
+    """Bytes of them that no step reads, which are written for commits only."""
     rests: bool = False
     """True for a page that stays in memory: it needs no buffer and is written for commits only."""
 
@@ -325,11 +327,13 @@ class _Rank:
         if not is_written:
             self.buffers += work.needs_buffer
             return
+        nbytes = work.write_bytes - (0 if commits else work.unread_bytes)
+        seal_s = work.seal_s * nbytes / work.write_bytes
         if self.times.on_gpu:
-            self.sealed = ready = self.span("seal", page, max(ready, self.sealed), work.seal_s)
+            self.sealed = ready = self.span("seal", page, max(ready, self.sealed), seal_s)
         else:
-            self.now = ready = self.span("seal", page, self.now, work.seal_s)
-        self.writing[page] = self.disk.start("write", page, work.write_bytes, ready)
+            self.now = ready = self.span("seal", page, self.now, seal_s)
+        self.writing[page] = self.disk.start("write", page, nbytes, ready)
 
     def sweep(
         self, ahead: deque[int], waiting: deque[int], meets: Sequence[_Meets], *, commits: bool
