@@ -210,13 +210,15 @@ def test_pages_pass_the_gpu_in_a_pipeline() -> None:
     assert last([RESTING] * 10, buffers=0).seconds == pytest.approx(10.0)
 
 
-def test_a_thread_beside_a_gpu_checks_ahead() -> None:
-    """Checksums of the next page are compared while the GPU computes."""
+def test_threads_check_and_seal_beside_the_computation() -> None:
+    """Checksums of the next page are compared while this one is stepped."""
     page = PageWork(read_bytes=MB, write_bytes=MB, compute_s=1.0, check_s=0.5, seal_s=0.25)
     on_gpu = last([page] * 10, buffers=4, on_gpu=True).seconds
     on_cpu = last([page] * 10, buffers=4).seconds
     assert on_gpu == pytest.approx(0.5 + 10 * 1.0, rel=0.05)
-    assert on_cpu == pytest.approx(10 * (0.5 + 1.0 + 0.25), rel=0.05)
+    assert on_cpu == pytest.approx(0.5 + 10 * 1.0, rel=0.05)
+    slow = replace(page, check_s=2.0)
+    assert last([slow] * 10, buffers=4).seconds == pytest.approx(10 * 2.0 + 1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

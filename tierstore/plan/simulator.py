@@ -28,9 +28,9 @@ class PageWork:
     compute_s: float
     """Seconds of the GPU, or of the thread of a rank that computes on the CPU."""
     check_s: float = 0.0
-    """Seconds of the thread to check what was read."""
+    """Seconds of a thread beside the computation to check what was read."""
     seal_s: float = 0.0
-    """Seconds for the checksums of what is written: of the thread, or of one beside a GPU."""
+    """Seconds of another thread for the checksums of what is written."""
     copy_in_s: float = 0.0
     """Seconds to copy the page to the GPU; 0 on the CPU, and for a page that rests on the GPU."""
     copy_out_s: float = 0.0
@@ -228,6 +228,7 @@ class _Rank:
     """When the GPU, or the thread on a CPU, has ended what it was given."""
     copied_in: float = 0.0
     copied_out: list[float] = field(default_factory=list)
+    checked: float = 0.0
     sealed: float = 0.0
     spread: float = 0.0
     stall_s: float = 0.0
@@ -294,11 +295,12 @@ class _Rank:
                     self.reading[page] = self.disk.start("read", page, nbytes, self.now)
 
     def arrive(self, page: int) -> float:
-        """Check a page and bring it to the GPU; return when it is there."""
-        if page in self.reading:
-            self.wait_for(self.reading.pop(page))
+        """Wait until a page was checked, and bring it to the GPU; return when it is there."""
         work = self.work.pages[page]
-        self.now = self.span("check", page, self.now, work.check_s)
+        if page in self.reading:
+            ready = max(self.disk.wait(self.reading.pop(page)), self.checked)
+            self.checked = self.span("check", page, ready, work.check_s)
+            self.wait_until(self.checked)
         if not self.times.on_gpu:
             return self.now
         start = max(self.now, self.copied_in)
@@ -329,10 +331,7 @@ class _Rank:
             return
         nbytes = work.write_bytes - (0 if commits else work.unread_bytes)
         seal_s = work.seal_s * nbytes / work.write_bytes
-        if self.times.on_gpu:
-            self.sealed = ready = self.span("seal", page, max(ready, self.sealed), seal_s)
-        else:
-            self.now = ready = self.span("seal", page, self.now, seal_s)
+        self.sealed = ready = self.span("seal", page, max(ready, self.sealed), seal_s)
         self.writing[page] = self.disk.start("write", page, nbytes, ready)
 
     def sweep(
