@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 import muon
 import tierstore
-from tests.support import training
+from tests.muon.test_encoded_states import OPTIONS as ENCODED
+from tests.support import encoded_training, training
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -79,6 +81,63 @@ def test_computing_on_the_host_gives_what_the_cpu_gives(
     ) as store:
         training.assert_identical(train(on_device(dtype), store), expected)
         assert store.stats().device_bytes_peak == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("commit_every", [1, 3])
+@pytest.mark.parametrize("options", ENCODED, ids=str)
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_encoded_states_are_the_same_bits_in_every_tier(
+    budget: dict[str, Any], options: dict[str, Any], commit_every: int, tmp_path: Path
+) -> None:
+    """A parameter is changed in between, and the run resumed."""
+
+    def train(parameters: dict[str, torch.nn.Parameter], optimizer: muon.Muon) -> None:
+        for step in range(3):
+            for name, parameter in parameters.items():
+                grad = encoded_training.gradient(name, step, parameter.cpu())
+                parameter.grad = grad.to(parameter.device)
+            optimizer.step()
+
+    def change(parameters: dict[str, torch.nn.Parameter]) -> None:
+        with torch.no_grad():
+            parameters["wide"].mul_(2)
+
+    def encoded_on_device() -> dict[str, torch.nn.Parameter]:
+        made = encoded_training.parameters_of().items()
+        return {name: torch.nn.Parameter(parameter.detach().cuda()) for name, parameter in made}
+
+    expected = encoded_on_device()
+    in_memory = muon.Muon(
+        encoded_training.groups_of(expected),
+        store=tierstore.TierStore(None, commit_every=commit_every),
+        **options,
+    )
+    train(expected, in_memory)
+    change(expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Of the change.
+        train(expected, in_memory)
+    wanted = in_memory.store.read_states()
+    parameters = encoded_on_device()
+    sizes = {"page_bytes": PAGE_BYTES, "commit_every": commit_every}
+    with tierstore.TierStore(tmp_path, **sizes, **budget) as store:
+        optimizer = muon.Muon(encoded_training.groups_of(parameters), store=store, **options)
+        train(parameters, optimizer)
+        change(parameters)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            train(parameters, optimizer)
+    resumed = encoded_on_device()
+    with tierstore.TierStore(tmp_path, resume=True, **sizes, **budget) as store:
+        optimizer = muon.Muon(encoded_training.groups_of(resumed), store=store, **options)
+        assert optimizer.restore() == 6
+        states = store.read_states()
+    for name, parameter in resumed.items():
+        assert torch.equal(parameter, expected[name])
+        assert torch.equal(parameter, parameters[name])
+        for state, tensor in wanted[name].items():
+            assert torch.equal(states[name][state].cpu(), tensor.cpu()), (name, state)
 
 
 @needs_cuda
