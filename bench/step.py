@@ -3,6 +3,8 @@
 If computing takes longer than paging, the bound is the same step with the state in memory; else it
 is a sweep over the same bytes that computes nothing. All cases do a real forward and backward
 before each step and take turns; the bound runs twice in each round to show the noise.
+
+``--beside adamw`` compares Muon with AdamW instead, on one model with the state on disk.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -44,6 +48,12 @@ BATCH = 256
 BUFFERS = 4
 ADAMW_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 MUON_STATES = {"momentum_buffer": torch.bfloat16}
+
+
+class Beside(StrEnum):
+    """An algorithm that Muon is compared with."""
+
+    ADAMW = "adamw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,11 @@ class Row:
     commit_s: float
     ratio: tuple[float, ...]
     """Time over that of the bound in the same round: extremes and quartiles."""
+    read_bytes: float
+    """Bytes of pages read in a step."""
+    written_bytes: float
+    host_bytes: int
+    """Peak of the memory for pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +189,17 @@ class Contender:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         for _ in range(2):  # The first write of a file costs more.
             self.turn()
+        self._before = self.store.stats()
+
+    def bytes_per_step(self) -> dict[str, Any]:
+        """Return the bytes that a step moved on average, and the memory for pages."""
+        before, after = self._before, self.store.stats()
+        steps = after.steps - before.steps
+        return {
+            "read_bytes": (after.bytes_read - before.bytes_read) / steps,
+            "written_bytes": (after.bytes_written - before.bytes_written) / steps,
+            "host_bytes": after.host_bytes_peak,
+        }
 
     def turn(self) -> Turn:
         """Do one training step and wait until the disk is idle again."""
@@ -197,42 +223,63 @@ class Contender:
         return Turn(backward_s=backward_s, step_s=step_s, drain_s=drain_s, commit_s=commit_s)
 
 
+def open_store(directory: Path, stack: ExitStack, page_bytes: int) -> tierstore.TierStore:
+    """Return a store with a few buffers, which ``stack`` closes."""
+    store = tierstore.TierStore(
+        directory, host_memory=2 * BUFFERS * page_bytes, page_bytes=page_bytes, buffers=BUFFERS
+    )
+    return stack.enter_context(store)
+
+
+def contender(
+    model: Model,
+    algorithm: str,
+    store: tierstore.TierStore | None,
+    *,
+    prefetch_in_backward: bool = False,
+) -> Contender:
+    """Return a contender that steps all parameters by one algorithm."""
+    group = {"params": list(model.named_parameters()), "algorithm": algorithm}
+    optimizer = muon.Muon([group], store=store, prefetch_in_backward=prefetch_in_backward)
+    return Contender(model, optimizer)
+
+
 def make_contenders(
     directory: Path, stack: ExitStack, make: Callable[[], Matrices | Embedding], plan: Plan
 ) -> dict[str, Contender]:
     """Return the contenders by name, each with its own model."""
-    is_muon = isinstance(make(), Matrices)
-
-    def open_store(name: str) -> tierstore.TierStore:
-        page_bytes = plan.muon_page_bytes if is_muon else plan.adamw_page_bytes
-        store = tierstore.TierStore(
-            directory / name,
-            host_memory=2 * BUFFERS * page_bytes,
-            page_bytes=page_bytes,
-            buffers=BUFFERS,
-        )
-        return stack.enter_context(store)
-
-    def contender(
-        store: tierstore.TierStore | None, *, prefetch_in_backward: bool = False
-    ) -> Contender:
-        model = make()
-        algorithm = "muon" if is_muon else "adamw"
-        group = {"params": list(model.named_parameters()), "algorithm": algorithm}
-        optimizer = muon.Muon([group], store=store, prefetch_in_backward=prefetch_in_backward)
-        return Contender(model, optimizer)
-
     model = make()
+    is_muon = isinstance(model, Matrices)
+    algorithm = "muon" if is_muon else "adamw"
+    page_bytes = plan.muon_page_bytes if is_muon else plan.adamw_page_bytes
     idle = Idle(
-        dict(model.named_parameters()), MUON_STATES if is_muon else ADAMW_STATES, open_store("idle")
+        dict(model.named_parameters()),
+        MUON_STATES if is_muon else ADAMW_STATES,
+        open_store(directory / "idle", stack, page_bytes),
     )
     return {
-        "in memory": contender(None),
+        "in memory": contender(make(), algorithm, None),
         "I/O alone": Contender(model, idle),
-        "on NVMe": contender(open_store("nvme")),
+        "on NVMe": contender(make(), algorithm, open_store(directory / "nvme", stack, page_bytes)),
         "on NVMe, read ahead in backward": contender(
-            open_store("prefetch"), prefetch_in_backward=True
+            make(),
+            algorithm,
+            open_store(directory / "prefetch", stack, page_bytes),
+            prefetch_in_backward=True,
         ),
+    }
+
+
+def muon_beside_adamw(directory: Path, stack: ExitStack, plan: Plan) -> dict[str, Contender]:
+    """Return both algorithms on the same matrices, with pages of one size."""
+    return {
+        name: contender(
+            Matrices(plan),
+            name.lower(),
+            open_store(directory / name, stack, plan.adamw_page_bytes),
+            prefetch_in_backward=True,
+        )
+        for name in ("AdamW", "Muon")
     }
 
 
@@ -252,14 +299,15 @@ def compare(
     rows = []
     for case, taken in turns.items():
         ratios = [seconds(a) / seconds(b) for a, b in zip(taken, turns[bound], strict=True)]
-        rows.append(Row(case=case, rounds=rounds, ratio=spread(ratios), **medians(taken)))
-    contender = contenders["on NVMe"]
+        moved = contenders[case.removesuffix(AGAIN)].bytes_per_step()
+        rows.append(Row(case=case, rounds=rounds, ratio=spread(ratios), **moved, **medians(taken)))
+    paged = [*contenders.values()][-1]
     return Comparison(
         title=title,
         bound=bound,
         drained=drained,
-        parameters=contender.parameters,
-        state_bytes=contender.store.stats().state_bytes,
+        parameters=paged.parameters,
+        state_bytes=paged.store.stats().state_bytes,
         rows=rows,
         turns=turns,
     )
@@ -274,12 +322,16 @@ def report(comparison: Comparison) -> Table:
     what = "step + drain" if comparison.drained else "step"
     for heading in ("case", "backward s", "step s", "drain s", "flush and commit s"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
-    table.add_column(f"{what}, of {comparison.bound}", justify="right")
+    for heading in (f"{what}, of {comparison.bound}", "read, written B", "MB"):
+        table.add_column(heading, justify="right")
     for row in comparison.rows:
+        moved = (row.read_bytes, row.written_bytes)
         table.add_row(
             row.case,
             *(f"{s:.3f}" for s in (row.backward_s, row.step_s, row.drain_s, row.commit_s)),
             ratio_text(row.ratio, digits=3),
+            ", ".join(f"{nbytes / comparison.parameters:.1f}" for nbytes in moved),
+            f"{row.host_bytes / 1e6:.0f}",
         )
     return table
 
@@ -288,24 +340,38 @@ def main(
     directory: DirectoryOption = Path("."),
     small: SmallOption = False,
     json_path: JsonOption = None,
+    beside: Annotated[
+        Beside | None, typer.Option(help="Compare Muon with another algorithm on one model.")
+    ] = None,
 ) -> None:
     """Compare training steps with paged state with the resident one, and with the I/O alone."""
     plan = PLANS["small" if small else "default"]
+    makers: list[tuple[str, Callable[[Path, ExitStack], dict[str, Contender]], str, bool]] = [
+        (
+            "Muon, compute exceeds I/O",
+            partial(make_contenders, make=partial(Matrices, plan), plan=plan),
+            "in memory",
+            False,
+        ),
+        (
+            "AdamW, I/O exceeds compute",
+            partial(make_contenders, make=partial(Embedding, plan), plan=plan),
+            "I/O alone",
+            True,
+        ),
+    ]
+    if beside is not None:
+        title = "Muon beside AdamW, all matrices of one model"
+        makers = [(title, partial(muon_beside_adamw, plan=plan), "AdamW", True)]
     comparisons = []
-    for title, make, bound, drained in (
-        ("Muon, compute exceeds I/O", partial(Matrices, plan), "in memory", False),
-        ("AdamW, I/O exceeds compute", partial(Embedding, plan), "I/O alone", True),
-    ):
-        with (
-            scratch_folder(directory) as scratch,
-            ExitStack() as stack,
-        ):
-            contenders = make_contenders(scratch, stack, make, plan)
+    for title, make, bound, drained in makers:
+        with scratch_folder(directory) as scratch, ExitStack() as stack:
+            contenders = make(scratch, stack)
             comparisons.append(
                 compare(title, contenders, bound=bound, drained=drained, rounds=plan.rounds)
             )
     for comparison in comparisons:
-        Console(width=120).print(report(comparison))
+        Console(width=140).print(report(comparison))
     write_report(
         json_path,
         plan=asdict(plan),

@@ -27,3 +27,16 @@ def test_small_run(tmp_path: Path) -> None:
             assert row["ratio"][0] > 0
             assert row["ratio"] == sorted(row["ratio"])
             assert min(row["backward_s"], row["step_s"], row["drain_s"], row["commit_s"]) > 0
+
+
+def test_muon_beside_adamw(tmp_path: Path) -> None:
+    report, printed = report_of("step.py", tmp_path, "--beside", "adamw")
+    (comparison,) = report["comparisons"]
+    assert comparison["title"] in printed
+    rows = {row["case"]: row for row in comparison["rows"]}
+    assert list(rows) == ["AdamW", "Muon", "AdamW again"]
+    # Masters and two moments in float32; masters and momentum in bfloat16.
+    for name, nbytes in (("AdamW", 12), ("Muon", 6)):
+        for moved in ("read_bytes", "written_bytes"):
+            per_parameter = rows[name][moved] / comparison["parameters"]
+            assert nbytes <= per_parameter <= nbytes * 1.1
