@@ -58,9 +58,9 @@ class Chances:
             x = x[..., None] ^ columns.mul_(_GOLDEN_32).to(torch.int32)
         # The finalizer of a 32-bit hash: https://nullprogram.com/blog/2018/07/31/.
         for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B, 32))):
-            x = x ^ (x >> shift & (1 << 32 - shift) - 1)
-            x.mul_(factor)
-        return (x >> 16).bitwise_and_((1 << _BITS) - 1)
+            shifted = (x >> shift).bitwise_and_((1 << 32 - shift) - 1)
+            x = shifted.bitwise_xor_(x).mul_(factor)
+        return x.bitwise_right_shift_(16).bitwise_and_((1 << _BITS) - 1)
 
 
 def _signed(value: int, bits: int) -> int:

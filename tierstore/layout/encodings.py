@@ -6,6 +6,7 @@ reads and writes the values.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
@@ -24,6 +25,8 @@ REMAINDER = "master_remainder"
 
 BLOCK_COLUMNS = 256
 """Columns of a parameter that have one scale, of a state in 8 bits."""
+
+_INFINITY = 0x7F800000  # In float32. Larger numbers, without the sign, are NaNs.
 
 
 class StoredTensor(NamedTuple):
@@ -119,7 +122,7 @@ class SplitMaster(EncodedState):
         master 0x3f7f9000 = parameter 0x3f800000 + remainder -0x7000
 
     A remainder of 8 bits is the upper byte of that, of a master rounded to 24 bits. A NaN stays a
-    NaN, without its lower bits.
+    NaN, without its bits.
 
     Args:
         parameter: bfloat16, of any shape.
@@ -143,24 +146,24 @@ class SplitMaster(EncodedState):
         low = self._remainder.to(torch.int32)
         if self._shift:
             low.bitwise_left_shift_(self._shift)
-        values = high.add_(low).view(torch.float32)
-        # A program may have changed the parameter, to a zero for example, and not the remainder.
-        return torch.where(values.isnan(), self._parameter.to(torch.float32), values)
+        # A program may have changed the parameter, to a zero for example, and not the remainder,
+        # so that the sum is a NaN: then the parameter is the master. Integers are several times
+        # faster than bools.
+        is_number = (
+            (high + low).bitwise_and_(0x7FFFFFFF).sub_(_INFINITY + 1).bitwise_right_shift_(31)
+        )
+        return high.add_(low.bitwise_and_(is_number)).view(torch.float32)
 
     @override
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
         assert chances is None  # A parameter rounds as its master says.
-        bits, is_nan = values.view(torch.int32), values.isnan()
-        if self._shift:
-            bits = (bits + (1 << self._shift - 1)).bitwise_right_shift_(self._shift)
-            bits.bitwise_left_shift_(self._shift)
-        high = (bits + 0x8000).bitwise_right_shift_(16)
         # The lower bits of a NaN may be all that it has, and rounded it may be a number.
-        high = torch.where(is_nan, values.view(torch.int32) >> 16 | 0x40, high)
-        self._parameter.view(torch.int16).copy_(high)
-        low = bits >> self._shift if self._shift else bits
+        bits = torch.nan_to_num(values, math.nan, math.inf, -math.inf).view(torch.int32)
+        if self._shift:
+            bits.add_(1 << self._shift - 1)
         # Integers are narrowed without their upper bits.
-        self._remainder.copy_(low.masked_fill(is_nan, 0))
+        self._remainder.copy_(bits >> self._shift if self._shift else bits)
+        self._parameter.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
     def write_remainder(self, values: torch.Tensor) -> None:
         """Encode masters without a change of the parameter: it is the master where it differs.
@@ -333,8 +336,8 @@ class RootState(_BlockState):
         below = values.sqrt().sqrt_().floor_().clamp_(0, 254)
         low, high = below.square().square_(), (below + 1).square_().square_()
         parts = values.sub(low).div_(high.sub_(low))  # Between the two neighbours, in [0, 1].
-        rises = parts > (0.5 if chances is None else chances)
-        return below.add_(rises).clamp_min_(1).mul_(values > 0)
+        rises = parts.gt_(0.5 if chances is None else chances)  # 0 or 1.
+        return below.add_(rises).clamp_min_(1).mul_(values.gt_(0))
 
 
 def _block_tensors(state: str, dtype: torch.dtype) -> Sequence[StoredTensor]:
