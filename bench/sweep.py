@@ -137,6 +137,9 @@ class Taken:
 
     mib_per_s: float
     cpu_s_per_gib: float
+    """Of all threads."""
+    thread_s_per_gib: float
+    """Of the training thread alone."""
     stall: float
     """Fraction of the time in which the training thread waited."""
     commit_s: float
@@ -153,14 +156,14 @@ def measure_sweep(idle: Idle, steps: int, *, commits: bool) -> Taken:
     idle.step()
     before = store.stats()
     commit_s = 0.0
-    began_cpu_s, began_s = cpu_seconds(), time.perf_counter()
+    began_cpu_s, began_thread_s, began_s = cpu_seconds(), time.thread_time(), time.perf_counter()
     for _ in range(steps):
         if commits:
             commit_began_s = time.perf_counter()
             store.commit()
             commit_s += time.perf_counter() - commit_began_s
         idle.step()
-    ended_s, ended_cpu_s = time.perf_counter(), cpu_seconds()
+    ended_s, ended_thread_s, ended_cpu_s = time.perf_counter(), time.thread_time(), cpu_seconds()
     after = store.stats()
     store.move("nvme")  # Waits for the writes.
     drained_s = time.perf_counter()
@@ -170,6 +173,7 @@ def measure_sweep(idle: Idle, steps: int, *, commits: bool) -> Taken:
     return Taken(
         mib_per_s=moved / MIB / (ended_s - began_s),
         cpu_s_per_gib=(ended_cpu_s - began_cpu_s) / (moved / GIB),
+        thread_s_per_gib=(ended_thread_s - began_thread_s) / (moved / GIB),
         stall=(after.stall_seconds - before.stall_seconds) / (ended_s - began_s),
         commit_s=commit_s / steps,
         drain_s=drained_s - ended_s,
@@ -187,6 +191,7 @@ class Row:
     ratio: tuple[float, ...] | None
     """Speed over the mean of both runs of fio in the same round: extremes and quartiles."""
     cpu_s_per_gib: float
+    thread_s_per_gib: float
     stall: float
     commit_s: float
     drain_s: float
@@ -332,15 +337,18 @@ def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]
     table = Table(
         title=f"Sweeps over {format_bytes(plan.state_bytes)} that compute nothing, medians"
     )
-    for heading in ("case", "MiB/s", "of fio", "CPU s/GiB", "waiting", "commit ms", "drain ms"):
-        table.add_column(heading, justify="left" if heading == "case" else "right")
-    table.add_column("flush and commit ms", justify="right")
+    table.add_column("case")
+    for heading in ("MiB/s", "of fio", "CPU s/GiB", "of the thread", "waiting"):
+        table.add_column(heading, justify="right")
+    for heading in ("commit ms", "drain ms", "flush and commit ms"):
+        table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             row.case,
             f"{row.mib_per_s:.0f}",
             ratio_text(row.ratio),
             f"{row.cpu_s_per_gib:.3f}",
+            f"{row.thread_s_per_gib:.3f}",
             f"{row.stall:.0%}",
             f"{row.commit_s * 1e3:.1f}",
             f"{row.drain_s * 1e3:.1f}",

@@ -14,7 +14,7 @@ def test_small_run(tmp_path: Path) -> None:
     with_fio = shutil.which("fio") is not None
     for row in (plain, committed):
         assert row["mib_per_s"] > 0
-        assert row["cpu_s_per_gib"] > 0
+        assert row["cpu_s_per_gib"] > row["thread_s_per_gib"] > 0
         assert 0 <= row["stall"] <= 1
         assert (row["ratio"] is not None) == with_fio
         assert row["ratio"] is None or row["ratio"] == sorted(row["ratio"])

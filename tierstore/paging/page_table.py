@@ -270,6 +270,8 @@ class PageTable:
         """
         changed: list[tuple[str, torch.Tensor]] = []
         partial = [page for page in self.pages if page.is_partial]
+        if not partial:  # A stream of no pages would drop those that were prefetched.
+            return changed
         for page in partial:
             page.look_for_writes()
         with contextlib.closing(self.pager.stream(partial, Needed.STEP)) as stream:
