@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -396,12 +397,18 @@ def test_the_first_gradient_prefetches(tmp_path: Path) -> None:
     model(torch.ones(2, 16)).sum().backward()  # The hook of a closed store does nothing.
 
 
+def prefetch_for_a_minute(store: tierstore.TierStore) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        store.prefetch()
+
+
 def test_a_failed_write_raises_at_the_next_call_and_is_not_committed() -> None:
     toy, storage = begun_run(buffers=2)
     storage.arm(Fault("error", "write", call=1))
-    toy.step()  # Returns with writes in flight.
+    toy.step()  # Returns with writes in flight, which threads begin.
     with pytest.raises(tierstore.StorageError):
-        toy.store.prefetch()
+        prefetch_for_a_minute(toy.store)
     with pytest.raises(tierstore.StoreFailedError):
         toy.step()
     storage.disarm()
