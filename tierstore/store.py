@@ -175,7 +175,7 @@ class TierStore:
                 )
 
             storage = together(ranks, "open the run directory", open_storage)
-            self._committer: Progress = Progress(commit_every=commit_every)
+            self._committer: Progress = Progress()
             awaits_restore = self._resharded is not None
             run_id = ""
             if storage is not None:
@@ -879,9 +879,7 @@ class TierStore:
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):
-            changed = table.write_parameters()
             writes = self._pager.write_changed(table.pages)
-        self._changes.note(changed, table.step_device)
         layout = committer.layout(table.layout_groups, table.layouts)
         pages = {page.index: page.entry for page in table.pages}
         manifest = committer.manifest(layout, table.groups, pages)

@@ -27,7 +27,7 @@ def kernel_bytes() -> tuple[int, int]:
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
 
-def moved(directory: Path, group: dict[str, Any], commit_every: int = 1) -> tuple[float, float]:
+def moved(directory: Path, group: dict[str, Any]) -> tuple[float, float]:
     """Return the bytes read and written per parameter and step."""
     parameter = torch.nn.Parameter(torch.ones(2048, NUMEL // 2048, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
@@ -36,10 +36,9 @@ def moved(directory: Path, group: dict[str, Any], commit_every: int = 1) -> tupl
     storage.close()
     if not getattr(storage, "direct", False):
         pytest.skip("the kernel does not count bytes that stay in the page cache")
-    with tierstore.TierStore(directory, commit_every=commit_every, **options) as store:
+    with tierstore.TierStore(directory, **options) as store:
         optimizer = muon.Muon([{"params": [("w", parameter)], **group}], store=store)
-        for _ in range(commit_every):
-            optimizer.step()
+        optimizer.step()
         store.synchronize()
         before = kernel_bytes()
         for _ in range(STEPS):
@@ -62,12 +61,3 @@ def test_bytes_of_adamw(tmp_path: Path, master: str | None, moments: torch.dtype
     found = moved(tmp_path, {"algorithm": "adamw", "master": master, "moments_dtype": moments})
     read = MASTERS[master] + 2 * STATES[moments]
     assert found == pytest.approx((read, read if master is None else read + 2), rel=0.02)
-
-
-@pytest.mark.parametrize("master", ["remainder", "24bit"])
-def test_parameters_are_written_for_commits_only(tmp_path: Path, master: str) -> None:
-    """The last of the four steps commits."""
-    group = {"master": master, "momentum_dtype": torch.int8, "ns_steps": 0}
-    read = MASTERS[master] + STATES[torch.int8]
-    found = moved(tmp_path, group, commit_every=STEPS)
-    assert found == pytest.approx((read, read + 2 / STEPS), rel=0.02)

@@ -26,7 +26,6 @@ from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.checkpoint.verification import Verifier
 from tierstore.errors import CorruptionError, StorageError
 from tierstore.paging.page import PageFiles
-from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Sweep
 from tierstore.run import committer, file_names, manifest, opening, page_files, recovery
@@ -539,10 +538,6 @@ WRITTEN += [
     Mutant(name=name, patched=patched)
     for name, patched in (
         ("a commit leaves out pages that rest in memory", resting_faults.left_out_of_commits),
-        (
-            "a commit leaves pages without the values of parameters",
-            _patch(PageTable, "write_parameters", lambda table: []),
-        ),
         (
             "a page that rests in memory is not known to be newer than its file",
             _patch(Pager, "_keep", resting_faults.kept_as_stored),

@@ -132,11 +132,6 @@ class PageLayout:
         """The sections that a step reads."""
         return [section for section in self.sections if not section.write_only]
 
-    @property
-    def step_nbytes(self) -> int:
-        """Bytes that a step writes if no commit is due: values that no step reads are left out."""
-        return sum(section.extent.nbytes for section in self.readable) or self.nbytes
-
     def sections_of(self, state: str) -> list[Section]:
         """Return the sections that hold records of one state."""
         return [section for section in self.sections if section.state == state]

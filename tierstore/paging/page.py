@@ -90,9 +90,6 @@ class Page:
     """The parameters of the subgroup, by name; the layout may have others, which were removed."""
     source: Source
     """Finds the parameters and their gradients."""
-    has_parameters: bool = True
-    """True if every write of the page has the values of parameters, which no step reads; else a
-    write for a commit has them."""
     tier: Tier = Tier.NVME
     content: Content = Content.FRESH
     motion: Motion = Motion.AT_REST
@@ -111,9 +108,8 @@ class Page:
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
     written: frozenset[str] = frozenset()
-    """Parameters of ``versions`` that a program has written to since."""
-    is_partial: bool = False
-    """True if the file lacks the values of parameters, which no step reads; no commit has it."""
+    """Parameters of ``versions`` that a program has written to since. A step then reads the values
+    that the page has of them, too."""
 
     @property
     def is_empty(self) -> bool:
@@ -169,9 +165,7 @@ class Page:
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""
-        # A step compares the parameters that were written to with the values that the page has.
-        compares = needed is Needed.STEP and self.written and self.has_parameters
-        if self.tier is not Tier.NVME or compares:
+        if self.tier is not Tier.NVME or (needed is Needed.STEP and self.written):
             return list(self.layout.sections)
         if needed is Needed.STEP:
             return self.layout.readable
@@ -246,15 +240,9 @@ class PageFiles:
         page.layout.stamp(page.buffer.tensor, page.layout.sections)
 
     def write(self, page: Page, step: int, slot: str) -> PageWrite:
-        """Start to write a page's buffer, after the copy from the device if one is in flight.
-
-        Of a partial page, writes the sections that a step reads.
-        """
-        sections = page.layout.readable if page.is_partial else page.layout.sections
-        (extent,) = _merged(sections)
-        self.bytes_written += extent.nbytes
-        blocks = page.layout.blocks_of(sections) if self._checksums else []
-        return PageWrite(self._out.submit(self._start_write, page, step, slot, extent, blocks))
+        """Start to write a page's buffer, after the copy from the device if one is in flight."""
+        self.bytes_written += page.layout.nbytes
+        return PageWrite(self._out.submit(self._start_write, page, step, slot))
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -307,23 +295,18 @@ class PageFiles:
     def _out(self) -> ThreadPoolExecutor:
         return started_pool(_THREADS, "tierstore-out")
 
-    def _start_write(
-        self, page: Page, step: int, slot: str, extent: Extent, blocks: Sequence[tuple[int, Extent]]
-    ) -> _Started:
+    def _start_write(self, page: Page, step: int, slot: str) -> _Started:
         """Start a write once the copy from the device has ended; on a thread."""
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
-        memory = page.buffer.memory
+        extent = Extent(0, page.layout.nbytes)
+        memory = page.buffer.memory[: extent.nbytes]
+        blocks = page.layout.blocks if self._checksums else ()
         with profiled("tierstore::checksums"):
-            found = self._checksums_of(memory, [b for _, b in blocks], page=page.index, step=step)
-        # Blocks that are not written have no checksum: no commit has the entry of a partial page.
-        checksums = [0] * len(page.layout.blocks) if blocks else []
-        for (number, _), checksum in zip(blocks, found, strict=True):
-            checksums[number] = checksum
+            checksums = self._checksums_of(memory, blocks, page=page.index, step=step)
         entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
-        part = memory[extent.offset : extent.offset + extent.nbytes]
-        transfer = self._storage.write(page_file(page.index, slot), extent, part)
+        transfer = self._storage.write(page_file(page.index, slot), extent, memory)
         self._writes.show(f"page {page.index}", [transfer])
         return entry, transfer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from tierstore.layout.written import written_subgroups
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
-from tierstore.paging.page import Content, Needed, Page
+from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
 from tierstore.paging.tier_plan import (
@@ -261,29 +260,6 @@ class PageTable:
         self._tier = tier
         self._agree_on_window()
 
-    def write_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Write pages in full that lack the values of parameters in their files.
-
-        Returns:
-            Names of parameters with encoded masters, and whether they were changed outside of the
-            optimizer; see PageView.changed.
-        """
-        changed: list[tuple[str, torch.Tensor]] = []
-        partial = [page for page in self.pages if page.is_partial]
-        if not partial:  # A stream of no pages would drop those that were prefetched.
-            return changed
-        for page in partial:
-            page.look_for_writes()
-        with contextlib.closing(self.pager.stream(partial, Needed.STEP)) as stream:
-            for page in stream:
-                view = page.view()
-                view.drop_remainders(page.written, compare=page.has_parameters)
-                view.read_parameters()
-                changed += view.changed.items()
-                self.pager.swap_out(page, for_commit=True)
-                page.note_parameters()
-        return changed
-
     def ensure_placed(self) -> None:
         """Place the pages again if that was interrupted before."""
         if not self._is_placed:
@@ -368,8 +344,7 @@ class PageTable:
         for number, layout, shared in found.pages:
             source = Source(shared.places(self.ranks.rank))
             parameters = {shard.spec.name: members[shard.spec.name] for shard in shared.shards}
-            has_parameters = self.committer.commits_each_step
-            page = Page(number, layout, shared, parameters, source, has_parameters)
+            page = Page(number, layout, shared, parameters, source)
             new_pages.append(page)
             if page.is_empty:
                 page.content = Content.LOADED  # Nothing is to be made or read.
@@ -455,7 +430,6 @@ class PageTable:
         self._is_placed = False
         mirror_bytes = self._mirrors_bytes(pages) if self._on_host else 0
         try:
-            self.write_parameters()
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors.close()
             self.pager.make_way(pages, placement, self.step_device)

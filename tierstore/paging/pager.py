@@ -239,24 +239,15 @@ class Pager:
             self._drop(dict.fromkeys([*held, *ahead, *self._early]))
             self._early.clear()
 
-    def needs_parameters(self, page: Page) -> bool:
-        """Return whether a held page must have the values of parameters when it is given back."""
-        return page.has_parameters or page.tier is not Tier.NVME or self._committer.is_due
-
-    def swap_out(self, page: Page, *, for_commit: bool = False) -> None:
+    def swap_out(self, page: Page) -> None:
         """Give back a held page that was changed.
 
-        A page that stays in memory is written for commits only, as are values of parameters: now,
-        if the next commit is due.
-
-        Args:
-            page: the page.
-            for_commit: write all of the page now.
+        A page that stays in memory is written for commits only: now, if the next commit is due.
         """
         if page.is_empty:
             self._rest(page)
         elif page.tier is Tier.NVME or self._committer.is_due:
-            self._write(page, is_partial=not (for_commit or self.needs_parameters(page)))
+            self._write(page)
         else:
             self._keep(page)
 
@@ -307,7 +298,7 @@ class Pager:
             if page.tier is not Tier.HOST:
                 page.buffer = None
             page.arrival = None
-            page.versions, page.written, page.is_partial = {}, frozenset(), False
+            page.versions, page.written = {}, frozenset()
             page.entry = entries.get(page.index)
             page.content = Content.FRESH if page.entry is None else Content.STORED
             page.motion = Motion.AT_REST
@@ -451,8 +442,8 @@ class Pager:
 
     # -- Out.
 
-    def _write(self, page: Page, *, is_partial: bool = False) -> None:
-        """Start to write a page to the slot that no commit needs; without values of parameters."""
+    def _write(self, page: Page) -> None:
+        """Start to write a page to the slot that no commit needs."""
         with self.stalled():
             slot = self._committer.claim_slot(page.index)
         if page.buffer is None:
@@ -461,7 +452,6 @@ class Pager:
             page.buffer = self._pool.acquire()
         self._leave_device(page)
         page.content = Content.STORED if page.tier is Tier.NVME else Content.LOADED
-        page.is_partial = is_partial and page.layout.step_nbytes < page.layout.nbytes
         self._writing[page] = self.files.write(page, self._committer.step, slot)
         page.motion = Motion.WRITING
 

@@ -262,7 +262,7 @@ class PageView:
             else:
                 master.copy_(chunk.values)
 
-    def adopt_parameters(self, written: Collection[str], *, compare: bool) -> None:
+    def adopt_parameters(self, written: Collection[str]) -> None:
         """Copy parameters to masters that no step compares with them; see ``changed``.
 
         A parameter of low precision is its master, rounded. Elements that differ from it were
@@ -271,8 +271,7 @@ class PageView:
 
         Args:
             written: names of parameters with encoded masters that were written to since the page
-                had their values.
-            compare: whether the page has those values; else all elements count as changed.
+                had their values, which were read.
         """
         for shard in self.shards:
             if shard.has_gradient:
@@ -281,15 +280,14 @@ class PageView:
                 if isinstance(parts := chunk.master_parts, RoundedMaster):
                     parts.read()
         if written:
-            self.drop_remainders(written, compare=compare)
+            self.drop_remainders(written)
 
-    def drop_remainders(self, written: Collection[str], *, compare: bool) -> None:
+    def drop_remainders(self, written: Collection[str]) -> None:
         """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
         for spec, record, chunk in self._records():
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
-                before = record.master if compare else None
-                _note(self.changed, spec.name, master.drop_remainders(before))
+                _note(self.changed, spec.name, master.drop_remainders(record.master))
 
     def write_parameters(self) -> None:
         """Round the masters to the parameters that are not their own master, or part of it."""

@@ -198,7 +198,7 @@ def _collect(
     """
     content = table.pager.files.map(page)
     view_of_page = page.view()
-    view_of_page.drop_remainders(page.written, compare=page.has_parameters)
+    view_of_page.drop_remainders(page.written)
     for shard in view_of_page.shards:
         name = shard.spec.name
         for state, dtype in readable_states(shard.spec) if name in held else ():
@@ -273,7 +273,7 @@ def write_pages(
         for page in stream:
             view = page.view()
             if needed is Needed.STEP:  # Other parameters of the page may have been changed.
-                view.drop_remainders(page.written, compare=page.has_parameters)
+                view.drop_remainders(page.written)
             fill(view)
             view.read_parameters()
             table.pager.swap_out(page)

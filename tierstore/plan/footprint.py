@@ -116,12 +116,7 @@ class Footprint:
     @property
     def step_written_bytes(self) -> int:
         """Bytes that a step writes to the disk if no commit is due."""
-        has_parameters = self.options.commit_every == 1  # Else commits alone write them.
-        return sum(
-            layout.nbytes if has_parameters else layout.step_nbytes
-            for layout, tier in self.pages
-            if tier is Tier.NVME
-        )
+        return sum(layout.nbytes for layout, tier in self.pages if tier is Tier.NVME)
 
     @property
     def commit_written_bytes(self) -> int:

@@ -24,7 +24,7 @@ class PageWork:
     read_bytes: int
     """Bytes read before the page is stepped; 0 for a page that rests in memory."""
     write_bytes: int
-    """Bytes written if the page is written for a commit."""
+    """Bytes written if the page is written."""
     compute_s: float
     """Seconds of the GPU, or of the thread of a rank that computes on the CPU."""
     check_s: float = 0.0
@@ -39,8 +39,6 @@ class PageWork:
     """Seconds of the network to gather matrices, and again to scatter their updates."""
     spread_s: float = 0.0
     """Seconds of the network to send parameters to the replicas."""
-    unread_bytes: int = 0
-    """Bytes of them that no step reads, which are written for commits only."""
     rests: bool = False
     """True for a page that stays in memory: it needs no buffer and is written for commits only."""
 
@@ -329,10 +327,8 @@ class _Rank:
         if not is_written:
             self.buffers += work.needs_buffer
             return
-        nbytes = work.write_bytes - (0 if commits else work.unread_bytes)
-        seal_s = work.seal_s * nbytes / work.write_bytes
-        self.sealed = ready = self.span("seal", page, max(ready, self.sealed), seal_s)
-        self.writing[page] = self.disk.start("write", page, nbytes, ready)
+        self.sealed = ready = self.span("seal", page, max(ready, self.sealed), work.seal_s)
+        self.writing[page] = self.disk.start("write", page, work.write_bytes, ready)
 
     def sweep(
         self, ahead: deque[int], waiting: deque[int], meets: Sequence[_Meets], *, commits: bool

@@ -242,7 +242,6 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
             PageWork(
                 read_bytes=read_bytes,
                 write_bytes=layout.nbytes,
-                unread_bytes=layout.nbytes - layout.step_nbytes,
                 compute_s=rates.seconds(works, ranks.optimizer) + sends_s,
                 check_s=read_bytes / rates.checksum,
                 seal_s=layout.nbytes / rates.checksum,

@@ -89,13 +89,9 @@ class Progress:
     """The steps of a store, and the changes since the last commit.
 
     A store without a directory has no Committer: no commit is ever due.
-
-    Args:
-        commit_every: steps from one commit to the next, or None.
     """
 
-    def __init__(self, *, commit_every: int | None) -> None:
-        self._commit_every = commit_every
+    def __init__(self) -> None:
         self.step = 0
         """Number of the last step."""
         self.scalars: dict[str, dict[str, float]] = {}
@@ -116,11 +112,6 @@ class Progress:
     def is_due(self) -> bool:
         """True if the last step must be committed before the next step begins."""
         return False
-
-    @property
-    def commits_each_step(self) -> bool:
-        """True if every step is to be committed; without a directory, if it would be."""
-        return self._commit_every == 1
 
     @property
     def keeps_commit(self) -> bool:
@@ -178,7 +169,7 @@ class Committer(Progress):
     def __init__(
         self, storage: Storage, peers: Peers, identity: RunIdentity, *, commit_every: int | None
     ) -> None:
-        super().__init__(commit_every=commit_every)
+        super().__init__()
         self.identity = identity
         """The run."""
         self.committed: Manifest | None = None
@@ -186,6 +177,7 @@ class Committer(Progress):
         self.storage = storage
         """The rank's files."""
         self._peers = peers
+        self._commit_every = commit_every
         self._executor = started_pool(1, "tierstore-commit")
         self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra of its commit.
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
