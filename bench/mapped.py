@@ -114,6 +114,11 @@ class Mapped(Contender):
 
     @override
     def forward_backward(self) -> float:
+        for path, tensor in self._mapped if not self._keeps_cache else ():
+            address, nbytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+            if _LIBC.madvise(address, nbytes, _MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), "madvise")
+            drop_from_cache(path)
         loss = self.model(self.tokens)
         loss.backward()
         return float(loss.detach())
@@ -137,11 +142,6 @@ class Mapped(Contender):
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
             os.close(fd)
-        for path, tensor in self._mapped if not self._keeps_cache else ():
-            address, nbytes = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
-            if _LIBC.madvise(address, nbytes, _MADV_DONTNEED):
-                raise OSError(ctypes.get_errno(), "madvise")
-            drop_from_cache(path)
 
     @override
     def facts(self) -> dict[str, Any]:
@@ -227,8 +227,8 @@ for state in ("master", "exp_avg", "exp_avg_sq"):
 """Programs that need more room for state than there is."""
 
 
-def on_a_full_disk(directory: Path, program: str) -> str | None:
-    """Return what a program does on a filesystem that is too small; None if none is mounted."""
+def on_a_full_disk(directory: Path, program: str) -> str:
+    """Return what a program does on a filesystem that is too small, or why it was not tried."""
     code = (
         "import os, sys, torch, muon, tierstore\n"
         f"weight = torch.nn.Parameter(torch.zeros({ROOM_BYTES // 4}))\n"
@@ -245,7 +245,7 @@ def on_a_full_disk(directory: Path, program: str) -> str | None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode < 0:
         return f"the process is killed by signal {-ended.returncode}"
-    return ended.stdout.strip() or None
+    return ended.stdout.strip() or f"not tried: {ended.stderr.strip()[-200:]}"
 
 
 def main(
@@ -286,7 +286,7 @@ def main(
     console.print(table)
     console.print("Bytes are per parameter. On a full disk:")
     for name, found in full.items():
-        console.print(f"  {name}: {found or 'not tried: to mount a filesystem takes root'}")
+        console.print(f"  {name}: {found}")
     write_report(
         json_path,
         plan=asdict(plan),

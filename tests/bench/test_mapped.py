@@ -23,6 +23,6 @@ def test_small_run(tmp_path: Path) -> None:
         assert rows["mapped"]["read_bytes"] > 11 * report["parameters"]
         assert rows["mapped, in the page cache"]["read_bytes"] == 0
     found = report["full_disk"]
-    if found["ours"] is not None:
+    if not found["ours"].startswith("not tried"):  # To mount a filesystem takes root.
         assert found["ours"].startswith("StorageError before the first step")
         assert found["mapped"] == "the process is killed by signal 7"

@@ -281,6 +281,25 @@ def test_states_that_are_read_or_written_know_a_change(tmp_path: Path, tier: str
     assert torch.equal(found["tall"]["master"], states["master"])
 
 
+def test_reading_states_does_not_change_what_is_committed(tmp_path: Path) -> None:
+    """Of pages in memory, whose parameters a program has changed since the step."""
+    found = []
+    for reads in (False, True):
+        parameters = parameters_of()
+        with tierstore.TierStore(tmp_path / str(reads), commit_every=10) as store:
+            optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
+            train(parameters, optimizer, range(3))
+            with torch.no_grad():
+                parameters["wide"].mul_(2)
+            if reads:
+                store.read_states()
+            store.synchronize()
+            store.restore()
+            found.append({n: states["master"] for n, states in store.read_states().items()})
+    for name, master in found[0].items():
+        assert torch.equal(found[1][name], master), name
+
+
 @pytest.mark.parametrize("directory", [True, False])
 def test_states_are_read_before_the_first_step_within_a_backward(
     tmp_path: Path, directory: bool

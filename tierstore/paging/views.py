@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor
-from tierstore.layout.encodings import MASTER, AnyState, EncodedState, SplitMaster
+from tierstore.layout.encodings import (
+    MASTER,
+    REMAINDER,
+    AnyState,
+    EncodedState,
+    SplitMaster,
+)
 from tierstore.layout.page_layout import PageLayout, RecordViews
 from tierstore.layout.parameters import PagedParameter, ParameterSpec
 
@@ -288,6 +295,18 @@ class PageView:
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
                 _note(self.changed, spec.name, master.drop_remainders(record.master))
+
+    @contextlib.contextmanager
+    def adopting(self, written: Collection[str]) -> Iterator[None]:
+        """Do the same for a block that reads: after it the page is as it was."""
+        masters = [c.state(MASTER) for spec, _, c in self._records() if spec.name in written]
+        remainders = [m.stored[REMAINDER] for m in masters if isinstance(m, SplitMaster)]
+        before = [remainder.clone() for remainder in remainders]
+        self.drop_remainders(written)
+        try:
+            yield
+        finally:
+            _copy(remainders, before)
 
     def write_parameters(self) -> None:
         """Round the masters to the parameters that are not their own master, or part of it."""

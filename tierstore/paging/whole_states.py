@@ -198,22 +198,24 @@ def _collect(
     """
     content = table.pager.files.map(page)
     view_of_page = page.view()
-    view_of_page.drop_remainders(page.written)
-    for shard in view_of_page.shards:
-        name = shard.spec.name
-        for state, dtype in readable_states(shard.spec) if name in held else ():
-            sizes = shard.spec.state_chunk(state, held[name]).sizes
-            is_mapped = content is not None and shard.spec.encoding(state) is None
-            for view in shard.chunks:
-                if is_mapped and view.local.sizes == held[name].sizes:
-                    assert content is not None
-                    found[name][state] = page.layout.records[name, view.chunk][state].over(content)
-                    continue
-                # The state is in several pages, or in none yet: there is no file to map.
-                if state not in found[name]:
-                    found[name][state] = _provide(table, sizes, dtype)
-                place = shard.spec.state_chunk(state, view.local)
-                place.select(found[name][state]).copy_(values_of(view.state(state)))
+    with view_of_page.adopting(page.written):
+        for shard in view_of_page.shards:
+            name = shard.spec.name
+            for state, dtype in readable_states(shard.spec) if name in held else ():
+                sizes = shard.spec.state_chunk(state, held[name]).sizes
+                is_mapped = content is not None and shard.spec.encoding(state) is None
+                for view in shard.chunks:
+                    if is_mapped and view.local.sizes == held[name].sizes:
+                        assert content is not None
+                        found[name][state] = page.layout.records[name, view.chunk][state].over(
+                            content
+                        )
+                        continue
+                    # The state is in several pages, or in none yet: there is no file to map.
+                    if state not in found[name]:
+                        found[name][state] = _provide(table, sizes, dtype)
+                    place = shard.spec.state_chunk(state, view.local)
+                    place.select(found[name][state]).copy_(values_of(view.state(state)))
 
 
 def _complete(
