@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.run.test_format import READERS
+from tests.support.golden_files import assert_same_files
 from tests.support.make_golden_encoded import SHAPES, STEPS, GoldenEncoded, expected_states, make
 from tests.support.toy import unchanged
 from tierstore.inspection.verify import verify
@@ -98,11 +99,4 @@ def test_golden_files_are_whole(kind: str) -> None:
 def test_golden_files_are_made_again(tmp_path: Path) -> None:
     """Until another version writes another format."""
     make(tmp_path)
-    names = {str(path.relative_to(GOLDEN)) for path in GOLDEN.rglob("*") if path.is_file()}
-    assert names == {
-        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
-    }
-    # These hold what torch pickles, which may change with torch.
-    pickled = {"published/.metadata", "published/unpaged", "published/tierstore.json"}
-    for name in names - pickled:
-        assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
+    assert_same_files(tmp_path, GOLDEN)
