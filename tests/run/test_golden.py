@@ -17,8 +17,8 @@ import xxhash
 
 import tierstore
 from tests.run.test_format import FORMAT_TEXT, READERS, assert_same
-from tests.support.independent_reader import FormatError, read_checkpoint, read_run
 from tests.support.golden_files import assert_same_files
+from tests.support.independent_reader import FormatError, read_checkpoint, read_run
 from tests.support.make_golden import EXTRA, GROUPS, HYPERPARAMETERS, STEPS, Golden, make
 from tests.support.originals import flip, reseal
 from tests.support.toy import RANK, unchanged
