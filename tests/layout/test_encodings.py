@@ -42,6 +42,7 @@ def test_a_remainder_of_16_bits_loses_nothing(bits: list[int]) -> None:
     is_nan = values.isnan()
     assert np.array_equal(bits_of(read[~is_nan]), bits_of(values[~is_nan]))
     assert read[is_nan].isnan().all()
+    assert torch.equal(read[is_nan].signbit(), values[is_nan].signbit())
 
 
 @given(BITS)

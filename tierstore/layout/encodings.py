@@ -122,7 +122,7 @@ class SplitMaster(EncodedState):
         master 0x3f7f9000 = parameter 0x3f800000 + remainder -0x7000
 
     A remainder of 8 bits is the upper byte of that, of a master rounded to 24 bits. A NaN stays a
-    NaN, without its bits.
+    NaN, of which the sign alone is kept.
 
     Args:
         parameter: bfloat16, of any shape.
@@ -158,7 +158,8 @@ class SplitMaster(EncodedState):
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
         assert chances is None  # A parameter rounds as its master says.
         # The lower bits of a NaN may be all that it has, and rounded it may be a number.
-        bits = torch.nan_to_num(values, math.nan, math.inf, -math.inf).view(torch.int32)
+        numbers = torch.nan_to_num(values, math.nan, math.inf, -math.inf).copysign_(values)
+        bits = numbers.view(torch.int32)
         if self._shift:
             bits.add_(1 << self._shift - 1)
         # Integers are narrowed without their upper bits.
