@@ -1,5 +1,7 @@
 """Muon for the hidden matrices and AdamW for the rest, over paged optimizer state."""
 
+from importlib.metadata import version
+
 from muon.hooks import Hyperball, UpdateHook, WeightUpdate
 from muon.newton_schulz import orthogonalize_
 from muon.optimizer import Muon
@@ -7,6 +9,7 @@ from muon.qk_clip import HeadRows, QKClip
 from muon.routing import ParamGroups, param_groups
 from muon.statistics import Statistics
 
+__version__ = version("tierstore")
 __all__ = [
     "HeadRows",
     "Hyperball",

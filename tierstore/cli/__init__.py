@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli import checkpoint, convert, inspect, plan, probe, verify
+from tierstore.cli import checkpoint, convert, doctor, inspect, plan, probe, verify
 from tierstore.cli.exit_codes import Program
 from tierstore.cli.output import write
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Optimizer state in pages: inspect, verify, publish and convert runs and checkpoints, "
-    "measure machines, and plan runs.",
+    "measure machines, plan runs, and say what works on a machine.",
 )
 app.command()(inspect.inspect)
 app.command()(verify.verify)
@@ -30,6 +30,7 @@ app.command()(checkpoint.checkpoint)
 app.command()(convert.convert)
 app.command()(probe.probe)
 app.command()(plan.plan)
+app.command()(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:
