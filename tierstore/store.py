@@ -175,7 +175,7 @@ class TierStore:
                 )
 
             storage = together(ranks, "open the run directory", open_storage)
-            self._committer: Progress = Progress()
+            self._committer: Progress = Progress(commit_every=commit_every)
             awaits_restore = self._resharded is not None
             run_id = ""
             if storage is not None:
@@ -594,6 +594,7 @@ class TierStore:
         """Make the last step durable in the background, so that a restart finds it.
 
         Copies hyperparameters and ``extra`` now; parameters and states are as the step left them.
+        With ``commit_every`` other than 1 a parameter may have later changes, too.
         With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
         commits it with ``extra``.
 
@@ -879,7 +880,7 @@ class TierStore:
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):
-            writes = self._pager.write_changed(table.pages)
+            writes = table.write_changed()
         layout = committer.layout(table.layout_groups, table.layouts)
         pages = {page.index: page.entry for page in table.pages}
         manifest = committer.manifest(layout, table.groups, pages)

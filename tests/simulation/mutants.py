@@ -539,6 +539,10 @@ WRITTEN += [
     for name, patched in (
         ("a commit leaves out pages that rest in memory", resting_faults.left_out_of_commits),
         (
+            "a commit leaves pages without the values of parameters",
+            _patch(Pager, "_add_parameters", lambda pager, page: None),
+        ),
+        (
             "a page that rests in memory is not known to be newer than its file",
             _patch(Pager, "_keep", resting_faults.kept_as_stored),
         ),

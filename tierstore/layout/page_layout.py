@@ -132,6 +132,11 @@ class PageLayout:
         """The sections that a step reads."""
         return [section for section in self.sections if not section.write_only]
 
+    @property
+    def write_only(self) -> list[Section]:
+        """The other sections: the values of parameters that are their own master, or part of it."""
+        return [section for section in self.sections if section.write_only]
+
     def sections_of(self, state: str) -> list[Section]:
         """Return the sections that hold records of one state."""
         return [section for section in self.sections if section.state == state]

@@ -7,14 +7,14 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from tierstore.errors import CorruptionError
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.dtensors import version_of
+from tierstore.layout.dtensors import local_tensor, version_of
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.layout.page_layout import PageLayout, RecordViews, Section
@@ -23,7 +23,7 @@ from tierstore.paging.buffers import Buffer
 from tierstore.paging.device import Copy, DeviceBuffer
 from tierstore.paging.profiler_lanes import Lane, profiled
 from tierstore.paging.tier_plan import Tier
-from tierstore.paging.views import PageView, Source
+from tierstore.paging.views import LeftSource, PageView, Source
 from tierstore.run.checksums import block_checksums
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
@@ -34,8 +34,8 @@ from tierstore.units import Extent
 _THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
 """Threads for each direction. One computes checksums of about 10 GB/s."""
 
-_Started = tuple[PageEntry, Transfer]
-"""The content of a page's file after a write, and the write."""
+_Started = tuple[PageEntry, list[Transfer]]
+"""The content of a page's file after a write, and the transfers of the write."""
 
 
 class Content(enum.Enum):
@@ -108,8 +108,15 @@ class Page:
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
     written: frozenset[str] = frozenset()
-    """Parameters of ``versions`` that a program has written to since. A step then reads the values
-    that the page has of them, too."""
+    """Parameters of ``versions`` that a program has written to since."""
+    compares: bool = True
+    """True if every step writes the values of parameters, so that a step can compare those that a
+    program has written to. Else commits alone write values."""
+    lacks_parameters: bool = False
+    """True if the file lacks the values of parameters, which no step reads. No commit has it so."""
+    left: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> this rank's tensor of each parameter as the step left it, if the file lacks values: a
+    program may convert or free parameters before the commit."""
 
     @property
     def is_empty(self) -> bool:
@@ -146,9 +153,28 @@ class Page:
         records = _views(self.layout, self.device_buffer or self.buffer)
         return PageView(self.layout, self.parameters, records, source or self.source, present)
 
+    def view_of_buffer(self, source: Source) -> PageView:
+        """Return the tensors over ``buffer``, wherever the page is stepped."""
+        return PageView(self.layout, self.parameters, _views(self.layout, self.buffer), source)
+
+    @property
+    def left_source(self) -> Source:
+        """Finds the parameters as the last step left them, while the file lacks their values."""
+        return LeftSource(self.source.local_chunks, self.left)
+
+    @property
+    def filled(self) -> list[Section]:
+        """The sections that the file has, or will have once it is written."""
+        return self.layout.readable if self.lacks_parameters else list(self.layout.sections)
+
     def note_parameters(self) -> None:
-        """Note that the page has the values of its parameters."""
+        """Note that the page, or ``left``, has the values of its parameters."""
         self.written = frozenset()
+        self.left = {
+            name: local_tensor(parameter.tensor).detach()
+            for name, parameter in self.parameters.items()
+            if self.lacks_parameters
+        }
         self.versions = {
             name: version_of(parameter.tensor)
             for name, parameter in self.parameters.items()
@@ -165,8 +191,9 @@ class Page:
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""
-        if self.tier is not Tier.NVME or (needed is Needed.STEP and self.written):
-            return list(self.layout.sections)
+        compares = needed is Needed.STEP and self.written and self.compares
+        if self.tier is not Tier.NVME or compares:
+            return self.filled
         if needed is Needed.STEP:
             return self.layout.readable
         return self.layout.sections_of(MASTER) if needed is Needed.MASTERS else []
@@ -190,7 +217,7 @@ class PageFiles:
     def __init__(self, storage: Storage, *, run_id: str, checksums: bool) -> None:
         self._storage = storage
         self._checksums = checksums
-        self._checksums_of = partial(block_checksums, run_id=run_id)
+        self._run_id = run_id
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
         self.bytes_written = 0
@@ -235,14 +262,29 @@ class PageFiles:
         if page.buffer is None:  # Without a directory a page of the device has no other memory.
             page.view().initialize()
             return
-        records = _views(page.layout, page.buffer)
-        PageView(page.layout, page.parameters, records, page.source).initialize()
+        page.view_of_buffer(page.source).initialize()
         page.layout.stamp(page.buffer.tensor, page.layout.sections)
 
     def write(self, page: Page, step: int, slot: str) -> PageWrite:
-        """Start to write a page's buffer, after the copy from the device if one is in flight."""
-        self.bytes_written += page.layout.nbytes
-        return PageWrite(self._out.submit(self._start_write, page, step, slot))
+        """Start to write a page's buffer, after the copy from the device if one is in flight.
+
+        Of a page that lacks the values of parameters, the other sections.
+        """
+        checksums = (0,) * len(page.layout.blocks) if self._checksums else ()
+        entry = PageEntry(slot=slot, step=step, checksums=checksums)
+        return self._write(page, entry, page.filled)
+
+    def add_parameters(self, page: Page) -> PageWrite:
+        """Start to write the values of parameters that a page's file lacks."""
+        assert page.buffer is not None
+        assert page.entry is not None
+        page.view_of_buffer(page.left_source).read_parameters()
+        page.layout.stamp(page.buffer.tensor, page.layout.write_only)
+        return self._write(page, page.entry, page.layout.write_only)
+
+    def _write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> PageWrite:
+        self.bytes_written += sum(section.extent.nbytes for section in sections)
+        return PageWrite(self._out.submit(self._start_write, page, entry, sections))
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -256,7 +298,7 @@ class PageFiles:
             return None
         memory = self._storage.map(page_file(page.index, page.entry.slot))
         if page.content is Content.LOADED:  # The page may never have been read from its file.
-            self._check(page, memory, page.layout.sections)
+            self._check(page, memory, page.filled)
         return memory
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -295,20 +337,29 @@ class PageFiles:
     def _out(self) -> ThreadPoolExecutor:
         return started_pool(_THREADS, "tierstore-out")
 
-    def _start_write(self, page: Page, step: int, slot: str) -> _Started:
-        """Start a write once the copy from the device has ended; on a thread."""
+    def _start_write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> _Started:
+        """Start a write once the copy from the device has ended; on a thread.
+
+        Args:
+            page: the page.
+            entry: what the file will hold; checksums of these sections are to be computed.
+            sections: what is written.
+        """
         assert page.buffer is not None
         if page.copy is not None:
             page.copy.wait()
-        extent = Extent(0, page.layout.nbytes)
-        memory = page.buffer.memory[: extent.nbytes]
-        blocks = page.layout.blocks if self._checksums else ()
-        with profiled("tierstore::checksums"):
-            checksums = self._checksums_of(memory, blocks, page=page.index, step=step)
-        entry = PageEntry(slot=slot, step=step, checksums=tuple(checksums))
-        transfer = self._storage.write(page_file(page.index, slot), extent, memory)
-        self._writes.show(f"page {page.index}", [transfer])
-        return entry, transfer
+        memory, name = page.buffer.memory, page_file(page.index, entry.slot)
+        if entry.checksums:
+            with profiled("tierstore::checksums"):
+                found = self._checksums_of(page, memory, sections, entry.step)
+            checksums = (found.get(i, known) for i, known in enumerate(entry.checksums))
+            entry = replace(entry, checksums=tuple(checksums))
+        transfers = [
+            self._storage.write(name, extent, memory[extent.offset : extent.offset + extent.nbytes])
+            for extent in _merged(sections)
+        ]
+        self._writes.show(f"page {page.index}", transfers)
+        return entry, transfers
 
     def _check(self, page: Page, memory: memoryview, sections: Sequence[Section]) -> None:
         """Compare the blocks of some sections in memory with the checksums of their commit."""
@@ -316,13 +367,11 @@ class PageFiles:
         assert entry is not None
         if not self._checksums or not entry.checksums:
             return
-        blocks = page.layout.blocks_of(sections)
         with profiled("tierstore::check"):
-            extents = [block for _, block in blocks]
-            found = self._checksums_of(memory, extents, page=page.index, step=entry.step)
-        for (number, block), checksum in zip(blocks, found, strict=True):
+            found = self._checksums_of(page, memory, sections, entry.step)
+        for number, checksum in found.items():
             if checksum != entry.checksums[number]:
-                name = page_file(page.index, entry.slot)
+                name, block = page_file(page.index, entry.slot), page.layout.blocks[number]
                 raise CorruptionError(
                     f"{self._storage.home(name).location}/{name}: the "
                     f"{block.nbytes} bytes at offset {block.offset} are not those written in "
@@ -331,30 +380,43 @@ class PageFiles:
                     "program changed them: go back to a checkpoint of the run, if there is one"
                 )
 
+    def _checksums_of(
+        self, page: Page, memory: memoryview, sections: Sequence[Section], step: int
+    ) -> dict[int, int]:
+        """Return number of a block -> checksum, for all blocks of some sections of a page."""
+        blocks = dict(page.layout.blocks_of(sections))
+        found = block_checksums(
+            memory, blocks.values(), run_id=self._run_id, page=page.index, step=step
+        )
+        return dict(zip(blocks, found, strict=True))
+
 
 class PageWrite:
     """A page write in flight.
 
     Args:
-        start: yields the entry that is written and the transfer, once the transfer has started.
+        start: yields the entry that is written and the transfers, once they have started.
     """
 
     def __init__(self, start: Future[_Started]) -> None:
         self._start = start
 
     def started(self) -> _Started:
-        """Return what is written and the transfer, once it has started. Raises what prevents it."""
+        """Return what is written and how, once that has started. Raises what prevents it."""
         return self._start.result()
 
     def wait(self) -> None:
         """Block until the write has ended. Raises StorageError if it failed."""
-        self.started()[1].wait()
+        for transfer in self.started()[1]:
+            transfer.wait()
 
     def done(self) -> bool:
         """Return whether wait() would not block."""
         if not self._start.done():
             return False
-        return self._start.exception() is not None or self.started()[1].done()
+        if self._start.exception() is not None:
+            return True
+        return all(transfer.done() for transfer in self.started()[1])
 
 
 def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence[RecordViews]:

@@ -244,6 +244,7 @@ class Pager:
 
         A page that stays in memory is written for commits only: now, if the next commit is due.
         """
+        page.lacks_parameters = self._committer.adds_parameters and bool(page.layout.write_only)
         if page.is_empty:
             self._rest(page)
         elif page.tier is Tier.NVME or self._committer.is_due:
@@ -266,14 +267,20 @@ class Pager:
     # -- Writes behind.
 
     def write_changed(self, pages: Iterable[Page]) -> list[Transfer]:
-        """Start to write all pages that are newer than their files.
+        """Start to write all that is newer than the files of pages, for a commit.
 
         Returns:
             The writes in flight, earlier ones included. The entries of their pages are set.
         """
+        pages = list(pages)
         for page in pages:
             if page.content is Content.CHANGED:
                 self._write(page)
+        lacking = [page for page in pages if page.lacks_parameters]
+        if lacking:
+            self.drop_early()  # Their buffers are needed, and some may be of these pages.
+        for page in lacking:
+            self._add_parameters(page)
         for page, write in self._writing.items():
             page.entry, _ = write.started()
         return list(self._writing.values())
@@ -299,6 +306,7 @@ class Pager:
                 page.buffer = None
             page.arrival = None
             page.versions, page.written = {}, frozenset()
+            page.left, page.lacks_parameters = {}, False
             page.entry = entries.get(page.index)
             page.content = Content.FRESH if page.entry is None else Content.STORED
             page.motion = Motion.AT_REST
@@ -316,6 +324,7 @@ class Pager:
         for page in pages:
             self._drop_from_device(page)
             page.content, page.entry = Content.LOADED, None
+            page.left, page.lacks_parameters = {}, False
         self.free(pages)
 
     def free_pool(self) -> None:
@@ -446,14 +455,30 @@ class Pager:
         """Start to write a page to the slot that no commit needs."""
         with self.stalled():
             slot = self._committer.claim_slot(page.index)
-        if page.buffer is None:
-            while not self._pool.free_count:
-                self._finish_write()
-            page.buffer = self._pool.acquire()
+        self._provide_buffer(page)
         self._leave_device(page)
         page.content = Content.STORED if page.tier is Tier.NVME else Content.LOADED
         self._writing[page] = self.files.write(page, self._committer.step, slot)
         page.motion = Motion.WRITING
+
+    def _add_parameters(self, page: Page) -> None:
+        """Start to write the values of parameters that the file of a page at rest lacks.
+
+        The file is that of the last step, which no commit needs, so no slot is claimed for it.
+        """
+        if page in self._writing:
+            self._finish_write(page)
+        self._provide_buffer(page)
+        self._writing[page] = self.files.add_parameters(page)
+        page.motion = Motion.WRITING
+        page.left, page.lacks_parameters = {}, False
+
+    def _provide_buffer(self, page: Page) -> None:
+        """Give a page a buffer to be written from, unless it has one."""
+        if page.buffer is None:
+            while not self._pool.free_count:
+                self._finish_write()
+            page.buffer = self._pool.acquire()
 
     def _keep(self, page: Page) -> None:
         """Let a page that was changed stay in memory, newer than its file."""

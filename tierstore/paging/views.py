@@ -59,6 +59,25 @@ class Source:
         """Start to copy the parameters back to their device, if the source has copies."""
 
 
+class LeftSource(Source):
+    """The parameters as a step left them, although a program may have converted them since.
+
+    Args:
+        local_chunks: as of Source.
+        left: parameter name -> this rank's tensor.
+    """
+
+    def __init__(
+        self, local_chunks: Mapping[tuple[str, Chunk], Chunk], left: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(local_chunks)
+        self._left = left
+
+    @override
+    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
+        return self.local_chunk(parameter.name, chunk).select(self._left[parameter.name])
+
+
 class RoundedMaster(EncodedState):
     """A master in a page and the parameter, which is the master rounded.
 
@@ -269,7 +288,7 @@ class PageView:
             else:
                 master.copy_(chunk.values)
 
-    def adopt_parameters(self, written: Collection[str]) -> None:
+    def adopt_parameters(self, written: Collection[str], *, compare: bool) -> None:
         """Copy parameters to masters that no step compares with them; see ``changed``.
 
         A parameter of low precision is its master, rounded. Elements that differ from it were
@@ -278,7 +297,8 @@ class PageView:
 
         Args:
             written: names of parameters with encoded masters that were written to since the page
-                had their values, which were read.
+                had their values.
+            compare: whether the page has those values; else all elements count as changed.
         """
         for shard in self.shards:
             if shard.has_gradient:
@@ -287,22 +307,23 @@ class PageView:
                 if isinstance(parts := chunk.master_parts, RoundedMaster):
                     parts.read()
         if written:
-            self.drop_remainders(written)
+            self.drop_remainders(written, compare=compare)
 
-    def drop_remainders(self, written: Collection[str]) -> None:
+    def drop_remainders(self, written: Collection[str], *, compare: bool) -> None:
         """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
         for spec, record, chunk in self._records():
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
-                _note(self.changed, spec.name, master.drop_remainders(record.master))
+                before = record.master if compare else None
+                _note(self.changed, spec.name, master.drop_remainders(before))
 
     @contextlib.contextmanager
-    def adopting(self, written: Collection[str]) -> Iterator[None]:
+    def adopting(self, written: Collection[str], *, compare: bool) -> Iterator[None]:
         """Do the same for a block that reads: after it the page is as it was."""
         masters = [c.state(MASTER) for spec, _, c in self._records() if spec.name in written]
         remainders = [m.stored[REMAINDER] for m in masters if isinstance(m, SplitMaster)]
         before = [remainder.clone() for remainder in remainders]
-        self.drop_remainders(written)
+        self.drop_remainders(written, compare=compare)
         try:
             yield
         finally:

@@ -68,6 +68,11 @@ class StoreOptions:
             buffers=self.buffers,
         )
 
+    def written_bytes(self, layout: PageLayout) -> int:
+        """Return the bytes that a step writes of a page; a commit may add parameters to them."""
+        sections = layout.sections if self.commit_every == 1 else layout.readable
+        return sum(section.extent.nbytes for section in sections)
+
     @property
     def slots(self) -> int:
         """Number of files of each page."""
@@ -116,7 +121,8 @@ class Footprint:
     @property
     def step_written_bytes(self) -> int:
         """Bytes that a step writes to the disk if no commit is due."""
-        return sum(layout.nbytes for layout, tier in self.pages if tier is Tier.NVME)
+        written_bytes = self.options.written_bytes
+        return sum(written_bytes(layout) for layout, tier in self.pages if tier is Tier.NVME)
 
     @property
     def commit_written_bytes(self) -> int:

@@ -41,11 +41,17 @@ class PageWork:
     """Seconds of the network to send parameters to the replicas."""
     rests: bool = False
     """True for a page that stays in memory: it needs no buffer and is written for commits only."""
+    added_bytes: int = 0
+    """Bytes that a commit adds to what was written: values of parameters that no step writes."""
+    add_s: float = 0.0
+    """Seconds of the thread to copy them from the GPU."""
+    added_seal_s: float = 0.0
+    """Seconds of another thread for their checksums."""
 
     @property
     def needs_buffer(self) -> bool:
         """True if the page passes through the pool."""
-        return self.write_bytes > 0 and not self.rests
+        return self.write_bytes + self.added_bytes > 0 and not self.rests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +336,21 @@ class _Rank:
         self.sealed = ready = self.span("seal", page, max(ready, self.sealed), work.seal_s)
         self.writing[page] = self.disk.start("write", page, work.write_bytes, ready)
 
+    def add_parameters(self) -> None:
+        """As ``Pager._add_parameters()`` of all pages, at a commit."""
+        for page, work in enumerate(self.work.pages):
+            if not work.added_bytes:
+                continue
+            if page in self.writing:
+                self.finish_write(page)
+            while work.needs_buffer and not self.buffers:
+                self.finish_write(next(iter(self.writing)))
+            self.buffers -= work.needs_buffer
+            self.now = self.span("copy out", page, self.now, work.add_s)
+            ready = max(self.now, self.sealed)
+            self.sealed = ready = self.span("seal", page, ready, work.added_seal_s)
+            self.writing[page] = self.disk.start("write", page, work.added_bytes, ready)
+
     def sweep(
         self, ahead: deque[int], waiting: deque[int], meets: Sequence[_Meets], *, commits: bool
     ) -> _Meeting:
@@ -394,6 +415,7 @@ class _Rank:
             commits = times.commit_every is not None and step % times.commit_every == 0
             yield from self.sweep(ahead, waiting, meets, commits=commits)
             if commits:
+                self.add_parameters()
                 self.committed = list(self.writing.values())
             self.found.append((started, self.now, self.stall_s - stalled))
         self.finish_commit()

@@ -232,6 +232,8 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         tier = next(tiers) if layout.nbytes else Tier.HOST
         readable = sum(section.extent.nbytes for section in layout.readable)
         read_bytes = readable if tier is Tier.NVME else 0
+        written_bytes = footprint.options.written_bytes(layout)
+        added_bytes = layout.nbytes - written_bytes
         is_copied = on_gpu and tier is not Tier.DEVICE
         leaves = on_gpu and bool(layout.nbytes)
         exchange_s = max(sent, received) / rates.network
@@ -241,15 +243,18 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         pages.append(
             PageWork(
                 read_bytes=read_bytes,
-                write_bytes=layout.nbytes,
+                write_bytes=written_bytes,
                 compute_s=rates.seconds(works, ranks.optimizer) + sends_s,
                 check_s=read_bytes / rates.checksum,
-                seal_s=layout.nbytes / rates.checksum,
+                seal_s=written_bytes / rates.checksum,
                 copy_in_s=layout.nbytes / rates.to_device if is_copied else 0.0,
                 copy_out_s=layout.nbytes / rates.from_device if leaves else 0.0,
                 exchange_s=exchange_s,
                 spread_s=spread_s,
                 rests=tier is not Tier.NVME,
+                added_bytes=added_bytes,
+                add_s=added_bytes / rates.from_device if on_gpu else 0.0,
+                added_seal_s=added_bytes / rates.checksum,
             )
         )
     return RankWork(

@@ -1,0 +1,245 @@
+"""Values of parameters that no step reads are written for commits only, unless each step is one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests.support.encoded_training import (
+    ADAMW,
+    SHAPES,
+    gradient,
+    groups_of,
+    parameters_of,
+    train,
+)
+from tests.support.independent_reader import read_run
+
+# Few buffers, and no page rests in memory unless it is moved there.
+SMALL: dict[str, Any] = {"host_memory": "4MiB", "buffers": 4, "page_bytes": 16384}
+
+
+def optimizer_of(parameters: dict[str, torch.nn.Parameter], **options: Any) -> muon.Muon:
+    # Some CPUs have no instructions for bfloat16.
+    return muon.Muon(groups_of(parameters), ns_dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master", "each_step", "at_commits"),
+    [
+        (torch.bfloat16, "remainder", 2 + 2, 2),
+        (torch.bfloat16, "24bit", 1 + 2, 2),
+        (torch.bfloat16, None, 4 + 2, 0),
+        (torch.float32, None, 4, 4),
+    ],
+    ids=str,
+)
+def test_steps_write_the_ideal_bytes(
+    tmp_path: Path, dtype: torch.dtype, master: str | None, each_step: int, at_commits: int
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1024, 1024, dtype=dtype))
+    with tierstore.TierStore(tmp_path, host_memory="32MiB", buffers=2, commit_every=4) as store:
+        optimizer = muon.Muon([("w", parameter)], store=store, master=master, ns_steps=0)
+        parameter.grad = torch.ones_like(parameter)
+        written, read = [], []
+        for step in range(1, 10):
+            before = store.stats()
+            optimizer.step()
+            store.commit()
+            if step == 9:  # Not due.
+                store.synchronize()
+            after = store.stats()
+            written.append(after.bytes_written - before.bytes_written)
+            read.append(after.bytes_read - before.bytes_read)
+    numel = parameter.numel()
+    expected = [each_step + (at_commits if step in (4, 8, 9) else 0) for step in range(1, 10)]
+    assert [found / numel for found in written] == pytest.approx(expected, rel=0.005)
+    assert [found / numel for found in read[1:]] == pytest.approx([each_step] * 8, rel=0.005)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "host", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("commit_every", [3, None])
+def test_every_commit_has_the_parameters(
+    tmp_path: Path, dtype: torch.dtype, commit_every: int | None, tier: str
+) -> None:
+    """Commits that are not due, too, and of parameters without a gradient in the last steps."""
+    options = {} if dtype == torch.float32 else {"master": "remainder"}
+    expected = parameters_of(dtype)
+    reference = optimizer_of(expected, **options)
+
+    def do(step: int, parameters: dict[str, Any], optimizer: muon.Muon) -> None:
+        has_all = step % 3 == 0
+        for name, parameter in parameters.items():
+            value = gradient(name, step, parameter).to(parameter.dtype)
+            parameter.grad = value if has_all or name not in ADAMW else None
+        optimizer.step()
+
+    for begin, end in ((0, 1), (1, 3), (3, 7), (7, 8)):
+        parameters = parameters_of(dtype)
+        with tierstore.TierStore(
+            tmp_path, commit_every=commit_every, resume=True, **SMALL
+        ) as store:
+            optimizer = optimizer_of(parameters, store=store, **options)
+            assert optimizer.restore() == begin
+            for step in range(begin, end):
+                if tier != "nvme" and (tier == "host" or step % 2):
+                    store.move("host" if step % 4 < 3 else "nvme")
+                do(step, parameters, optimizer)
+                do(step, expected, reference)
+                store.prefetch()
+            store.synchronize()
+            content = read_run(tmp_path)
+        wanted = reference.store.read_states()
+        for name, parameter in parameters.items():
+            assert torch.equal(parameter, expected[name]), name
+            if dtype == torch.float32:
+                wanted[name]["master"] = parameter
+            for state, tensor in wanted[name].items():
+                value = tensor.detach().float().numpy()
+                assert np.array_equal(content.states[name][state], value), (name, state)
+
+
+def test_a_change_between_commits_is_one_in_every_tier(tmp_path: Path) -> None:
+    """All remainders of the parameter are cleared: no page need have its former values."""
+    found = []
+    for place in ("memory", "nvme", "host", "moved", "committed"):
+        parameters = parameters_of()
+        path = None if place == "memory" else tmp_path / place
+        with tierstore.TierStore(path, commit_every=4, page_bytes=16384) as store:
+            optimizer = optimizer_of(parameters, store=store, master="remainder")
+            train(parameters, optimizer, range(1))
+            if place != "memory":
+                store.move("host" if place == "host" else "nvme")
+            train(parameters, optimizer, range(1, 2))
+            with torch.no_grad():
+                parameters["wide"][3, 5] += 1
+            if place == "moved":
+                store.move("host")
+            if place == "committed":
+                store.synchronize()
+            read = store.read_states()
+            assert torch.equal(read["wide"]["master"], parameters["wide"].detach().float())
+            for group in optimizer.param_groups:
+                group.update(lr=0.0)
+            for parameter in parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
+                optimizer.step()
+            found.append(store.read_states())
+    for states in found[1:]:
+        for name in SHAPES:
+            for state, tensor in found[0][name].items():
+                assert torch.equal(states[name][state], tensor), (name, state)
+
+
+@pytest.mark.parametrize("master", ["remainder", "24bit"])
+def test_a_commit_has_a_parameter_as_it_is_then(tmp_path: Path, master: str) -> None:
+    """In all pages of it, in whatever tier they are, and without the remainders of other values."""
+    parameters = parameters_of()
+    with tierstore.TierStore(
+        tmp_path, commit_every=4, host_memory="320KiB", page_bytes=16384
+    ) as store:
+        optimizer = optimizer_of(parameters, store=store, master=master)
+        train(parameters, optimizer, range(2))
+        assert set(store.stats().pages_in) == {"host", "nvme"}
+        with torch.no_grad():
+            parameters["wide"].fill_(0.1)
+            parameters["embedding"].fill_(-3.0)
+        store.synchronize()
+        content = read_run(tmp_path)
+    for name in ("wide", "embedding"):
+        wanted = parameters[name].detach().float().numpy()
+        assert np.array_equal(content.states[name]["master"], wanted)
+
+
+@pytest.mark.parametrize("commit_every", [4, None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameter: setattr(parameter, "data", parameter.data.double()),
+        lambda parameter: setattr(parameter, "data", torch.empty(0, dtype=parameter.dtype)),
+        lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 7.0)),
+    ],
+    ids=["converted", "freed", "replaced"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_parameter_that_is_converted_before_the_commit(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    change: Callable[[torch.nn.Parameter], None],
+    commit_every: int | None,
+) -> None:
+    """The commit has what the step left."""
+    options = {} if dtype == torch.float32 else {"master": "remainder"}
+    expected, parameters = parameters_of(dtype), parameters_of(dtype)
+    reference = optimizer_of(expected, **options)
+    train(expected, reference, range(2))
+    with tierstore.TierStore(tmp_path, commit_every=commit_every, **SMALL) as store:
+        optimizer = optimizer_of(parameters, store=store, **options)
+        train(parameters, optimizer, range(2))
+        for parameter in parameters.values():
+            change(parameter)
+    content = read_run(tmp_path)
+    states = reference.store.read_states()
+    assert content.step == 2
+    for name, parameter in expected.items():
+        wanted = states[name].get("master", parameter).detach().numpy()
+        assert np.array_equal(content.states[name]["master"], wanted)
+
+
+def test_parameters_without_any_state(tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(64, 48)) for _ in range(3)]
+    specs = [
+        tierstore.PagedParameter(name=f"p{i}", tensor=parameter, states={})
+        for i, parameter in enumerate(parameters)
+    ]
+    with tierstore.TierStore(tmp_path, commit_every=3, **SMALL) as store:
+        store.attach([tierstore.PagedGroup(parameters=specs, hyperparameters={})])
+        for step in range(4):
+            for parameter in parameters:
+                parameter.grad = torch.randn(64, 48)
+            with store.sweep() as pages:
+                for page in pages:
+                    for shard in page.shards:
+                        for chunk in shard.chunks:
+                            chunk.master -= chunk.grad
+            store.commit()
+            if step in (0, 2):
+                store.move("host" if step else "nvme")
+    content = read_run(tmp_path)
+    for i, parameter in enumerate(parameters):
+        assert np.array_equal(content.states[f"p{i}"]["master"], parameter.detach().numpy())
+
+
+def test_a_state_dict_of_before_the_commit_stays(tmp_path: Path) -> None:
+    parameters = parameters_of(torch.float32)
+    with tierstore.TierStore(tmp_path, commit_every=3, **SMALL) as store:
+        optimizer = optimizer_of(parameters, store=store)
+        train(parameters, optimizer, range(2))
+        states = store.read_states()
+        wanted = {name: {s: t.clone() for s, t in of.items()} for name, of in states.items()}
+        store.synchronize()
+        train(parameters, optimizer, range(2, 6))
+    for name, of_name in states.items():
+        for state, tensor in of_name.items():
+            assert torch.equal(tensor, wanted[name][state])
+
+
+def test_steps_alone_clear_no_remainder(tmp_path: Path) -> None:
+    expected, parameters = parameters_of(), parameters_of()
+    with tierstore.TierStore(tmp_path, commit_every=4, **SMALL) as store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(expected, optimizer_of(expected, master="remainder"), range(9))
+        optimizer = optimizer_of(parameters, store=store, master="remainder")
+        train(parameters, optimizer, range(9))
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name])
