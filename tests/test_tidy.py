@@ -26,7 +26,7 @@ LEVELS = (
     "paging inspection",
     "checkpoint probe",
     "convert plan store",
-    "cli",
+    "cli integrations",
     "__main__",
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
@@ -97,8 +97,9 @@ def level_complaints(name: str, source: str, exceptions: set[tuple[str, str]]) -
 
 
 def user_complaints(source: str, public: set[str]) -> list[str]:
-    """Return the uses of tierstore that are not public names of its top level."""
+    """Return the uses of tierstore that are not public names of its top level or integrations."""
     used = [name for name in imported_names(source) if name.startswith("tierstore.")]
+    used = [name for name in used if not name.startswith("tierstore.integrations.")]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used.append(f"{node.value.id}.{node.attr}")

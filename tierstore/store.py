@@ -586,7 +586,7 @@ class TierStore:
 
     @property
     def extra(self) -> Any:
-        """The extra of the commit that restore() went back to."""
+        """The extra of the commit that the run was opened with, or that was restored."""
         return self._committer.extra
 
     @not_compiled

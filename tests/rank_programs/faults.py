@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,10 +77,22 @@ def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Fa
                     store.synchronize()
                     here.test.send(Durable(step))
     except tierstore.PeerFailed as error:
-        return Failure(error.rank, error.reason, time.monotonic())
+        return Failure(_absent(error.reason, error.rank), error.reason, time.monotonic())
+    except tierstore.RollCallError as error:
+        return Failure(_absent(str(error), here.rank), str(error), time.monotonic())
     except (tierstore.StorageError, tierstore.StoreFailedError) as error:
         return Failure(here.rank, str(error), time.monotonic())
     raise AssertionError("nothing went wrong")
+
+
+def _absent(reason: str, rank: int) -> int:
+    """Return the rank that a refused commit waited for; ``rank`` for another error.
+
+    A rank may be stuck between a step and its commit. The others do not wait for it there, and one
+    of them may have ended when the last one comes.
+    """
+    found = re.match(r"rank (\d+) did not call commit\(\) within ", reason)
+    return rank if found is None else int(found[1])
 
 
 @dataclass(frozen=True, slots=True)

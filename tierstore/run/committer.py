@@ -101,7 +101,8 @@ class Progress:
         self.scalars: dict[str, dict[str, float]] = {}
         """Parameter name -> scalar name -> value."""
         self.extra: Any = None
-        """The value that was given to the commit that was restored."""
+        """The value that was given to the commit that the run was opened with, or that was
+        restored."""
         self.changed = False
         """True if pages were changed since the last commit was begun."""
         self.groups_written = 0
@@ -205,6 +206,7 @@ class Committer(Progress):
         """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
         self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
         self.committed = self._begun = manifest
+        self.extra = None if manifest is None else tagged_json.decode(manifest.extra)
         self._needed = {} if manifest is None else manifest.entries
         self._durable_layout = ""  # Digest of the layout that this attempt has written.
         self._files_written: set[str] = set()
@@ -234,7 +236,6 @@ class Committer(Progress):
             [[former[parameter.name] for parameter in group.parameters] for group in groups],
         )
         self.scalars = {name: scalars[former[name]] for name in names if former[name] in scalars}
-        self.extra = tagged_json.decode(manifest.extra)
         self.step = manifest.step
         self.groups_written = len(groups)
         self._note_begun()

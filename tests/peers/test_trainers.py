@@ -1,0 +1,163 @@
+"""Loops of other libraries: killed at random moments and resumed, they end in the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+STEPS = 12
+SIZES = ("--steps", str(STEPS), "--width", "32", "--batch", "2")
+
+
+def command(example: str, directory: Path, ranks: int) -> list[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*launcher, str(EXAMPLES / example), str(directory), *SIZES]
+
+
+def finish(example: str, directory: Path, ranks: int) -> tuple[int, str]:
+    """Run an example to its end: the step that it began after, and the digest of its parameters."""
+    done = subprocess.run(command(example, directory, ranks), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    began = re.search(r"^starts after step (\d+)$", done.stdout, re.MULTILINE)
+    digest = re.search(r"^parameters sha256 ([0-9a-f]{64})$", done.stdout, re.MULTILINE)
+    assert began is not None
+    assert digest is not None, done.stdout
+    return int(began[1]), digest[1]
+
+
+def begin_and_kill(example: str, directory: Path, ranks: int, draw: random.Random) -> None:
+    """Run an example, and kill all of its processes at some moment of its steps."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(
+        command(example, directory, ranks), text=True, start_new_session=True, **options
+    ) as process:
+        assert process.stdout is not None
+        logged = 0
+        for line in process.stdout:
+            logged += "loss" in line
+            if logged == 4:
+                time.sleep(0.5 * draw.random())
+                break
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("example", ["huggingface_trainer.py"])
+def test_killed_and_resumed(example: str, ranks: int, tmp_path: Path) -> None:
+    draw = random.Random(ranks)
+    began, expected = finish(example, tmp_path / "whole", ranks)
+    assert began == 0
+    # A run that is done has nothing left to do, and ends in the same bits.
+    assert finish(example, tmp_path / "whole", ranks) == (STEPS, expected)
+    begin_and_kill(example, tmp_path / "killed", ranks, draw)
+    begin_and_kill(example, tmp_path / "killed", ranks, draw)
+    began, found = finish(example, tmp_path / "killed", ranks)
+    assert 0 < began <= STEPS
+    assert found == expected
+
+
+def trainer_of(directory: Path, store: tierstore.TierStore, **options: Any) -> Any:
+    """Return a MuonTrainer of a tiny model, for three steps."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    from muon.integrations.huggingface import MuonTrainer
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    )
+    rows = torch.randint(32, (16, 8), generator=torch.Generator().manual_seed(1))
+    arguments = {"max_steps": 3, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+    return MuonTrainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(directory), **arguments),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        store=store,
+        muon_options={"ns_dtype": torch.float32},
+        **options,
+    )
+
+
+def test_a_trainer_begins_nowhere_else_than_the_store(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "run") as store:
+        trainer = trainer_of(tmp_path, store)
+        with pytest.raises(ValueError, match=r"'elsewhere' is not where the store continues, .* 0"):
+            trainer.train(resume_from_checkpoint="elsewhere")
+        trainer.train(resume_from_checkpoint=True)
+        assert store.committed_step == 3
+        trainer.args.max_steps = 5  # The same trainer goes on.
+        trainer.train()
+        assert trainer.state.global_step == store.step == 5
+
+
+def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "run") as store:
+        model = trainer_of(tmp_path, store).model
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        store.commit(extra={"own": 1})
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        with pytest.raises(ValueError, match="step 1 of the store was not committed by a Trainer"):
+            trainer_of(tmp_path, store).train()
+        assert store.committed_step == 1
+
+
+def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
+    """One whose states are on a store, and that has no restore() of its own."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from tierstore.integrations.huggingface import StoreTrainer
+
+    class OwnTrainer(StoreTrainer, Seq2SeqTrainer):
+        pass
+
+    sys.path.insert(0, str(EXAMPLES))
+    from lion import Lion
+
+    class OwnLion(Lion):
+        def step(self, closure: None = None) -> None:
+            super().step()
+
+    def train(directory: Path, steps: int) -> dict[str, torch.Tensor]:
+        with tierstore.TierStore(directory / "run", resume=True) as store:
+            made = trainer_of(directory, store)
+            arguments = {"max_steps": steps, "save_strategy": "no", "report_to": "none"}
+            trainer = OwnTrainer(
+                model=made.model,
+                args=Seq2SeqTrainingArguments(
+                    output_dir=str(directory),
+                    use_cpu=True,
+                    lr_scheduler_type="constant",
+                    **arguments,
+                ),
+                train_dataset=made.train_dataset,
+                store=store,
+                optimizers=(OwnLion(made.model.named_parameters(), store), None),
+            )
+            trainer.train()
+            assert store.step == steps
+            return {name: value.clone() for name, value in made.model.state_dict().items()}
+
+    expected = train(tmp_path / "whole", 5)
+    train(tmp_path / "resumed", 3)
+    found = train(tmp_path / "resumed", 5)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

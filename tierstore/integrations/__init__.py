@@ -1,0 +1,1 @@
+"""Stores in the training loops of other libraries: one module for each of them."""
