@@ -175,7 +175,7 @@ class TierStore:
                 )
 
             storage = together(ranks, "open the run directory", open_storage)
-            self._committer: Progress = Progress(commit_every=commit_every)
+            self._committer: Progress = Progress()
             awaits_restore = self._resharded is not None
             run_id = ""
             if storage is not None:
@@ -594,7 +594,8 @@ class TierStore:
         """Make the last step durable in the background, so that a restart finds it.
 
         Copies hyperparameters and ``extra`` now; parameters and states are as the step left them.
-        With ``commit_every`` other than 1 a parameter may have later changes, too.
+        With ``commit_every`` other than 1 float32 parameters, which only commits write, are as they
+        are now: they are copied to page buffers, which may wait for earlier writes.
         With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
         commits it with ``extra``.
 
@@ -604,7 +605,8 @@ class TierStore:
 
         Raises:
             TypeError, ValueError: ``extra`` cannot be stored, or is too large; the message names
-                the value. Or a tensor of show_states() was changed in place.
+                the value. Or a tensor of show_states() was changed in place; or the memory of a
+                parameter was freed, and the store has failed.
             StorageError: an earlier commit or write failed.
         """
         self._usability.require_restored()
@@ -880,7 +882,7 @@ class TierStore:
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):
-            writes = table.write_changed()
+            writes = self._pager.write_changed(table.pages)
         layout = committer.layout(table.layout_groups, table.layouts)
         pages = {page.index: page.entry for page in table.pages}
         manifest = committer.manifest(layout, table.groups, pages)

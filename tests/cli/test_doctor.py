@@ -66,24 +66,51 @@ def test_a_directory_that_nobody_can_write_to(tmp_path: Path) -> None:
     assert "/proc cannot be used" in found[-1]["text"]
 
 
-def test_another_package_that_has_a_module_muon(tmp_path: Path) -> None:
-    metadata = tmp_path / "muon_optimizer-1.0.dist-info"
+def metadata_of_another_muon(directory: Path) -> None:
+    metadata = directory / "muon_optimizer-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: muon-optimizer\n")
     (metadata / "top_level.txt").write_text("muon\n")
+
+
+def test_another_package_that_has_a_module_muon(tmp_path: Path) -> None:
+    metadata_of_another_muon(tmp_path)
     code, found = findings(path_entry=tmp_path)
-    assert code == 1
-    bad = next(one for one in found if one["health"] == "bad")
-    assert " of muon-optimizer, and not the optimizer of tierstore" in bad["text"]
-    assert bad["remedy"].startswith("pip uninstall muon-optimizer, then pip install ")
+    assert code == 0
+    slow = next(one for one in found if "muon-optimizer" in one["text"])
+    assert slow["health"] == "slow"
+    assert slow["remedy"].startswith("pip uninstall muon-optimizer, then pip install ")
 
 
+@pytest.mark.parametrize("has_metadata", [False, True])
 def test_a_module_muon_that_hides_the_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_metadata: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if has_metadata:
+        metadata_of_another_muon(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
     other = spec_from_file_location("muon", tmp_path / "muon.py")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: other)
     code, out, _ = call("doctor")
     assert code == 1
-    assert f"bad  packages: `import muon` finds {tmp_path / 'muon.py'}, and not the opt" in out
-    assert "to do: pip uninstall muon, then" in out
+    owner = " of muon-optimizer" if has_metadata else ""
+    assert f"bad  packages: `import muon` finds {tmp_path / 'muon.py'}{owner}, and not the" in out
+    assert ("to do: pip uninstall muon-opt" if has_metadata else "to do: rename that file") in out
+
+
+def test_a_path_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    code, out, _ = call("doctor", tmp_path / ("a" * 300), tmp_path)
+    assert code == 1
+    assert "File name too long" in out
+    assert f"{tmp_path}: engine " in out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whom no limit of locked memory binds")
+def test_a_limit_of_locked_memory_within_a_namespace_of_users(tmp_path: Path) -> None:
+    program = f"ulimit -l 64; exec {sys.executable} -m tierstore doctor"
+    done = subprocess.run(
+        ["unshare", "-Ur", "bash", "-c", program], capture_output=True, text=True, check=False
+    )
+    if "unshare" in done.stderr:
+        pytest.skip("this system has no namespaces of users")
+    assert "slow  locked memory: this user may lock 64.0 KiB" in done.stdout

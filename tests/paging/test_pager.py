@@ -62,9 +62,11 @@ def test_results_and_resumed_state_are_the_same_in_every_tier(
 
 
 def test_bytes_shrink_with_what_rests_in_memory(tmp_path: Path) -> None:
-    """A fraction c in memory saves c of the reads, and c (1 - 1/N) of the writes."""
+    """A fraction c in memory saves c of the reads, and c (1 - 1/N) of the writes.
+
+    Of bfloat16 parameters: the values of float32 parameters are written for commits from all pages.
+    """
     every = 4
-    # Of a dtype whose values are in no page: commits alone write those.
     parameters = [torch.nn.Parameter(torch.randn(64, 256).bfloat16()) for _ in range(12)]
     counts = {}
     for name, host_memory in {"none": 0, "half": 9 * 2**17, "all": 2**24}.items():
@@ -316,6 +318,18 @@ def test_prefetched_pages_are_not_read_again() -> None:
     assert toy.store.stats().bytes_read - before == 2 * first
     toy.assert_at(3)
     toy.store.close()
+
+
+def test_a_commit_keeps_pages_that_were_prefetched() -> None:
+    toy, _ = begun_run(buffers=2)
+    read = []
+    for _ in range(4):
+        before = toy.store.stats().bytes_read
+        toy.store.prefetch()
+        toy.step()  # Begins to commit the step before.
+        read.append(toy.store.stats().bytes_read - before)
+    toy.store.close()
+    assert len(set(read)) == 1
 
 
 @pytest.mark.parametrize("call", ["read_states", "write_states", "restore", "move", "other step"])

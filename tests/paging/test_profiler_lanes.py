@@ -30,6 +30,7 @@ def test_a_profile_shows_transfers_beside_the_step(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path / "run", page_bytes=65536, buffers=2) as store:
         optimizer = muon.Muon(groups, store=store)
         optimizer.step()
+        store.synchronize()  # Or writes of this step begin within the profile.
         every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with profile(
             activities=[ProfilerActivity.CPU], experimental_config=every_thread

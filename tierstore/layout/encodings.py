@@ -177,19 +177,15 @@ class SplitMaster(EncodedState):
         self._remainder.masked_fill_(self._parameter != parameter, 0)
         self._parameter.copy_(parameter)
 
-    def drop_remainders(self, before: torch.Tensor | None) -> torch.Tensor:
+    def drop_remainders(self, before: torch.Tensor) -> torch.Tensor:
         """Let the parameter be the master where it was changed.
 
         Args:
-            before: bfloat16, the parameter as the remainder belongs to it. None: not known, all
-                elements count as changed.
+            before: bfloat16, the parameter as the remainder belongs to it.
 
         Returns:
             Bool of shape (): whether any element was changed.
         """
-        if before is None:
-            self._remainder.zero_()
-            return torch.ones((), dtype=torch.bool, device=self._remainder.device)
         changed = self._parameter.view(torch.int16) != before.view(torch.int16)
         self._remainder.masked_fill_(changed, 0)
         return changed.any()

@@ -137,6 +137,16 @@ class PageLayout:
         """The other sections: the values of parameters that are their own master, or part of it."""
         return [section for section in self.sections if section.write_only]
 
+    @property
+    def may_lack_parameters(self) -> bool:
+        """True if no step needs the values of parameters that the page has.
+
+        A parameter with an encoded master that a program writes to is compared with them.
+        """
+        shards = self.subgroup.shards
+        is_encoded = any(shard.parameter.encoding(MASTER) is not None for shard in shards)
+        return bool(self.write_only) and not is_encoded
+
     def sections_of(self, state: str) -> list[Section]:
         """Return the sections that hold records of one state."""
         return [section for section in self.sections if section.state == state]

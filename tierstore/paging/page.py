@@ -108,15 +108,13 @@ class Page:
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
     written: frozenset[str] = frozenset()
-    """Parameters of ``versions`` that a program has written to since."""
-    compares: bool = True
-    """True if every step writes the values of parameters, so that a step can compare those that a
-    program has written to. Else commits alone write values."""
+    """Parameters of ``versions`` that a program has written to since. A step then reads the values
+    that the page has of them, too."""
     lacks_parameters: bool = False
     """True if the file lacks the values of parameters, which no step reads. No commit has it so."""
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name -> this rank's tensor of each parameter as the step left it, if the file lacks values: a
-    program may convert or free parameters before the commit."""
+    program may convert parameters before the commit."""
 
     @property
     def is_empty(self) -> bool:
@@ -191,8 +189,7 @@ class Page:
 
     def sections_for(self, needed: Needed) -> list[Section]:
         """Return the sections to read. A page that stays in memory is read in full, once."""
-        compares = needed is Needed.STEP and self.written and self.compares
-        if self.tier is not Tier.NVME or compares:
+        if self.tier is not Tier.NVME or (needed is Needed.STEP and self.written):
             return self.filled
         if needed is Needed.STEP:
             return self.layout.readable
@@ -274,17 +271,37 @@ class PageFiles:
         entry = PageEntry(slot=slot, step=step, checksums=checksums)
         return self._write(page, entry, page.filled)
 
-    def add_parameters(self, page: Page) -> PageWrite:
-        """Start to write the values of parameters that a page's file lacks."""
+    def add_parameters(self, page: Page, before: PageWrite | None) -> PageWrite:
+        """Start to write the values of parameters that a page's file lacks.
+
+        Args:
+            page: the page.
+            before: the write of its other sections, if that is in flight.
+
+        Returns:
+            Both writes.
+        """
         assert page.buffer is not None
-        assert page.entry is not None
+        if page.copy is not None:  # Of the whole page.
+            page.copy.wait()
+        # Other bytes of the buffer than those that may be written from it now.
         page.view_of_buffer(page.left_source).read_parameters()
         page.layout.stamp(page.buffer.tensor, page.layout.write_only)
-        return self._write(page, page.entry, page.layout.write_only)
+        if before is None:
+            assert page.entry is not None
+            return self._write(page, page.entry, page.layout.write_only)
+        self.bytes_written += _nbytes(page.layout.write_only)
+        return PageWrite(self._out.submit(self._start_added, page, before))
 
     def _write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> PageWrite:
-        self.bytes_written += sum(section.extent.nbytes for section in sections)
+        self.bytes_written += _nbytes(sections)
         return PageWrite(self._out.submit(self._start_write, page, entry, sections))
+
+    def _start_added(self, page: Page, before: PageWrite) -> _Started:
+        """Start to write values of parameters behind the other sections; on a thread."""
+        entry, others = before.started()
+        entry, transfers = self._start_write(page, entry, page.layout.write_only)
+        return entry, [*others, *transfers]
 
     def map(self, page: Page) -> memoryview | None:
         """Return the page's file as private memory; None if the page is newer than its file.
@@ -428,6 +445,10 @@ def _views(layout: PageLayout, memory: Buffer | DeviceBuffer | None) -> Sequence
         with torch.inference_mode(False):  # A later step may change them outside of it.
             memory.viewed = layout, layout.views(memory.tensor)
     return memory.viewed[1]
+
+
+def _nbytes(sections: Sequence[Section]) -> int:
+    return sum(section.extent.nbytes for section in sections)
 
 
 def _merged(sections: Sequence[Section]) -> list[Extent]:

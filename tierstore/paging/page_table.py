@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from tierstore.layout.written import written_subgroups
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
-from tierstore.paging.page import Content, Needed, Page
+from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
 from tierstore.paging.tier_plan import (
@@ -42,7 +41,6 @@ from tierstore.run.commit import Commit
 from tierstore.run.committer import Progress, encode_hyperparameters
 from tierstore.run.page_files import names_now, specs_of
 from tierstore.run.usability import Usability
-from tierstore.storage.base import Transfer
 from tierstore.units import SECTOR_BYTES, align_up
 
 Follow = Callable[[], str | None]
@@ -248,25 +246,6 @@ class PageTable:
         self.replication.finish()
         self._values_may_differ = False
 
-    def write_changed(self) -> list[Transfer]:
-        """Start to write all that is newer than the files of pages, for a commit.
-
-        Returns:
-            The writes in flight. The entries of their pages are set.
-        """
-        pages = self.pages
-        lacking = [page for page in pages if page.lacks_parameters]
-        for page in lacking:
-            page.look_for_writes()
-        # The remainders in these pages belong to other values than those to be written. The next
-        # step drops them, too, and warns.
-        written = [page for page in lacking if page.written]
-        with contextlib.closing(self.pager.stream(written, Needed.STEP)) as stream:
-            for page in stream:
-                page.view(page.left_source).drop_remainders(page.written, compare=False)
-                self.pager.swap_out(page)
-        return self.pager.write_changed(pages)
-
     def move(self, tier: Tier) -> None:
         """Move all pages to one tier, to stay there. All ranks call this.
 
@@ -365,8 +344,7 @@ class PageTable:
         for number, layout, shared in found.pages:
             source = Source(shared.places(self.ranks.rank))
             parameters = {shard.spec.name: members[shard.spec.name] for shard in shared.shards}
-            compares = self.committer.compares_parameters
-            page = Page(number, layout, shared, parameters, source, compares=compares)
+            page = Page(number, layout, shared, parameters, source)
             new_pages.append(page)
             if page.is_empty:
                 page.content = Content.LOADED  # Nothing is to be made or read.

@@ -239,12 +239,16 @@ class Pager:
             self._drop(dict.fromkeys([*held, *ahead, *self._early]))
             self._early.clear()
 
+    def leaves_out_parameters(self, page: Page) -> bool:
+        """Return whether steps leave the values of a page's parameters to commits."""
+        return self._committer.adds_parameters and page.layout.may_lack_parameters
+
     def swap_out(self, page: Page) -> None:
         """Give back a held page that was changed.
 
         A page that stays in memory is written for commits only: now, if the next commit is due.
         """
-        page.lacks_parameters = self._committer.adds_parameters and bool(page.layout.write_only)
+        page.lacks_parameters = self.leaves_out_parameters(page)
         if page.is_empty:
             self._rest(page)
         elif page.tier is Tier.NVME or self._committer.is_due:
@@ -273,14 +277,13 @@ class Pager:
             The writes in flight, earlier ones included. The entries of their pages are set.
         """
         pages = list(pages)
+        if any(page.lacks_parameters for page in pages):
+            self.drop_early()  # Their buffers are needed, and some may be of these pages.
         for page in pages:
             if page.content is Content.CHANGED:
                 self._write(page)
-        lacking = [page for page in pages if page.lacks_parameters]
-        if lacking:
-            self.drop_early()  # Their buffers are needed, and some may be of these pages.
-        for page in lacking:
-            self._add_parameters(page)
+            if page.lacks_parameters:
+                self._add_parameters(page)
         for page, write in self._writing.items():
             page.entry, _ = write.started()
         return list(self._writing.values())
@@ -466,10 +469,8 @@ class Pager:
 
         The file is that of the last step, which no commit needs, so no slot is claimed for it.
         """
-        if page in self._writing:
-            self._finish_write(page)
         self._provide_buffer(page)
-        self._writing[page] = self.files.add_parameters(page)
+        self._writing[page] = self.files.add_parameters(page, self._writing.get(page))
         page.motion = Motion.WRITING
         page.left, page.lacks_parameters = {}, False
 

@@ -127,7 +127,7 @@ class Sweep:
                 next(stream)
                 source = next(sources)
                 view = page.view(source, self._present)
-                view.adopt_parameters(page.written, compare=page.compares)
+                view.adopt_parameters(page.written)
                 self._phase = Phase.STEPPING
                 if self._has_gradient(page):
                     yield view
@@ -144,7 +144,7 @@ class Sweep:
         has_gradient = self._has_gradient(page)
         view.write_read_masters()
         self.changed += view.changed.items()
-        if page.compares:
+        if not self._table.pager.leaves_out_parameters(page):
             view.read_parameters()
         if has_gradient:
             self._table.replication.begin(page, source, self._present)

@@ -65,6 +65,9 @@ class LeftSource(Source):
     Args:
         local_chunks: as of Source.
         left: parameter name -> this rank's tensor.
+
+    Raises:
+        ValueError: by values(), the memory of a parameter was freed.
     """
 
     def __init__(
@@ -75,7 +78,14 @@ class LeftSource(Source):
 
     @override
     def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
-        return self.local_chunk(parameter.name, chunk).select(self._left[parameter.name])
+        tensor = self._left[parameter.name]
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"the memory of parameter {parameter.name!r} was freed before its last step was "
+                "committed, which cannot be done any more: call synchronize() before you free "
+                "parameters. The commit before it can be restored"
+            )
+        return self.local_chunk(parameter.name, chunk).select(tensor)
 
 
 class RoundedMaster(EncodedState):
@@ -288,7 +298,7 @@ class PageView:
             else:
                 master.copy_(chunk.values)
 
-    def adopt_parameters(self, written: Collection[str], *, compare: bool) -> None:
+    def adopt_parameters(self, written: Collection[str]) -> None:
         """Copy parameters to masters that no step compares with them; see ``changed``.
 
         A parameter of low precision is its master, rounded. Elements that differ from it were
@@ -297,8 +307,7 @@ class PageView:
 
         Args:
             written: names of parameters with encoded masters that were written to since the page
-                had their values.
-            compare: whether the page has those values; else all elements count as changed.
+                had their values, which were read.
         """
         for shard in self.shards:
             if shard.has_gradient:
@@ -307,23 +316,22 @@ class PageView:
                 if isinstance(parts := chunk.master_parts, RoundedMaster):
                     parts.read()
         if written:
-            self.drop_remainders(written, compare=compare)
+            self.drop_remainders(written)
 
-    def drop_remainders(self, written: Collection[str], *, compare: bool) -> None:
+    def drop_remainders(self, written: Collection[str]) -> None:
         """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
         for spec, record, chunk in self._records():
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
-                before = record.master if compare else None
-                _note(self.changed, spec.name, master.drop_remainders(before))
+                _note(self.changed, spec.name, master.drop_remainders(record.master))
 
     @contextlib.contextmanager
-    def adopting(self, written: Collection[str], *, compare: bool) -> Iterator[None]:
+    def adopting(self, written: Collection[str]) -> Iterator[None]:
         """Do the same for a block that reads: after it the page is as it was."""
         masters = [c.state(MASTER) for spec, _, c in self._records() if spec.name in written]
         remainders = [m.stored[REMAINDER] for m in masters if isinstance(m, SplitMaster)]
         before = [remainder.clone() for remainder in remainders]
-        self.drop_remainders(written, compare=compare)
+        self.drop_remainders(written)
         try:
             yield
         finally:

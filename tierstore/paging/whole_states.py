@@ -198,7 +198,7 @@ def _collect(
     """
     content = table.pager.files.map(page)
     view_of_page = page.view()
-    with view_of_page.adopting(page.written, compare=page.compares):
+    with view_of_page.adopting(page.written):
         for shard in view_of_page.shards:
             name = shard.spec.name
             for state, dtype in readable_states(shard.spec) if name in held else ():
@@ -275,9 +275,9 @@ def write_pages(
         for page in stream:
             view = page.view()
             if needed is Needed.STEP:  # Other parameters of the page may have been changed.
-                view.drop_remainders(page.written, compare=page.compares)
+                view.drop_remainders(page.written)
             fill(view)
-            if page.compares:
+            if not table.pager.leaves_out_parameters(page):
                 view.read_parameters()
             table.pager.swap_out(page)
     for name, values in scalars.items():

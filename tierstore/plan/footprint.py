@@ -70,7 +70,8 @@ class StoreOptions:
 
     def written_bytes(self, layout: PageLayout) -> int:
         """Return the bytes that a step writes of a page; a commit may add parameters to them."""
-        sections = layout.sections if self.commit_every == 1 else layout.readable
+        is_partial = self.commit_every != 1 and layout.may_lack_parameters
+        sections = layout.readable if is_partial else layout.sections
         return sum(section.extent.nbytes for section in sections)
 
     @property

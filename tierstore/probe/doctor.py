@@ -6,6 +6,7 @@ import enum
 import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from tierstore.probe.compute import machine
 from tierstore.storage.select import choose_storage
 from tierstore.units import format_bytes
 
-_NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "lustre", "gpfs", "ceph", "beegfs", "glusterfs")
+_NETWORK = re.compile(
+    "nfs|cifs|smb|fuse(?!blk)|9p|lustre|gpfs|ceph|beegfs|gluster|afs|pvfs|weka|virtiofs|vboxsf"
+)
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CAP_IPC_LOCK = 14
 
@@ -61,30 +64,42 @@ def _packages() -> Iterator[Finding]:
     version = importlib.metadata.version("tierstore")
     yield Finding("packages", Health.GOOD, f"tierstore {version}, torch {torch.__version__}")
     spec = importlib.util.find_spec("muon")
-    ours = Path(__file__).parents[2] / "muon" / "__init__.py"
-    owners = set(importlib.metadata.packages_distributions().get("muon", ())) - {"tierstore"}
-    if owners or spec is None or spec.origin is None or Path(spec.origin) != ours:
-        origin = "nothing" if spec is None else spec.origin
-        others = f" of {', '.join(sorted(owners))}" if owners else ""
-        names = " ".join(sorted(owners)) or "muon"
+    origin = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    # Another package in the same folder may have replaced the file.
+    is_ours = origin == Path(__file__).parents[
+        2
+    ] / "muon" / "__init__.py" and "from muon.optimizer import Muon" in _text(origin)
+    others = set(importlib.metadata.packages_distributions().get("muon", ())) - {"tierstore"}
+    names = " ".join(sorted(others))
+    again = f"pip uninstall {names}, then pip install --force-reinstall --no-deps tierstore"
+    if not is_ours:
         yield Finding(
             "packages",
             Health.BAD,
-            f"`import muon` finds {origin}{others}, and not the optimizer of tierstore",
-            f"pip uninstall {names}, then pip install --force-reinstall --no-deps tierstore",
+            f"`import muon` finds {origin or 'nothing'}{f' of {names}' if others else ''}, and not "
+            "the optimizer of tierstore",
+            again if others else "rename that file, or start from another directory",
+        )
+    elif others:
+        yield Finding(
+            "packages",
+            Health.SLOW,
+            f"{names} has a module muon, too: whichever is installed last replaces the other",
+            again,
         )
 
 
 def _memory() -> Iterator[Finding]:
     here = machine()
-    if here.locked_memory_bytes is None or _may_lock_all():
+    limit = here.locked_memory_bytes
+    if limit is None or limit >= here.memory_bytes or _may_lock_all():
         yield Finding("locked memory", Health.GOOD, "no limit")
     else:
         yield Finding(
             "locked memory",
             Health.SLOW,
-            f"this user may lock {format_bytes(here.locked_memory_bytes)}: larger buffers are not "
-            "registered with io_uring, so that each transfer takes more time",
+            f"this user may lock {format_bytes(limit)}: larger buffers are not registered with "
+            "io_uring, so that each transfer takes more time",
             "ulimit -l unlimited; in a container --ulimit memlock=-1, in a systemd unit "
             "LimitMEMLOCK=infinity",
         )
@@ -94,16 +109,17 @@ def _memory() -> Iterator[Finding]:
         yield Finding(
             "huge pages",
             Health.SLOW,
-            f"{here.huge_pages or 'the kernel has none'}: direct I/O pins each 4 KiB of a buffer",
+            f"{here.huge_pages or 'unknown'}: without them, direct I/O pins each 4 KiB of a buffer",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root",
         )
 
 
 def _may_lock_all() -> bool:
     """Return whether the limit of locked memory does not hold for this process."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    capabilities = next(line for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(capabilities.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(Path("/proc/self/status")), re.MULTILINE)
+    # In a namespace of users the capability does not count.
+    is_outermost = _text(Path("/proc/self/uid_map")).split() == ["0", "0", "4294967295"]
+    return is_outermost and found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def _gpu() -> Finding:
@@ -112,48 +128,27 @@ def _gpu() -> Finding:
         return Finding("GPU", Health.GOOD, f"{count} x {name}, CUDA {torch.version.cuda}")
     if not os.path.exists("/dev/nvidia0"):
         return Finding("GPU", Health.GOOD, "none: steps are computed by the processor")
-    build = torch.version.cuda
-    why = f"torch {torch.__version__} is built " + (
-        f"for CUDA {build}" if build else "without CUDA"
-    )
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built without CUDA"
+        remedy = "install the torch build for the CUDA version that nvidia-smi shows"
+    else:
+        why = f"CUDA {torch.version.cuda} finds none"
+        remedy = "look at CUDA_VISIBLE_DEVICES, and at the driver version that nvidia-smi shows"
     return Finding(
-        "GPU",
-        Health.SLOW,
-        f"this machine has one, and torch does not use it: {why}",
-        "install the torch build for the CUDA version that nvidia-smi shows",
+        "GPU", Health.SLOW, f"this machine has one, and torch does not use it: {why}", remedy
     )
 
 
 def _directory(path: Path) -> Iterator[Finding]:
     subject = str(path)
-    if not path.is_dir():
-        text, remedy = "not a directory", "make it, or name another one"
-        yield Finding(subject, Health.BAD, text, remedy)
-        return
-    kind = _filesystem(path)
-    if kind in _IN_MEMORY:
-        yield Finding(
-            subject,
-            Health.SLOW,
-            f"{kind} keeps files in memory: runs take the memory that they should save, and are "
-            "lost when the machine restarts",
-            "name a directory on a disk",
-        )
-    elif kind.startswith(_NETWORK):
-        yield Finding(
-            subject,
-            Health.SLOW,
-            f"{kind} is a network filesystem: slower than a drive of this machine, and its locks "
-            "may not keep other machines out of a run",
-            "name a directory on a drive of this machine, and copy checkpoints",
-        )
-    else:
-        free = os.statvfs(path)
-        text = f"{kind}, {format_bytes(free.f_bavail * free.f_frsize)} free"
-        yield Finding(subject, Health.GOOD, text)
     try:
+        if not path.is_dir():
+            text, remedy = "not a directory", "make it, or name another one"
+            yield Finding(subject, Health.BAD, text, remedy)
+            return
+        yield _filesystem_finding(path)
         storage, reasons = choose_storage(path)
-    except TierstoreError as error:
+    except (OSError, TierstoreError) as error:
         yield Finding(subject, Health.BAD, str(error), "mend what the message names")
         return
     storage.close()
@@ -167,14 +162,47 @@ def _directory(path: Path) -> Iterator[Finding]:
         yield Finding(subject, Health.GOOD, f"engine {storage.engine}, {how}")
 
 
+def _filesystem_finding(path: Path) -> Finding:
+    subject, kind = str(path), _filesystem(path)
+    if kind in _IN_MEMORY:
+        return Finding(
+            subject,
+            Health.SLOW,
+            f"{kind} keeps files in memory: runs take the memory that they should save, and are "
+            "lost when the machine restarts",
+            "name a directory on a disk",
+        )
+    if _NETWORK.match(kind):
+        return Finding(
+            subject,
+            Health.SLOW,
+            f"{kind} is a network filesystem: slower than a drive of this machine, and its locks "
+            "may not keep other machines out of a run",
+            "name a directory on a drive of this machine, and copy checkpoints",
+        )
+    free = os.statvfs(path)
+    return Finding(
+        subject, Health.GOOD, f"{kind}, {format_bytes(free.f_bavail * free.f_frsize)} free"
+    )
+
+
 def _filesystem(path: Path) -> str:
     """Return the type of the filesystem that a directory is on."""
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    found = "unknown filesystem"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            if before.split()[2] == number:
-                found = after.split()[0]
+    found, place = "unknown filesystem", Path()
+    here = path.resolve()
+    for line in _text(Path("/proc/self/mountinfo")).splitlines():
+        before, _, after = line.partition(" - ")
+        escaped = before.split()[4]
+        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), escaped))
+        # The last one of several at one place hides the others.
+        if here.is_relative_to(mounted) and len(mounted.parts) >= len(place.parts):
+            found, place = after.split()[0], mounted
     return found
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file; nothing if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -89,13 +89,9 @@ class Progress:
     """The steps of a store, and the changes since the last commit.
 
     A store without a directory has no Committer: no commit is ever due.
-
-    Args:
-        commit_every: steps from one commit to the next. None: no commit is ever due.
     """
 
-    def __init__(self, *, commit_every: int | None) -> None:
-        self._commit_every = commit_every
+    def __init__(self) -> None:
         self.step = 0
         """Number of the last step."""
         self.scalars: dict[str, dict[str, float]] = {}
@@ -117,11 +113,6 @@ class Progress:
     def is_due(self) -> bool:
         """True if the last step must be committed before the next step begins."""
         return False
-
-    @property
-    def compares_parameters(self) -> bool:
-        """True if every step keeps the values of parameters, which the next one can compare."""
-        return self._commit_every == 1
 
     @property
     def adds_parameters(self) -> bool:
@@ -184,7 +175,7 @@ class Committer(Progress):
     def __init__(
         self, storage: Storage, peers: Peers, identity: RunIdentity, *, commit_every: int | None
     ) -> None:
-        super().__init__(commit_every=commit_every)
+        super().__init__()
         self.identity = identity
         """The run."""
         self.committed: Manifest | None = None
@@ -192,6 +183,7 @@ class Committer(Progress):
         self.storage = storage
         """The rank's files."""
         self._peers = peers
+        self._commit_every = commit_every
         self._executor = started_pool(1, "tierstore-commit")
         self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra of its commit.
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
@@ -267,7 +259,7 @@ class Committer(Progress):
     @property
     @override
     def adds_parameters(self) -> bool:
-        return not self.compares_parameters
+        return self._commit_every != 1
 
     @property
     @override
