@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 import muon
 import tierstore
@@ -94,16 +95,35 @@ def trainer_of(directory: Path, store: tierstore.TierStore, **options: Any) -> A
     )
 
 
-def test_a_trainer_begins_nowhere_else_than_the_store(tmp_path: Path) -> None:
-    with tierstore.TierStore(tmp_path / "run") as store:
+@pytest.mark.parametrize("commit_every", [1, 4])
+def test_a_trainer_begins_nowhere_else_than_the_store(commit_every: int, tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "run", commit_every=commit_every) as store:
         trainer = trainer_of(tmp_path, store)
         with pytest.raises(ValueError, match=r"'elsewhere' is not where the store continues, .* 0"):
             trainer.train(resume_from_checkpoint="elsewhere")
         trainer.train(resume_from_checkpoint=True)
-        assert store.committed_step == 3
+        assert trainer.state.global_step == store.step == 3
         trainer.args.max_steps = 5  # The same trainer goes on.
         trainer.train()
         assert trainer.state.global_step == store.step == 5
+
+
+def test_a_checkpoint_of_a_step_that_is_done_again(tmp_path: Path) -> None:
+    for steps in (3, 4):  # The second run was resumed before step 2.
+        with tierstore.TierStore(tmp_path / f"run-{steps}") as store:
+            trainer = trainer_of(tmp_path, store)
+            trainer.args.max_steps = steps
+            trainer.args.save_strategy, trainer.args.save_steps = "steps", 2
+            trainer.train()
+            published = tmp_path / "checkpoint-2/store"
+            assert stock_reader_finds(published) == set(trainer.model.state_dict())
+
+
+def stock_reader_finds(checkpoint: Path) -> set[str]:
+    """Return the names of the tensors of the model that a checkpoint has."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    names = metadata.state_dict_metadata
+    return {name.removeprefix("model.") for name in names if name.startswith("model.")}
 
 
 def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,8 @@ class StoreTrainer(Trainer):
                 "out. To begin from weights, load them into the model, and open the store in a new "
                 "directory"
             )
+        if self.store.step:  # train() was called before; the commit is to be that of its last step.
+            self.store.synchronize()
         if not self.store.committed_step:
             return super().train(None, *args, **kwargs)
         if not isinstance(self._extra, dict) or "trainer" not in self._extra:
@@ -122,7 +125,12 @@ class StoreTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._commit()
-        self.store.checkpoint(Path(output_dir, "store"), model=self.model)
+        folder = Path(output_dir, "store")
+        if self.accelerator.is_main_process and folder.exists():
+            # Of a run that was killed after this step, and resumed before it.
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+        self.store.checkpoint(folder, model=self.model)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
