@@ -18,6 +18,7 @@ from tests.support.encoded_training import (
     gradient,
     groups_of,
     parameters_of,
+    step_in_place,
     train,
 )
 from tierstore.convert.convert import convert
@@ -246,12 +247,8 @@ def test_a_write_of_the_same_values_keeps_the_remainders(tmp_path: Path) -> None
             for parameter in parameters.values():
                 parameter.copy_(parameter.clone())
             parameters["wide"][3, 5] += 1
-        for group in optimizer.param_groups:
-            group.update(lr=0.0)
-        for parameter in parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
         with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
-            optimizer.step()
+            step_in_place(parameters, optimizer)
         after = store.read_states()
     expected = {name: states["master"].clone() for name, states in before.items()}
     expected["wide"][3, 5] = parameters["wide"].detach()[3, 5].float()

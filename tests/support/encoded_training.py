@@ -51,6 +51,17 @@ def train(
         optimizer.step()
 
 
+def step_in_place(
+    parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Do a step that changes no parameter by itself."""
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
 def bytes_of_second_step(optimizer: muon.Muon, parameter: torch.nn.Parameter) -> tuple[int, int]:
     """Return the bytes that the second step reads and writes."""
     moved = []

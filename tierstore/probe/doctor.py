@@ -1,4 +1,4 @@
-"""What works for runs on this machine, and how to mend what does not. Measures nothing."""
+"""Findings about a machine: parts that work for runs, and remedies. Measures nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Finding:
     health: Health
     text: str
     remedy: str | None = None
-    """What the user can do; None if nothing needs to be done."""
+    """Action for the user; None if there is nothing to do."""
 
 
 def examine(directories: Sequence[Path]) -> list[Finding]:
