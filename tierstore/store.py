@@ -622,6 +622,24 @@ class TierStore:
             self._begin_commit()
 
     @not_compiled
+    def annotate(self, extra: Any) -> None:
+        """Keep ``extra`` for the commit of the last step that synchronize() or close() makes.
+
+        For a loop that does not know if it goes on. After an exception in the program, close()
+        commits nothing, with or without ``extra``.
+
+        Args:
+            extra: as of commit().
+
+        Raises:
+            TypeError, ValueError: as of commit().
+        """
+        self._usability.require_restored()
+        committer = self._require_committer("annotate()")
+        self._ending.has_extra = True
+        committer.annotate(extra)
+
+    @not_compiled
     def synchronize(self) -> None:
         """Commit the last step if no commit holds it, and wait until it is durable.
 

@@ -104,6 +104,46 @@ def test_a_second_commit_of_a_step_replaces_the_extra(
     toy.store.close()
 
 
+@pytest.mark.parametrize("commit_every", [None, 1, 3])
+def test_an_annotated_step_is_committed_by_close(commit_every: int | None, tmp_path: Path) -> None:
+    toy = Toy(tmp_path, commit_every=commit_every)
+    toy.step()
+    for extra in ("first", {"second": torch.arange(3)}):
+        toy.store.annotate(extra)
+    assert toy.store.committed_step == 0  # It begins no commit.
+    with pytest.raises(TypeError, match="extra"):
+        toy.store.annotate(object())
+    toy.store.close()
+    toy = resumed(tmp_path, 1, commit_every=commit_every)
+    assert torch.equal(toy.store.extra["second"], torch.arange(3))
+    toy.store.close()
+
+
+def test_an_annotated_step_is_not_committed_after_an_exception(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+    toy.store.commit(extra="of step 1")
+    toy.store.synchronize()
+    toy.step()
+    toy.store.annotate("of step 2")
+    with pytest.raises(KeyboardInterrupt), toy.store:
+        raise KeyboardInterrupt
+    toy = resumed(tmp_path, 1)
+    assert toy.store.extra == "of step 1"
+    toy.store.close()
+
+
+def test_a_commit_after_annotate_has_its_own_extra(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.step()
+    toy.store.annotate("annotated")
+    toy.store.commit(extra="committed")
+    toy.store.close()
+    toy = resumed(tmp_path, 1)
+    assert toy.store.extra == "committed"
+    toy.store.close()
+
+
 def test_nothing_is_committed_before_the_first_step(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.store.commit(extra="lost")
