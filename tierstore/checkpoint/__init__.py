@@ -1,0 +1,1 @@
+"""Checkpoints: published, retained, verified, loaded, restored."""

@@ -1,0 +1,1 @@
+"""From one format of checkpoints to another, in bounded memory."""

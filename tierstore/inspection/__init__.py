@@ -1,0 +1,1 @@
+"""Files of runs and checkpoints, read without trusting them."""

@@ -1,0 +1,1 @@
+"""Which bytes of which page are what: arithmetic without I/O."""

@@ -1,0 +1,1 @@
+"""Pages between file, buffer and device."""

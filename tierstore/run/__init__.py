@@ -1,0 +1,1 @@
+"""One run directory: manifests, commits, recovery."""
