@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import muon
+import tierstore
 from tests.support.rank_pool import RankPool
 
 
@@ -130,3 +132,19 @@ def test_a_store_of_one_rank_with_a_part(pool: RankPool) -> None:
 def test_what_is_replaced_may_differ(pool: RankPool, tmp_path: Path) -> None:
     first, second = pool.run(2, "tests.rank_programs.refusals:begin_with_other_values", tmp_path)
     assert first == second
+
+
+@pytest.mark.parametrize(("world_size", "warns"), [(None, False), ("1", False), ("2", True)])
+def test_a_store_of_a_launched_rank_without_a_process_group(
+    world_size: str | None,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with caplog.at_level(logging.WARNING, "tierstore"), tierstore.TierStore(tmp_path / "run"):
+        pass
+    assert ("call torch.distributed.init_process_group() before" in caplog.text) == warns

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import pickle
@@ -39,6 +40,8 @@ from tierstore.ranks.failure_detector import (
 from tierstore.ranks.peers import Alone, Peers, Ranks
 from tierstore.ranks.roll_call import RollCalls
 from tierstore.threads import start_thread
+
+logger = logging.getLogger("tierstore")
 
 T = TypeVar("T")
 
@@ -476,6 +479,14 @@ def ranks_of(
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if launched != "1":
+            logger.warning(
+                "WORLD_SIZE is %s, but there is no process group: each process opens a store of "
+                "its own. For one store, call torch.distributed.init_process_group() before "
+                "TierStore()",
+                launched,
+            )
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
