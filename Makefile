@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: system venv train lint test test-long test-all test-peers peer-fixtures bench clean
+.PHONY: system venv train lint test test-long test-all test-peers peer-fixtures docs wheel bench clean
 
 # Where tests keep their files: `make test SCRATCH=/mnt/nvme` shows how that disk behaves.
 SCRATCH ?= .scratch
@@ -132,6 +132,18 @@ peer-fixtures: $(PEERS_STAMP)
 	trap 'rm -rf "$$folder"' EXIT
 	.venv-peers/bin/python -m tests.peers.make_fixtures "$$folder"
 	.venv-peers/bin/python -m tests.peers.transformers_models
+
+# The site, in build/site: pages of docs/, and the API from docstrings.
+docs: $(STAMP)
+	$(BIN)/sphinx-build -q -W --keep-going -d build/site.doctrees docs build/site
+
+# dist/*.tar.gz, and dist/*.whl for the Python that makes it, which needs no compiler to install.
+wheel: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist/built -Ccmake.define.TIERSTORE_PORTABLE=ON
+	mv dist/built/*.tar.gz dist/
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
+	rm -r dist/built
 
 bench: $(STAMP)
 	for program in bench/*.py; do $(BIN)/python "$$program"; done

@@ -127,9 +127,9 @@ def param_groups(
             experts. "adamw": route them to AdamW and log their number as a warning of the logger
             ``muon``. "refuse": raise.
         matrices: the matrices that parameters hold, as the key ``matrices`` of a group (see
-            ``muon.matrices``), by patterns of names such as "*.qkv.weight" (see ``fnmatch``), or by
-            classes of modules, whose parameters of two or more dimensions they are for. The first
-            that fits a parameter holds. Example: ``{"*.experts.*_proj": (("stack",),)}``.
+            ``muon.matrices``), by patterns of names such as ``"*.qkv.weight"`` (see ``fnmatch``),
+            or by classes of modules, whose parameters of two or more dimensions they are for. The
+            first that fits a parameter holds. Example: ``{"*.experts.*_proj": (("stack",),)}``.
         head: names of the output layers (modules or parameters), which go to AdamW entirely.
             ``()``: the model has none. None: they are found, as the layers that end a module with
             a common name of a head, such as "lm_head", "score" or "classifier", outside of
@@ -140,7 +140,7 @@ def param_groups(
             of a tied parameter; False for one name is stronger than True for another.
         no_decay: parameters with weight decay 0, in groups of their own: a function of name and
             parameter, which holds if it is true for any name of a tied parameter, or patterns of
-            names such as "*.bias" (see ``fnmatch``).
+            names such as ``"*.bias"`` (see ``fnmatch``).
         betas: betas of AdamW groups; None: the default of the optimizer.
         eps: eps of AdamW groups; None: the default of the optimizer.
         momentum: momentum of Muon groups; None: the default of the optimizer.

@@ -9,7 +9,9 @@ import pytest
 
 from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_cases
 
-PACKAGES = ("accelerate", "deepspeed", "diffusers", "torch_checkpointing", "transformers")
+PACKAGES = (
+    *("accelerate", "deepspeed", "diffusers", "lightning", "torch_checkpointing", "transformers"),
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ import tierstore
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 12
-SIZES = ("--steps", str(STEPS), "--width", "32", "--batch", "2")
+SIZES = ("--steps", str(STEPS), "--width", "64", "--batch", "2")
 
 
 def command(example: str, directory: Path, ranks: int) -> list[str]:
@@ -53,7 +53,7 @@ def begin_and_kill(example: str, directory: Path, ranks: int, draw: random.Rando
         for line in process.stdout:
             if "loss" in line:
                 logged.append(time.monotonic())
-            if len(logged) == 4:  # Anywhere within a step and its commit.
+            if len(logged) == 3:  # Anywhere within a step and its commit.
                 time.sleep((logged[-1] - logged[-2]) * draw.random())
                 break
         os.killpg(process.pid, signal.SIGKILL)
@@ -61,7 +61,9 @@ def begin_and_kill(example: str, directory: Path, ranks: int, draw: random.Rando
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("example", ["huggingface_trainer.py"])
+@pytest.mark.parametrize(
+    "example", ["huggingface_trainer.py", "accelerate_loop.py", "lightning_trainer.py"]
+)
 def test_killed_and_resumed(example: str, ranks: int, tmp_path: Path) -> None:
     draw = random.Random(ranks)
     began, expected = finish(example, tmp_path / "whole", ranks)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_callback import ExportableState
 
-from tierstore.integrations.random_state import random_state, set_random_state
+from tierstore.integrations.loop_state import (
+    loop_state,
+    publish,
+    require_own,
+    restore_loop,
+    set_random_state,
+)
 from tierstore.store import TierStore
 
 if TYPE_CHECKING:
@@ -75,12 +80,7 @@ class StoreTrainer(Trainer):
             self.store.synchronize()
         if not self.store.committed_step:
             return super().train(None, *args, **kwargs)
-        if not isinstance(self._extra, dict) or "trainer" not in self._extra:
-            raise ValueError(
-                f"step {self.store.committed_step} of the store was not committed by a Trainer: "
-                "continue it with the program that began the run, or open the store in a new "
-                "directory"
-            )
+        require_own(self.store.committed_step, self._extra, "trainer", "a Trainer")
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, _STATE_NAME).write_text(self._extra["trainer"], encoding="utf-8")
             return super().train(folder, *args, **kwargs)
@@ -89,17 +89,9 @@ class StoreTrainer(Trainer):
         """Load nothing: the parameters come from the store, once the optimizer is there."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        optimizer = self.optimizer.optimizer
-        if hasattr(optimizer, "restore"):
-            optimizer.restore(scheduler=self.lr_scheduler)
-        else:
-            self.store.restore()
-            self.lr_scheduler.load_state_dict(self._extra["scheduler"])
-        with torch.no_grad():
-            for name, buffer in self._buffers().items():
-                buffer.copy_(self._extra["buffers"][name])
+        if checkpoint is not None:
+            model = self.accelerator.unwrap_model(self.model)
+            restore_loop(self.store, self.optimizer.optimizer, model, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.accelerator.scaler is not None:
@@ -125,12 +117,7 @@ class StoreTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._commit()
-        folder = Path(output_dir, "store")
-        if self.accelerator.is_main_process and folder.exists():
-            # Of a run that was killed after this step, and resumed before it.
-            shutil.rmtree(folder)
-        self.accelerator.wait_for_everyone()
-        self.store.checkpoint(folder, model=self.model)
+        publish(self.store, Path(output_dir, "store"), self.model, self.accelerator)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
@@ -138,18 +125,9 @@ class StoreTrainer(Trainer):
         callbacks = [*self.callback_handler.callbacks, self.control]
         exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state = dataclasses.replace(self.state, log_history=[], stateful_callbacks=exported)
-        scaler = self.accelerator.scaler
+        model = self.accelerator.unwrap_model(self.model)
         self._extra = {
             "trainer": json.dumps(dataclasses.asdict(state)),
-            "scheduler": self.lr_scheduler.state_dict(),
-            "random": random_state(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "buffers": self._buffers(),
+            **loop_state(model, self.lr_scheduler, self.accelerator.scaler),
         }
         self.store.commit(extra=self._extra)
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that a state dict of the model has."""
-        model = self.accelerator.unwrap_model(self.model)
-        saved = model.state_dict().keys()
-        return {name: buffer for name, buffer in model.named_buffers() if name in saved}

@@ -1,0 +1,254 @@
+"""Loops of accelerate: interrupted anywhere and resumed, they see the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+import muon
+import tierstore
+
+ROWS = 20
+BATCH = 4  # Five batches in an epoch; with two to a step, the last of them is a step of its own.
+
+
+class StoppedError(Exception):
+    """Ends a loop in the middle of a batch."""
+
+
+class Rows(IterableDataset[tuple[torch.Tensor, ...]]):
+    """A dataset without an index, whose order is fixed."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return iter(dataset())
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(ROWS, 8, generator=generator)
+    return TensorDataset(torch.arange(ROWS), inputs, inputs.sum(dim=1, keepdim=True))
+
+
+def random_sampler() -> DataLoader[Any]:
+    data = dataset()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(dataset(), batch_size=BATCH, shuffle=True),
+    "in order": lambda: DataLoader(dataset(), batch_size=BATCH),
+    "own generator": random_sampler,
+    "workers": lambda: DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=2),
+    "iterable": lambda: DataLoader(Rows(), batch_size=BATCH),
+}
+
+
+class Loop:
+    """A loop over two epochs with dropout and batch norm, which notes what it trained on."""
+
+    def __init__(
+        self, store: tierstore.TierStore, loader: str = "shuffled", *, seedable: bool = False
+    ) -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DataLoaderConfiguration
+
+        from tierstore.integrations.accelerate import prepare
+
+        self.store = store
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+        )
+        layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3)]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1))
+        groups = muon.param_groups(model, lr=0.02)
+        optimizer = muon.Muon(groups, store=store, ns_dtype=torch.float32)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.model, self.optimizer, self.batches, self.scheduler, self.began = prepare(
+            self.accelerator, model, optimizer, LOADERS[loader](), scheduler
+        )
+        self.seen: list[tuple[int, list[int]]] = []
+        """The step that each batch belongs to, and the numbers of its rows."""
+
+    def run(self, stop_at: int = 100, epochs: int = 2) -> None:
+        """Train until a batch is reached, counted over the epochs of this process."""
+        for epoch in range(self.batches.epoch, epochs):
+            assert self.batches.epoch == epoch
+            for numbers, inputs, targets in self.batches:
+                if len(self.seen) == stop_at:
+                    raise StoppedError
+                with self.accelerator.accumulate(self.model):
+                    loss = torch.nn.functional.mse_loss(self.model(inputs), targets)
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                step = self.store.step + (not self.accelerator.sync_gradients)
+                self.seen.append((step, numbers.tolist()))
+
+    def result(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_stopped_in_any_batch(loader: str, seedable: bool, tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        whole = Loop(store, loader, seedable=seedable)
+        whole.run()
+        assert store.step == 6
+        expected = whole.result()
+    steps = [step for step, _ in whole.seen]
+    assert steps == [1, 1, 2, 2, 3, 4, 4, 5, 5, 6]
+    for stop_at in range(10):
+        torch.manual_seed(0)
+        directory = tmp_path / f"stopped-{stop_at}"
+        with pytest.raises(StoppedError), tierstore.TierStore(directory) as store:
+            Loop(store, loader, seedable=seedable).run(stop_at)
+        # A run that has a commit does not depend on the seed.
+        torch.manual_seed(stop_at if stop_at >= 2 else 0)
+        with tierstore.TierStore(directory, resume=True) as store:
+            resumed = Loop(store, loader, seedable=seedable)
+            # The step of the batch before was committed if it was the last batch of the step.
+            assert resumed.began == sum(steps.index(step + 1) <= stop_at for step in range(1, 6))
+            resumed.run()
+            again = [each for each in whole.seen if each[0] > resumed.began]
+            assert resumed.seen == again
+            assert_equal(resumed.result(), expected)
+
+
+def test_the_step_before_a_break(tmp_path: Path) -> None:
+    def train(directory: Path, steps: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with tierstore.TierStore(directory, resume=True) as store:
+            loop = Loop(store)
+            while store.step < steps:
+                for _, inputs, targets in loop.batches:
+                    with loop.accelerator.accumulate(loop.model):
+                        loss = torch.nn.functional.mse_loss(loop.model(inputs), targets)
+                        loop.accelerator.backward(loss)
+                        loop.optimizer.step()
+                        loop.scheduler.step()
+                        loop.optimizer.zero_grad()
+                    if store.step == steps:
+                        break
+            return loop.result()
+
+    expected = train(tmp_path / "whole", 5)
+    train(tmp_path / "resumed", 2)
+    with tierstore.TierStore(tmp_path / "resumed", resume=True) as store:
+        assert store.committed_step == 2
+    assert_equal(train(tmp_path / "resumed", 5), expected)
+
+
+def test_saved_and_begun_from_there(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        loop = Loop(store)
+        with pytest.raises(StoppedError):
+            loop.run(4)
+        loop.accelerator.save_state(str(tmp_path / "saved"))
+        saved_bytes = sum(
+            path.stat().st_size for path in (tmp_path / "saved").glob("*.bin") if path.is_file()
+        )
+        assert saved_bytes < 5_000  # No state of the optimizer.
+    with tierstore.TierStore(tmp_path / "expected") as store:
+        torch.manual_seed(0)
+        whole = Loop(store)
+        whole.run()
+    torch.manual_seed(7)
+    with tierstore.TierStore(tmp_path / "new") as store:
+        begun = Loop(store)
+        assert begun.began == 0
+        begun.accelerator.load_state(str(tmp_path / "saved"))
+        assert store.step == 2
+        begun.run()
+        assert begun.seen == whole.seen[4:]
+        assert_equal(begun.result(), whole.result())
+    # The store decides where a run continues.
+    with tierstore.TierStore(tmp_path / "new", resume=True) as store:
+        resumed = Loop(store)
+        with pytest.raises(ValueError, match=r"saved'\) is not where the store continues.* 6"):
+            resumed.accelerator.load_state(str(tmp_path / "saved"))
+        assert_equal(resumed.result(), whole.result())
+
+
+def test_a_state_that_was_saved_within_a_step(tmp_path: Path) -> None:
+    """It is that of the step before, and the run that saved it goes on as if it had not."""
+    with tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        for index, (_, inputs, targets) in enumerate(loop.batches):
+            if index == 3:
+                loop.accelerator.save_state(str(tmp_path / "saved"))
+                break
+            with loop.accelerator.accumulate(loop.model):
+                loop.accelerator.backward(torch.nn.functional.mse_loss(loop.model(inputs), targets))
+                loop.optimizer.step()
+                loop.scheduler.step()
+                loop.optimizer.zero_grad()
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        torch.manual_seed(0)
+        whole = Loop(store)
+        whole.run()
+    with tierstore.TierStore(tmp_path / "new") as store:
+        begun = Loop(store)
+        begun.accelerator.load_state(str(tmp_path / "saved"))
+        assert store.step == 1
+        begun.run()
+        assert begun.seen == whole.seen[2:]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from tierstore.integrations.accelerate import prepare
+
+    model = torch.nn.Linear(4, 4)
+    loader: Any = DataLoader(TensorDataset(torch.zeros(4, 4)), batch_size=2)
+
+    def prepare_with(optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return prepare(Accelerator(cpu=True, **options), model, optimizer, loader, scheduler)
+
+    with pytest.raises(TypeError, match="AdamW has no TierStore as its attribute `store`"):
+        prepare_with(torch.optim.AdamW(model.parameters()))
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
+        with pytest.raises(ValueError, match="leave out use_stateful_dataloader=True"):
+            prepare_with(optimizer, dataloader_config=stateful)
+        loop = Loop(store)
+        with pytest.raises(ValueError, match="prepare\\(\\) was called before"):
+            prepare(loop.accelerator, model, optimizer, loader, loop.scheduler)
+        with pytest.raises(ValueError, match="has no folder 'store'"):
+            loop.accelerator.load_state(str(tmp_path))
+
+
+def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "run") as store:
+        model = torch.nn.Linear(4, 4)
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        store.commit(extra={"own": 1})
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        with pytest.raises(ValueError, match=r"step 1 .* was not committed by a loop of prepare"):
+            Loop(store)
+        assert store.committed_step == 1

@@ -1,0 +1,323 @@
+"""Training with Lightning: interrupted anywhere and resumed, it sees the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+import muon
+import tierstore
+
+ROWS = 20
+BATCH = 4  # Five batches in an epoch; with two to a step, the last of them is a step of its own.
+
+
+class StoppedError(Exception):
+    """Ends the training in the middle of a batch."""
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(ROWS, 8, generator=generator)
+    return TensorDataset(torch.arange(ROWS), inputs, inputs.sum(dim=1, keepdim=True))
+
+
+def own_generator() -> DataLoader[Any]:
+    data = dataset()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+def workers() -> DataLoader[Any]:
+    return DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=2)
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(dataset(), batch_size=BATCH, shuffle=True),
+    "in order": lambda: DataLoader(dataset(), batch_size=BATCH),
+    "own generator": own_generator,
+    "workers": workers,
+}
+
+
+@functools.cache
+def module_class() -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        """Dropout, batch norm and a schedule; it notes what it trained on."""
+
+        def __init__(self, store: tierstore.TierStore, stop_at: int, *, manual: bool) -> None:
+            super().__init__()
+            layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3)]
+            self.layers = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1))
+            self.automatic_optimization = not manual
+            self.store = store
+            self.stop_at = stop_at
+            self.seen: list[list[int]] = []
+            self.validated: list[int] = []
+            """The steps after which a validation ended."""
+
+        def configure_optimizers(self) -> Any:
+            groups = muon.param_groups(self, lr=0.02)
+            optimizer = muon.Muon(groups, store=self.store, ns_dtype=torch.float32)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            numbers, inputs, targets = batch
+            if len(self.seen) == self.stop_at:
+                raise StoppedError
+            self.seen.append(numbers.tolist())
+            loss = torch.nn.functional.mse_loss(self.layers(inputs), targets)
+            if self.automatic_optimization:
+                return loss
+            self.manual_backward(loss / 2)
+            if batch_idx % 2 == 1 or self.trainer.is_last_batch:
+                self.optimizers().step()
+                self.lr_schedulers().step()
+                self.optimizers().zero_grad()
+            return None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            _, inputs, targets = batch
+            self.log("loss", torch.nn.functional.mse_loss(self.layers(inputs), targets))
+
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.validated.append(self.store.step)
+
+    return Module
+
+
+class Trained:
+    """A training of two epochs, until it is stopped in a batch."""
+
+    def __init__(
+        self,
+        directory: Path,
+        loader: str = "shuffled",
+        stop_at: int = 100,
+        *,
+        manual: bool = False,
+        callbacks: tuple[Any, ...] = (),
+        **options: Any,
+    ) -> None:
+        import lightning
+
+        from tierstore.integrations.lightning import Commit
+
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "accumulate_grad_batches": 1 if manual else 2,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "logger": False,
+            "default_root_dir": directory,
+        }
+        self.stopped = False
+        with (
+            contextlib.suppress(StoppedError),
+            tierstore.TierStore(directory / "run", resume=True) as store,
+        ):
+            self.began = store.committed_step
+            module = module_class()(store, stop_at, manual=manual)
+            self.trainer = lightning.Trainer(
+                callbacks=[Commit(store), *callbacks], **{**defaults, **options}
+            )
+            self.stopped = True
+            self.trainer.fit(module, LOADERS[loader](), DataLoader(dataset(), batch_size=BATCH))
+            self.stopped = False
+        self.steps = store.step
+        self.seen, self.validated = module.seen, module.validated
+        self.result = {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_epochs": -1, "max_steps": 6}])
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_stopped_in_any_batch(
+    loader: str, manual: bool, limit: dict[str, int], tmp_path: Path
+) -> None:
+    whole = Trained(tmp_path / "whole", loader, manual=manual, **limit)
+    assert whole.steps == 6
+    assert len(whole.seen) == 10
+    assert whole.validated == [3, 6]
+    begins = {0: 0, 1: 2, 2: 4, 3: 5, 4: 7, 5: 9, 6: 10}  # Step -> the batches before the next.
+    for stop_at in range(1, 10):
+        torch.manual_seed(0)
+        directory = tmp_path / f"stopped-{stop_at}"
+        stopped = Trained(directory, loader, stop_at, manual=manual, **limit)
+        assert stopped.stopped
+        torch.manual_seed(stop_at if stop_at >= 2 else 0)  # A commit has its own seeds.
+        resumed = Trained(directory, loader, manual=manual, **limit)
+        assert resumed.began == max(step for step, begin in begins.items() if begin <= stop_at)
+        assert resumed.seen == whole.seen[begins[resumed.began] :]
+        assert_equal(resumed.result, whole.result)
+        assert sorted({*stopped.validated, *resumed.validated}) == [3, 6]
+        again = Trained(directory, loader, manual=manual, **limit)
+        assert (again.began, again.seen) == (6, [])
+        assert_equal(again.result, whole.result)
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_a_training_that_is_longer_than_planned(step: int, tmp_path: Path) -> None:
+    whole = Trained(tmp_path / "whole", max_epochs=-1, max_steps=9)
+    torch.manual_seed(0)
+    first = Trained(tmp_path / "run", max_epochs=-1, max_steps=step)
+    assert first.steps == step
+    second = Trained(tmp_path / "run", max_epochs=-1, max_steps=9)
+    assert first.seen + second.seen == whole.seen
+    assert_equal(second.result, whole.result)
+
+
+def test_more_epochs_than_planned(tmp_path: Path) -> None:
+    whole = Trained(tmp_path / "whole", max_epochs=3)
+    torch.manual_seed(0)
+    first = Trained(tmp_path / "run", max_epochs=1)
+    second = Trained(tmp_path / "run", max_epochs=3)
+    assert first.seen + second.seen == whole.seen
+    assert_equal(second.result, whole.result)
+
+
+def test_published_after_a_validation_and_killed(tmp_path: Path) -> None:
+    """A step that checkpoint() commits before the Trainer would resumes, too."""
+    import lightning
+
+    class Publish(lightning.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.store.checkpoint(tmp_path / f"published-{trainer.current_epoch}")
+            raise StoppedError
+
+    whole = Trained(tmp_path / "whole")
+    torch.manual_seed(0)
+    stopped = Trained(tmp_path / "run", callbacks=(Publish(),))
+    assert stopped.stopped
+    resumed = Trained(tmp_path / "run")
+    assert resumed.began == 3
+    assert stopped.seen + resumed.seen == whole.seen
+
+
+def test_states_of_callbacks_and_their_files(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    def callbacks(directory: Path) -> tuple[Any, ...]:
+        best = ModelCheckpoint(directory / "best", monitor="loss", save_top_k=2)
+        return best, EarlyStopping("loss", patience=5)
+
+    whole = callbacks(tmp_path / "whole")
+    Trained(tmp_path / "whole", callbacks=whole)
+    torch.manual_seed(0)
+    Trained(tmp_path / "run", stop_at=8, callbacks=callbacks(tmp_path / "run"))
+    resumed = callbacks(tmp_path / "run")
+    result = Trained(tmp_path / "run", callbacks=resumed).result
+    assert resumed[0].best_model_score == whole[0].best_model_score
+    assert resumed[1].state_dict() == whole[1].state_dict()
+    names = [
+        {path.name for path in (tmp_path / run / "best").iterdir()} for run in ("whole", "run")
+    ]
+    assert names[0] == names[1] == {"epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"}
+    saved = torch.load(tmp_path / "run/best/epoch=1-step=6.ckpt", weights_only=False)
+    assert "optimizer_states" not in saved
+    assert_equal(saved["state_dict"], result)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    import lightning
+
+    from tierstore.integrations.lightning import Commit
+
+    module = module_class()
+
+    class OtherOptimizer(module):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    class Stateful(DataLoader[Any]):
+        def load_state_dict(self, state: Any) -> None:
+            raise NotImplementedError
+
+    with tierstore.TierStore(tmp_path / "run") as store:
+        made = module(store, 100, manual=False)
+        loader: Any = DataLoader(dataset(), batch_size=BATCH)
+        saved = {
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": made.state_dict(),
+        }
+        torch.save(saved, tmp_path / "weights.ckpt")
+
+        def fit(module: Any, loader: Any, **options: Any) -> None:
+            trainer = lightning.Trainer(
+                callbacks=[Commit(store)], accelerator="cpu", max_epochs=1, barebones=True
+            )
+            trainer.fit(module, loader, **options)
+
+        with pytest.raises(ValueError, match="is not where the store continues, which is its st"):
+            fit(made, loader, ckpt_path=tmp_path / "weights.ckpt")
+        with pytest.raises(TypeError, match=r"returns \['AdamW'\]: Commit takes one optimizer"):
+            fit(OtherOptimizer(store, 100, manual=False), loader)
+        with pytest.raises(ValueError, match=r"use a DataLoader without load_state_dict\(\)"):
+            fit(made, Stateful(dataset(), batch_size=BATCH))
+        assert store.step == 0
+
+
+def test_fit_again_in_one_process(tmp_path: Path) -> None:
+    import lightning
+
+    from tierstore.integrations.lightning import Commit
+
+    class OneOptimizer(module_class()):  # type: ignore[misc]
+        """A store takes one optimizer, and each fit() asks for one."""
+
+        @functools.cached_property
+        def optimizers_and_schedulers(self) -> Any:
+            return super().configure_optimizers()
+
+        def configure_optimizers(self) -> Any:
+            return self.optimizers_and_schedulers
+
+    whole = Trained(tmp_path / "whole")
+    torch.manual_seed(0)
+    with tierstore.TierStore(tmp_path / "run") as store:
+        module = OneOptimizer(store, 100, manual=False)
+        for epochs in (1, 2):
+            trainer = lightning.Trainer(
+                callbacks=[Commit(store)],
+                accelerator="cpu",
+                max_epochs=epochs,
+                accumulate_grad_batches=2,
+                default_root_dir=tmp_path,
+                logger=False,
+            )
+            validation = DataLoader(dataset(), batch_size=BATCH)
+            trainer.fit(module, LOADERS["shuffled"](), validation)
+        assert module.seen == whole.seen
+        assert_equal(module.state_dict(), whole.result)
+
+
+def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "run") as store:
+        model = torch.nn.Linear(4, 4)
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        store.commit(extra={"own": 1})
+    with pytest.raises(ValueError, match=r"step 1 .* was not committed by a Trainer of Lightning"):
+        Trained(tmp_path)

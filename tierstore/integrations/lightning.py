@@ -1,0 +1,200 @@
+"""Training with Lightning that commits each step and resumes from the last commit."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import lightning
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+
+from tierstore.integrations.loop_state import (
+    data_order,
+    loop_state,
+    require_own,
+    restore_data_order,
+    restore_loop,
+    set_random_state,
+)
+from tierstore.store import TierStore
+
+_KEY = "lightning"  # In the extra of a commit.
+_MAKER = "a Trainer of Lightning"
+
+
+class Commit(lightning.Callback):
+    """Commits each step, and lets ``Trainer.fit()`` continue from the last commit.
+
+    A step is committed when the batch after it begins, after its validation, or when training ends:
+    with the loops of the Trainer, schedulers, states of callbacks, random generators, gradient
+    scaler and saved buffers. ``fit()`` continues from the commit of the store, if there is one, and
+    skips the batches that were trained on. ``ModelCheckpoint`` saves weights alone.
+
+    Args:
+        store: the store of the only optimizer of the module, which has it as its attribute
+            ``store``; opened with ``resume=True`` it resumes.
+    """
+
+    def __init__(self, store: TierStore) -> None:
+        self.store = store
+        self._order: dict[str, Any] | None = None  # Of the data of this epoch.
+        self._continues: Any = None  # The extra of the commit, until the next batch.
+        self._committed = 0  # The last step that was committed with its extra.
+
+    # -- Where training continues.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what a store cannot resume; all else is in commits, so checkpoints are weights."""
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+            raise ValueError(
+                f"Commit does not work with {type(trainer.strategy).__name__}, which replaces the "
+                "parameters of the optimizer: use DDP, or fully_shard() in a loop of your own, as "
+                "examples/train_fsdp2.py does"
+            )
+        for callback in trainer.checkpoint_callbacks:
+            callback.save_weights_only = True
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the last commit, once the optimizer is there."""
+        store, processes = self.store, trainer.world_size
+        if trainer.ckpt_path is not None:
+            raise ValueError(
+                f"ckpt_path={str(trainer.ckpt_path)!r} is not where the store continues, which is "
+                f"its step {store.committed_step}: leave the argument out. To begin from "
+                "weights, load them into the module, and open the store in a new directory"
+            )
+        optimizers = trainer.optimizers
+        if [getattr(optimizer, "store", None) for optimizer in optimizers] != [store]:
+            raise TypeError(
+                "configure_optimizers() returns "
+                f"{[type(optimizer).__name__ for optimizer in optimizers]}: Commit takes one "
+                "optimizer, with its store as the attribute `store`"
+            )
+        if store.step:  # fit() was called before; the commit is to be that of its last step.
+            store.synchronize()
+        else:
+            require_own(store.committed_step, store.extra, _KEY, _MAKER, processes)
+        step = restore_loop(store, optimizers[0], pl_module, _Schedulers(trainer))
+        require_own(step, store.extra, _KEY, _MAKER, processes)
+        self._committed = step
+        self._continues = deepcopy(store.extra) if step else None
+        if step:
+            kept = self._continues[_KEY]
+            trainer.fit_loop.load_state_dict(kept["loops"])
+            trainer.precision_plugin.load_state_dict(kept["precision"])
+            for callback in trainer.callbacks:
+                if callback.state_key in kept["callbacks"]:
+                    callback.load_state_dict(kept["callbacks"][callback.state_key])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Bring the data to the batch after the commit."""
+        if any(hasattr(loader, "load_state_dict") for loader in _loaders(trainer)):
+            raise ValueError(
+                "Commit keeps the position in the data itself: use a DataLoader without "
+                "load_state_dict()"
+            )
+        self._order = self._continues[_KEY]["order"] if self._continues is not None else None
+        if self._order is not None:
+            restore_data_order(_loaders(trainer), self._order)
+            fetcher = iter(trainer.fit_loop._data_fetcher)
+            for _ in range(self._continues[_KEY]["batches"]):
+                next(fetcher)
+            fetcher.fetched = 0  # The Trainer adds the batches that were trained on.
+        elif self._continues is not None:
+            set_random_state(self._continues["random"])
+            self._continues = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Keep what the order of the epoch follows from."""
+        is_first = self._order is None
+        self._order = data_order(_loaders(trainer))
+        if is_first:  # The Trainer has begun to read before the order was known.
+            iter(trainer.fit_loop._data_fetcher)
+
+    # -- Commits.
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Commit the step before."""
+        if self._continues is not None:
+            set_random_state(self._continues["random"])
+            self._continues = None
+        else:
+            self._commit(trainer, begun=1)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step, for a ``store.checkpoint()`` before the next batch."""
+        self._note(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note what the validation has changed."""
+        self._note(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Commit the last step."""
+        self._commit(trainer, begun=0)
+
+    def _note(self, trainer: Any) -> None:
+        if self.store.step != self._committed:
+            self.store.annotate(self._extra(trainer, begun=0, counted=0))
+
+    def _commit(self, trainer: Any, *, begun: int) -> None:
+        if self.store.step != self._committed:
+            self.store.commit(extra=self._extra(trainer, begun=begun, counted=1))
+            self._committed = self.store.step
+
+    def _extra(self, trainer: Any, *, begun: int, counted: int) -> dict[str, Any]:
+        """Return the extra of the last step.
+
+        Args:
+            trainer: of Lightning.
+            begun: 1 if the batch after the step has begun.
+            counted: 1 if the Trainer has counted the batch of the step.
+        """
+        loops = deepcopy(trainer.fit_loop.state_dict())
+        progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+        is_epoch_done = not begun and progress["is_last_batch"]
+        progress["is_last_batch"] = False
+        for counts in (progress["total"], progress["current"]):
+            counts.update(dict.fromkeys(counts, counts["ready"] - begun))
+        if is_epoch_done:
+            progress["current"] = dict.fromkeys(progress["current"], 0)
+        for counts in (epochs["total"], epochs["current"]):
+            # After max_steps, the Trainer takes an epoch for done whose other batches are to come.
+            counts["processed"] = counts["completed"] = counts["ready"] - (not is_epoch_done)
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1 - counted
+        states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+        kept = {
+            "loops": loops,
+            "batches": progress["current"]["completed"],
+            "order": None if is_epoch_done else self._order,
+            "processes": trainer.world_size,
+            "precision": trainer.precision_plugin.state_dict(),
+            "callbacks": {key: state for key, state in states.items() if state},
+        }
+        return {_KEY: kept, **loop_state(trainer.lightning_module, _Schedulers(trainer), None)}
+
+
+class _Schedulers:
+    """The schedulers of a Trainer as one."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scheduler, state in zip(self._schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+
+
+def _loaders(trainer: Any) -> list[Any]:
+    """Return the data loaders of the training, with the samplers of its ranks."""
+    loaders: list[Any] = trainer.fit_loop._combined_loader.flattened
+    return loaders
