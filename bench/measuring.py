@@ -35,8 +35,12 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Where to write 
 
 @contextlib.contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Make a temporary folder inside a directory and remove it at the end."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix="tierstore-bench-") as scratch:
+    """Make a temporary folder inside a directory and remove it at the end.
+
+    Its path is absolute: as the address of a rendezvous, a relative one names a host.
+    """
+    parent = directory.resolve()
+    with tempfile.TemporaryDirectory(dir=parent, prefix="tierstore-bench-") as scratch:
         yield Path(scratch)
 
 
