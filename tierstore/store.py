@@ -156,6 +156,7 @@ class TierStore:
         self._opened_at = time.monotonic()
         self._steps_begun = 0  # Since the store was opened, the same on all ranks.
         self._warned_of_no_gradient = False
+        self._give_extra: Callable[[], Any] | None = None  # For commits without an extra.
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
@@ -621,23 +622,17 @@ class TierStore:
             committer.annotate(extra)
             self._begin_commit()
 
-    @not_compiled
-    def annotate(self, extra: Any) -> None:
-        """Keep ``extra`` for the commit of the last step that synchronize() or close() makes.
+    def provide_extra(self, give: Callable[[], Any]) -> None:
+        """Let a function give the ``extra`` of every commit that would have none.
 
-        For a loop that does not know if it goes on. After an exception in the program, close()
-        commits nothing, with or without ``extra``.
+        Those are the commits of synchronize(), checkpoint(), close() and the next step, if
+        commit() was not called for a step. After an exception in the program, close() commits
+        nothing.
 
         Args:
-            extra: as of commit().
-
-        Raises:
-            TypeError, ValueError: as of commit().
+            give: returns what commit() takes. What it raises comes from the call that commits.
         """
-        self._usability.require_restored()
-        committer = self._require_committer("annotate()")
-        self._ending.has_extra = True
-        committer.annotate(extra)
+        self._give_extra = give
 
     @not_compiled
     def synchronize(self) -> None:
@@ -896,6 +891,8 @@ class TierStore:
     def _begin_commit(self) -> None:
         """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
+        if self._give_extra is not None and not committer.has_extra:
+            committer.annotate(self._give_extra())
         table.follow_edits()  # If it cannot, the commit has the groups as the last step had them.
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Loop:
         self.model, self.optimizer, self.batches, self.scheduler, self.began = prepare(
             self.accelerator, model, optimizer, LOADERS[loader](), scheduler
         )
+        self.kept: Any = None
         self.seen: list[tuple[int, list[int]]] = []
         """The step that each batch belongs to, and the numbers of its rows."""
 
@@ -212,6 +214,7 @@ def test_a_state_that_was_saved_within_a_step(tmp_path: Path) -> None:
         assert store.step == 1
         begun.run()
         assert begun.seen == whole.seen[2:]
+        assert_equal(begun.result(), whole.result())
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -234,6 +237,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
         with pytest.raises(ValueError, match="leave out use_stateful_dataloader=True"):
             prepare_with(optimizer, dataloader_config=stateful)
+        persistent: Any = DataLoader(dataset(), num_workers=1, persistent_workers=True)
+        with pytest.raises(ValueError, match="leave out persistent_workers=True"):
+            prepare(Accelerator(cpu=True), model, optimizer, persistent, None)
         loop = Loop(store)
         with pytest.raises(ValueError, match="prepare\\(\\) was called before"):
             prepare(loop.accelerator, model, optimizer, loader, loop.scheduler)
@@ -252,3 +258,99 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"step 1 .* was not committed by a loop of prepare"):
             Loop(store)
         assert store.committed_step == 1
+
+
+@pytest.mark.parametrize("call", ["checkpoint", "synchronize"])
+def test_a_step_that_the_program_commits_itself(call: str, tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        whole = Loop(store)
+        whole.run()
+    torch.manual_seed(0)
+    with contextlib.suppress(StoppedError), tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        for number, (_, inputs, targets) in enumerate(loop.batches):
+            with loop.accelerator.accumulate(loop.model):
+                loss = torch.nn.functional.mse_loss(loop.model(inputs), targets)
+                loop.accelerator.backward(loss)
+                loop.optimizer.step()
+                loop.scheduler.step()
+                loop.optimizer.zero_grad()
+            if number == 3:
+                if call == "checkpoint":
+                    store.checkpoint(tmp_path / "published")
+                store.synchronize()
+                raise StoppedError
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        resumed = Loop(store)
+        assert resumed.began == 2
+        resumed.run()
+        assert resumed.seen == whole.seen[4:]
+        assert_equal(resumed.result(), whole.result())
+
+
+def test_a_break_within_accumulated_batches_and_a_kept_iterator(tmp_path: Path) -> None:
+    """The batches after the last step are not taken for trained on."""
+
+    def batches_of(loop: Loop, count: int) -> list[list[int]]:
+        seen = []
+        iterator = iter(loop.batches)
+        for numbers, inputs, targets in iterator:
+            with loop.accelerator.accumulate(loop.model):
+                loss = torch.nn.functional.mse_loss(loop.model(inputs), targets)
+                loop.accelerator.backward(loss)
+                loop.optimizer.step()
+                loop.scheduler.step()
+                loop.optimizer.zero_grad()
+            seen.append(numbers.tolist())
+            if len(seen) == count:
+                break
+        loop.kept = iterator
+        return seen
+
+    with tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        first = batches_of(loop, 2)
+        batches_of(loop, 1)  # The epoch begins again; its first batch is not stepped.
+        assert store.step == 1
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        loop = Loop(store)
+        assert loop.began == 1
+        rest = batches_of(loop, 100)
+        assert sorted(number for numbers in first + rest for number in numbers) == [*range(ROWS)]
+
+
+def test_a_state_of_other_processes_and_of_another_program(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "other") as store:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16))
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        store.commit(extra={"scheduler": {}})
+        store.checkpoint(tmp_path / "saved/store")
+    with tierstore.TierStore(tmp_path / "run") as store:
+        from accelerate import Accelerator
+
+        from tierstore.integrations.accelerate import prepare
+
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16))
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        accelerator = Accelerator(cpu=True)
+        prepare(accelerator, model, optimizer, LOADERS["in order"](), None)
+        with pytest.raises(ValueError, match="was not committed by a loop of prepare"):
+            accelerator.load_state(str(tmp_path / "saved"))
+
+
+def test_saving_again_into_a_folder_keeps_what_is_there_until_then(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        with pytest.raises(StoppedError):
+            loop.run(4)
+        for _ in range(2):
+            loop.accelerator.save_state(str(tmp_path / "saved"))
+            assert (tmp_path / "saved/store/.metadata").exists()
+            assert not (tmp_path / "saved/store.old").exists()
+    with tierstore.TierStore(tmp_path / "new") as store:
+        loop = Loop(store)
+        with pytest.raises((tierstore.CheckpointError, FileExistsError)):
+            loop.accelerator.save_state(str(tmp_path / "saved"))  # There is no step to publish.
+        assert (tmp_path / "saved/store/.metadata").exists()

@@ -61,6 +61,8 @@ def module_class() -> Any:
             self.store = store
             self.stop_at = stop_at
             self.seen: list[list[int]] = []
+            self.logged: list[int] = []
+            """The step that a logger would get in each batch."""
             self.validated: list[int] = []
             """The steps after which a validation ended."""
 
@@ -70,11 +72,16 @@ def module_class() -> Any:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            numbers, inputs, targets = batch
+            return numbers, inputs + 0.01 * torch.randn_like(inputs), targets
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             numbers, inputs, targets = batch
             if len(self.seen) == self.stop_at:
                 raise StoppedError
             self.seen.append(numbers.tolist())
+            self.logged.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
             loss = torch.nn.functional.mse_loss(self.layers(inputs), targets)
             if self.automatic_optimization:
                 return loss
@@ -136,7 +143,7 @@ class Trained:
             self.trainer.fit(module, LOADERS[loader](), DataLoader(dataset(), batch_size=BATCH))
             self.stopped = False
         self.steps = store.step
-        self.seen, self.validated = module.seen, module.validated
+        self.seen, self.validated, self.logged = module.seen, module.validated, module.logged
         self.result = {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -170,6 +177,7 @@ def test_stopped_in_any_batch(
         resumed = Trained(directory, loader, manual=manual, **limit)
         assert resumed.began == max(step for step, begin in begins.items() if begin <= stop_at)
         assert resumed.seen == whole.seen[begins[resumed.began] :]
+        assert resumed.logged == whole.logged[begins[resumed.began] :]
         assert_equal(resumed.result, whole.result)
         assert sorted({*stopped.validated, *resumed.validated}) == [3, 6]
         again = Trained(directory, loader, manual=manual, **limit)
@@ -239,42 +247,51 @@ def test_states_of_callbacks_and_their_files(tmp_path: Path) -> None:
     assert_equal(saved["state_dict"], result)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+REFUSED = {
+    "ckpt_path": (ValueError, "is not where the store continues, which is its step 0"),
+    "other optimizer": (TypeError, r"returns \['AdamW'\]: Commit takes one optimizer"),
+    "two loaders": (ValueError, "train with one DataLoader"),
+    "stateful loader": (ValueError, r"use a DataLoader without load_state_dict\(\)"),
+    "plateau by step": (ValueError, 'give it the interval "epoch"'),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(what: str, tmp_path: Path) -> None:
     import lightning
 
     from tierstore.integrations.lightning import Commit
 
-    module = module_class()
-
-    class OtherOptimizer(module):  # type: ignore[misc]
+    class Other(module_class()):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
+            if what == "other optimizer":
+                return torch.optim.AdamW(self.parameters())
+            (optimizer,), schedulers = super().configure_optimizers()
+            if what != "plateau by step":
+                return [optimizer], schedulers
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss"}]
 
     class Stateful(DataLoader[Any]):
         def load_state_dict(self, state: Any) -> None:
             raise NotImplementedError
 
+    kind, text = REFUSED[what]
     with tierstore.TierStore(tmp_path / "run") as store:
-        made = module(store, 100, manual=False)
-        loader: Any = DataLoader(dataset(), batch_size=BATCH)
-        saved = {
-            "pytorch-lightning_version": lightning.__version__,
-            "state_dict": made.state_dict(),
-        }
-        torch.save(saved, tmp_path / "weights.ckpt")
-
-        def fit(module: Any, loader: Any, **options: Any) -> None:
-            trainer = lightning.Trainer(
-                callbacks=[Commit(store)], accelerator="cpu", max_epochs=1, barebones=True
+        module = Other(store, 100, manual=False)
+        weights = tmp_path / "weights.ckpt"
+        saved = {"pytorch-lightning_version": lightning.__version__}
+        torch.save({**saved, "state_dict": module.state_dict()}, weights)
+        loader: Any = (Stateful if what == "stateful loader" else DataLoader)(dataset())
+        trainer = lightning.Trainer(
+            callbacks=[Commit(store)], accelerator="cpu", max_epochs=1, barebones=True
+        )
+        with pytest.raises(kind, match=text):
+            trainer.fit(
+                module,
+                [loader, loader] if what == "two loaders" else loader,
+                ckpt_path=weights if what == "ckpt_path" else None,
             )
-            trainer.fit(module, loader, **options)
-
-        with pytest.raises(ValueError, match="is not where the store continues, which is its st"):
-            fit(made, loader, ckpt_path=tmp_path / "weights.ckpt")
-        with pytest.raises(TypeError, match=r"returns \['AdamW'\]: Commit takes one optimizer"):
-            fit(OtherOptimizer(store, 100, manual=False), loader)
-        with pytest.raises(ValueError, match=r"use a DataLoader without load_state_dict\(\)"):
-            fit(made, Stateful(dataset(), batch_size=BATCH))
         assert store.step == 0
 
 

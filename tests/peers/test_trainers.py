@@ -50,13 +50,15 @@ def begin_and_kill(example: str, directory: Path, ranks: int, draw: random.Rando
     ) as process:
         assert process.stdout is not None
         logged: list[float] = []
-        for line in process.stdout:
-            if "loss" in line:
-                logged.append(time.monotonic())
-            if len(logged) == 3:  # Anywhere within a step and its commit.
-                time.sleep((logged[-1] - logged[-2]) * draw.random())
-                break
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            for line in process.stdout:
+                if "loss" in line:
+                    logged.append(time.monotonic())
+                if len(logged) == 3:  # Anywhere within a step and its commit.
+                    time.sleep((logged[-1] - logged[-2]) * draw.random())
+                    break
+        finally:  # Also when this test runs out of time.
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
 
 

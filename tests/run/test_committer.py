@@ -104,43 +104,59 @@ def test_a_second_commit_of_a_step_replaces_the_extra(
     toy.store.close()
 
 
-@pytest.mark.parametrize("commit_every", [None, 1, 3])
-def test_an_annotated_step_is_committed_by_close(commit_every: int | None, tmp_path: Path) -> None:
-    toy = Toy(tmp_path, commit_every=commit_every)
-    toy.step()
-    for extra in ("first", {"second": torch.arange(3)}):
-        toy.store.annotate(extra)
-    assert toy.store.committed_step == 0  # It begins no commit.
-    with pytest.raises(TypeError, match="extra"):
-        toy.store.annotate(object())
-    toy.store.close()
-    toy = resumed(tmp_path, 1, commit_every=commit_every)
-    assert torch.equal(toy.store.extra["second"], torch.arange(3))
-    toy.store.close()
-
-
-def test_an_annotated_step_is_not_committed_after_an_exception(tmp_path: Path) -> None:
-    toy = Toy(tmp_path)
-    toy.step()
-    toy.store.commit(extra="of step 1")
-    toy.store.synchronize()
-    toy.step()
-    toy.store.annotate("of step 2")
+@pytest.mark.parametrize(
+    ("commit_every", "call"),
+    [
+        *(
+            (every, call)
+            for every in (None, 1, 3)
+            for call in ("close", "synchronize", "checkpoint")
+        ),
+        (1, "step"),
+    ],
+)
+def test_a_commit_without_an_extra_asks_for_one(
+    commit_every: int | None, call: str, tmp_path: Path
+) -> None:
+    toy = Toy(tmp_path / "run", commit_every=commit_every)
+    toy.store.provide_extra(lambda: {"given": torch.tensor(toy.store.step)})
+    for _ in range(3):
+        toy.step()
+    calls = {
+        "close": toy.store.close,
+        "synchronize": toy.store.synchronize,
+        "checkpoint": lambda: toy.store.checkpoint(tmp_path / "published"),
+        "step": toy.step,
+    }
+    calls[call]()
     with pytest.raises(KeyboardInterrupt), toy.store:
-        raise KeyboardInterrupt
-    toy = resumed(tmp_path, 1)
-    assert toy.store.extra == "of step 1"
+        raise KeyboardInterrupt  # It commits no step that is not committed yet.
+    toy = resumed(tmp_path / "run", 3, commit_every=commit_every)
+    assert toy.store.extra["given"] == 3
     toy.store.close()
 
 
-def test_a_commit_after_annotate_has_its_own_extra(tmp_path: Path) -> None:
+def test_a_commit_with_an_extra_does_not_ask(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
+    toy.store.provide_extra(lambda: pytest.fail("it was asked"))
     toy.step()
-    toy.store.annotate("annotated")
     toy.store.commit(extra="committed")
     toy.store.close()
     toy = resumed(tmp_path, 1)
     assert toy.store.extra == "committed"
+    toy.store.close()
+
+
+def test_an_extra_that_cannot_be_stored_is_refused_by_the_call_that_asks(tmp_path: Path) -> None:
+    toy = Toy(tmp_path)
+    toy.store.provide_extra(object)
+    toy.step()
+    with pytest.raises(TypeError, match="extra"):
+        toy.store.synchronize()
+    toy.store.provide_extra(lambda: "good")
+    toy.store.close()
+    toy = resumed(tmp_path, 1)
+    assert toy.store.extra == "good"
     toy.store.close()
 
 

@@ -16,10 +16,11 @@ import torch
 from transformers.trainer_callback import ExportableState
 
 from tierstore.integrations.loop_state import (
+    load_loop_state,
     loop_state,
     publish,
     require_own,
-    restore_loop,
+    restore_optimizer,
     set_random_state,
 )
 from tierstore.store import TierStore
@@ -78,6 +79,7 @@ class StoreTrainer(Trainer):
             )
         if self.store.step:  # train() was called before; the commit is to be that of its last step.
             self.store.synchronize()
+        self.store.provide_extra(self._extra_now)
         if not self.store.committed_step:
             return super().train(None, *args, **kwargs)
         require_own(self.store.committed_step, self._extra, "trainer", "a Trainer")
@@ -90,8 +92,9 @@ class StoreTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            restore_optimizer(self.store, self.optimizer.optimizer)
             model = self.accelerator.unwrap_model(self.model)
-            restore_loop(self.store, self.optimizer.optimizer, model, self.lr_scheduler)
+            load_loop_state(self.store.extra, model, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.accelerator.scaler is not None:
@@ -122,12 +125,16 @@ class StoreTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
     def _commit(self) -> None:
+        self.store.commit(extra=self._extra_now())
+
+    def _extra_now(self) -> dict[str, Any]:
         callbacks = [*self.callback_handler.callbacks, self.control]
         exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state = dataclasses.replace(self.state, log_history=[], stateful_callbacks=exported)
         model = self.accelerator.unwrap_model(self.model)
-        self._extra = {
+        extra = {
             "trainer": json.dumps(dataclasses.asdict(state)),
             **loop_state(model, self.lr_scheduler, self.accelerator.scaler),
         }
-        self.store.commit(extra=self._extra)
+        self._extra = extra
+        return extra

@@ -6,14 +6,17 @@ from copy import deepcopy
 from typing import Any
 
 import lightning
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from tierstore.integrations.loop_state import (
     data_order,
+    load_loop_state,
     loop_state,
+    random_state,
     require_own,
     restore_data_order,
-    restore_loop,
+    restore_optimizer,
     set_random_state,
 )
 from tierstore.store import TierStore
@@ -39,6 +42,7 @@ class Commit(lightning.Callback):
         self.store = store
         self._order: dict[str, Any] | None = None  # Of the data of this epoch.
         self._continues: Any = None  # The extra of the commit, until the next batch.
+        self._before: Any = None  # Random generators as the next batch finds them.
         self._committed = 0  # The last step that was committed with its extra.
 
     # -- Where training continues.
@@ -72,15 +76,23 @@ class Commit(lightning.Callback):
                 f"{[type(optimizer).__name__ for optimizer in optimizers]}: Commit takes one "
                 "optimizer, with its store as the attribute `store`"
             )
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step":
+                raise ValueError(
+                    "a scheduler that watches a metric after each step cannot be resumed, because "
+                    'Lightning does not keep metrics: give it the interval "epoch"'
+                )
         if store.step:  # fit() was called before; the commit is to be that of its last step.
             store.synchronize()
         else:
             require_own(store.committed_step, store.extra, _KEY, _MAKER, processes)
-        step = restore_loop(store, optimizers[0], pl_module, _Schedulers(trainer))
+        step = restore_optimizer(store, optimizers[0])
         require_own(step, store.extra, _KEY, _MAKER, processes)
         self._committed = step
         self._continues = deepcopy(store.extra) if step else None
+        store.provide_extra(lambda: self._extra(trainer))
         if step:
+            load_loop_state(self._continues, pl_module, _Schedulers(trainer))
             kept = self._continues[_KEY]
             trainer.fit_loop.load_state_dict(kept["loops"])
             trainer.precision_plugin.load_state_dict(kept["precision"])
@@ -90,20 +102,39 @@ class Commit(lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Bring the data to the batch after the commit."""
-        if any(hasattr(loader, "load_state_dict") for loader in _loaders(trainer)):
+        loop = trainer.fit_loop
+        loaders = _loaders(trainer)
+        if len(loaders) != 1 or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise ValueError(
+                "Commit cannot bring several data loaders, or training_step(dataloader_iter), to "
+                "where they were: train with one DataLoader"
+            )
+        if hasattr(loaders[0], "load_state_dict"):
             raise ValueError(
                 "Commit keeps the position in the data itself: use a DataLoader without "
                 "load_state_dict()"
             )
-        self._order = self._continues[_KEY]["order"] if self._continues is not None else None
-        if self._order is not None:
-            restore_data_order(_loaders(trainer), self._order)
-            fetcher = iter(trainer.fit_loop._data_fetcher)
-            for _ in range(self._continues[_KEY]["batches"]):
+        self._order = None
+        if self._continues is None:
+            return
+        kept = self._continues[_KEY]
+        self._order = kept["order"]
+        if self._order is None:
+            set_random_state(self._continues["random"])
+        else:
+            restore_data_order(loaders, self._order)
+            fetcher = iter(loop._data_fetcher)
+            for _ in range(kept["batches"]):
                 next(fetcher)
             fetcher.fetched = 0  # The Trainer adds the batches that were trained on.
-        elif self._continues is not None:
-            set_random_state(self._continues["random"])
+            if kept["batches"]:
+                set_random_state(kept["before"])
+            # Where a validation is due, the Trainer begins with a batch that it does not train on,
+            # and counts it.
+            inner = loop.epoch_loop
+            if inner._should_check_val_fx(fetcher) and not inner._should_accumulate():
+                inner._batches_that_stepped -= 1
+        if not kept["begun"]:
             self._continues = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -128,27 +159,23 @@ class Commit(lightning.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the step, for a ``store.checkpoint()`` before the next batch."""
-        self._note(trainer)
+        """Keep the random generators as the next batch finds them."""
+        self._before = random_state()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the validation has changed."""
-        self._note(trainer)
+        """Keep the random generators as the next batch finds them."""
+        self._before = random_state()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Commit the last step."""
         self._commit(trainer, begun=0)
-
-    def _note(self, trainer: Any) -> None:
-        if self.store.step != self._committed:
-            self.store.annotate(self._extra(trainer, begun=0, counted=0))
 
     def _commit(self, trainer: Any, *, begun: int) -> None:
         if self.store.step != self._committed:
             self.store.commit(extra=self._extra(trainer, begun=begun, counted=1))
             self._committed = self.store.step
 
-    def _extra(self, trainer: Any, *, begun: int, counted: int) -> dict[str, Any]:
+    def _extra(self, trainer: Any, *, begun: int = 0, counted: int = 0) -> dict[str, Any]:
         """Return the extra of the last step.
 
         Args:
@@ -166,13 +193,16 @@ class Commit(lightning.Callback):
             progress["current"] = dict.fromkeys(progress["current"], 0)
         for counts in (epochs["total"], epochs["current"]):
             # After max_steps, the Trainer takes an epoch for done whose other batches are to come.
-            counts["processed"] = counts["completed"] = counts["ready"] - (not is_epoch_done)
+            done = counts["started"] - (not is_epoch_done)
+            counts.update(ready=counts["started"], processed=done, completed=done)
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1 - counted
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         kept = {
             "loops": loops,
             "batches": progress["current"]["completed"],
+            "begun": begun,
             "order": None if is_epoch_done else self._order,
+            "before": self._before if begun else random_state(),
             "processes": trainer.world_size,
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {key: state for key, state in states.items() if state},

@@ -20,46 +20,43 @@ def loop_state(model: torch.nn.Module, scheduler: Any, scaler: Any) -> dict[str,
 
     Args:
         model: the model without wrappers.
-        scheduler: a scheduler of learning rates.
+        scheduler: a scheduler of learning rates, or None.
         scaler: a GradScaler or None.
     """
     return {
-        "scheduler": scheduler.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
         "random": random_state(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "buffers": _saved_buffers(model),
     }
 
 
-def restore_loop(
-    store: TierStore,
-    optimizer: Any,
-    model: torch.nn.Module,
-    scheduler: Any,
-    checkpoint: Path | None = None,
-) -> int:
-    """Restore parameters, optimizer, scheduler and buffers; return the step.
+def load_loop_state(
+    state: dict[str, Any], model: torch.nn.Module, scheduler: Any, scaler: Any = None
+) -> None:
+    """Load what loop_state() returned, but for the random generators."""
+    if scheduler is not None:
+        scheduler.load_state_dict(deepcopy(state["scheduler"]))
+    if scaler is not None and state["scaler"] is not None:
+        scaler.load_state_dict(state["scaler"])
+    with torch.no_grad():
+        for name, buffer in _saved_buffers(model).items():
+            buffer.copy_(state["buffers"][name])
+
+
+def restore_optimizer(store: TierStore, optimizer: Any, checkpoint: Path | None = None) -> int:
+    """Restore parameters and states; return the step.
 
     Args:
         store: the store of the optimizer.
         optimizer: any optimizer on the store, without wrappers.
-        model: as of loop_state().
-        scheduler: as of loop_state().
         checkpoint: begin a new run from it; None for the commit of the run.
 
     Raises:
-        ValueError, RunMismatchError, CheckpointError: as of ``TierStore.restore()``.
+        RunMismatchError, CheckpointError: as of ``TierStore.restore()``.
     """
-    if hasattr(optimizer, "restore"):
-        step: int = optimizer.restore(checkpoint, scheduler=scheduler)
-    else:
-        step = store.restore(checkpoint)
-        if step:
-            scheduler.load_state_dict(deepcopy(store.extra["scheduler"]))
-    if step:
-        with torch.no_grad():
-            for name, buffer in _saved_buffers(model).items():
-                buffer.copy_(store.extra["buffers"][name])
+    restore = optimizer.restore if hasattr(optimizer, "restore") else store.restore
+    step: int = restore(checkpoint)
     return step
 
 
@@ -98,9 +95,9 @@ def require_own(step: int, extra: Any, key: str, maker: str, processes: int | No
 
 
 def publish(store: TierStore, folder: Path, model: torch.nn.Module, accelerator: Any) -> None:
-    """Publish the last step as a checkpoint in the place of one that is there.
+    """Publish the last step as a checkpoint, in the place of one that may be there.
 
-    Such a one is of a run that was killed after this step, and resumed before it.
+    That one is removed once the new one is there; until then it is ``<folder>.old``.
 
     Args:
         store: the store of the optimizer.
@@ -108,10 +105,14 @@ def publish(store: TierStore, folder: Path, model: torch.nn.Module, accelerator:
         model: as of loop_state().
         accelerator: an ``accelerate.Accelerator``, which knows the ranks.
     """
-    if accelerator.is_main_process and folder.exists():
-        shutil.rmtree(folder)
+    old = folder.with_name(f"{folder.name}.old")
+    if accelerator.is_main_process and store.step and folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
     accelerator.wait_for_everyone()
     store.checkpoint(folder, model=model)
+    if accelerator.is_main_process:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def random_state() -> dict[str, Any]:
