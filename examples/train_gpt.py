@@ -99,9 +99,9 @@ def main(
     directory: Annotated[Path, typer.Option(help="Where the pages live.")] = Path("runs/train-gpt"),
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last commit.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an old run.")] = False,
-    steps: Annotated[int, typer.Option(min=1)] = 200,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    width: Annotated[int, typer.Option(min=HEAD_DIM, help=f"A multiple of {HEAD_DIM}.")] = 320,
+    steps: Annotated[int, typer.Option(min=1)] = 260,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    width: Annotated[int, typer.Option(min=HEAD_DIM, help=f"A multiple of {HEAD_DIM}.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Bytes in a window.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of initial weights, order and dropout.")] = 0,
@@ -126,7 +126,7 @@ def main(
     )
     try:
         with tierstore.TierStore(
-            directory, host_memory="32MiB", page_bytes="8MiB", resume=resume, overwrite=overwrite
+            directory, host_memory="16MiB", page_bytes="4MiB", resume=resume, overwrite=overwrite
         ) as store:
             train(store, options, resume=resume)
     except (tierstore.RunDirectoryError, tierstore.BudgetError) as error:
