@@ -86,14 +86,17 @@ class Loop:
             for numbers, inputs, targets in self.batches:
                 if len(self.seen) == stop_at:
                     raise StoppedError
-                with self.accelerator.accumulate(self.model):
-                    loss = torch.nn.functional.mse_loss(self.model(inputs), targets)
-                    self.accelerator.backward(loss)
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    self.optimizer.zero_grad()
+                self.train_on(inputs, targets)
                 step = self.store.step + (not self.accelerator.sync_gradients)
                 self.seen.append((step, numbers.tolist()))
+
+    def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        with self.accelerator.accumulate(self.model):
+            loss = torch.nn.functional.mse_loss(self.model(inputs), targets)
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
 
     def result(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -143,12 +146,7 @@ def test_the_step_before_a_break(tmp_path: Path) -> None:
             loop = Loop(store)
             while store.step < steps:
                 for _, inputs, targets in loop.batches:
-                    with loop.accelerator.accumulate(loop.model):
-                        loss = torch.nn.functional.mse_loss(loop.model(inputs), targets)
-                        loop.accelerator.backward(loss)
-                        loop.optimizer.step()
-                        loop.scheduler.step()
-                        loop.optimizer.zero_grad()
+                    loop.train_on(inputs, targets)
                     if store.step == steps:
                         break
             return loop.result()
@@ -199,11 +197,7 @@ def test_a_state_that_was_saved_within_a_step(tmp_path: Path) -> None:
             if index == 3:
                 loop.accelerator.save_state(str(tmp_path / "saved"))
                 break
-            with loop.accelerator.accumulate(loop.model):
-                loop.accelerator.backward(torch.nn.functional.mse_loss(loop.model(inputs), targets))
-                loop.optimizer.step()
-                loop.scheduler.step()
-                loop.optimizer.zero_grad()
+            loop.train_on(inputs, targets)
     with tierstore.TierStore(tmp_path / "whole") as store:
         torch.manual_seed(0)
         whole = Loop(store)
@@ -269,12 +263,7 @@ def test_a_step_that_the_program_commits_itself(call: str, tmp_path: Path) -> No
     with contextlib.suppress(StoppedError), tierstore.TierStore(tmp_path / "run") as store:
         loop = Loop(store)
         for number, (_, inputs, targets) in enumerate(loop.batches):
-            with loop.accelerator.accumulate(loop.model):
-                loss = torch.nn.functional.mse_loss(loop.model(inputs), targets)
-                loop.accelerator.backward(loss)
-                loop.optimizer.step()
-                loop.scheduler.step()
-                loop.optimizer.zero_grad()
+            loop.train_on(inputs, targets)
             if number == 3:
                 if call == "checkpoint":
                     store.checkpoint(tmp_path / "published")
@@ -295,12 +284,7 @@ def test_a_break_within_accumulated_batches_and_a_kept_iterator(tmp_path: Path) 
         seen = []
         iterator = iter(loop.batches)
         for numbers, inputs, targets in iterator:
-            with loop.accelerator.accumulate(loop.model):
-                loss = torch.nn.functional.mse_loss(loop.model(inputs), targets)
-                loop.accelerator.backward(loss)
-                loop.optimizer.step()
-                loop.scheduler.step()
-                loop.optimizer.zero_grad()
+            loop.train_on(inputs, targets)
             seen.append(numbers.tolist())
             if len(seen) == count:
                 break

@@ -1,4 +1,4 @@
-"""What a loop has beside the optimizer, as values that a commit can hold."""
+"""The state of a loop beside its optimizer, as values that a commit can hold."""
 
 from __future__ import annotations
 

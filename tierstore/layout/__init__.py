@@ -1,1 +1,1 @@
-"""Which bytes of which page are what: arithmetic without I/O."""
+"""Places of elements in pages: arithmetic without I/O."""

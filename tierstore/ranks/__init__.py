@@ -1,1 +1,1 @@
-"""What ranks tell each other."""
+"""Messages between ranks."""
