@@ -26,8 +26,7 @@ WORLD_SIZE = 3
 PATIENCE_S = 60.0
 # Four of them are for a key-value store whose process is stopped, and one to close without it.
 SOON_S = 7.0
-# Longer than a healthy rank is late on two cores that other processes keep busy.
-PATIENCE_WITH_STUCK_S = 10.0
+PATIENCE_WITH_STUCK_S = 3.0
 
 LAYOUTS = [("rows", "auto"), ("plain", "by_parameter"), ("plain", "flat"), ("fsdp", "auto")]
 
