@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import muon
 import tierstore
-
-ROWS = 20
-BATCH = 4  # Five batches in an epoch; with two to a step, the last of them is a step of its own.
-
-
-class StoppedError(Exception):
-    """Ends a loop in the middle of a batch."""
+from tests.peers import loops
+from tests.peers.loops import BATCH, ROWS, StoppedError, assert_equal, dataset
 
 
 class Rows(IterableDataset[tuple[torch.Tensor, ...]]):
@@ -29,25 +24,7 @@ class Rows(IterableDataset[tuple[torch.Tensor, ...]]):
         return iter(dataset())
 
 
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(ROWS, 8, generator=generator)
-    return TensorDataset(torch.arange(ROWS), inputs, inputs.sum(dim=1, keepdim=True))
-
-
-def random_sampler() -> DataLoader[Any]:
-    data = dataset()
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
-    return DataLoader(data, batch_size=BATCH, sampler=sampler)
-
-
-LOADERS = {
-    "shuffled": lambda: DataLoader(dataset(), batch_size=BATCH, shuffle=True),
-    "in order": lambda: DataLoader(dataset(), batch_size=BATCH),
-    "own generator": random_sampler,
-    "workers": lambda: DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=2),
-    "iterable": lambda: DataLoader(Rows(), batch_size=BATCH),
-}
+LOADERS = {**loops.LOADERS, "iterable": lambda: DataLoader(Rows(), batch_size=BATCH)}
 
 
 class Loop:
@@ -100,11 +77,6 @@ class Loop:
 
     def result(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.fixture(autouse=True)

@@ -9,41 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader
 
 import muon
 import tierstore
-
-ROWS = 20
-BATCH = 4  # Five batches in an epoch; with two to a step, the last of them is a step of its own.
-
-
-class StoppedError(Exception):
-    """Ends the training in the middle of a batch."""
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(ROWS, 8, generator=generator)
-    return TensorDataset(torch.arange(ROWS), inputs, inputs.sum(dim=1, keepdim=True))
-
-
-def own_generator() -> DataLoader[Any]:
-    data = dataset()
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5))
-    return DataLoader(data, batch_size=BATCH, sampler=sampler)
-
-
-def workers() -> DataLoader[Any]:
-    return DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=2)
-
-
-LOADERS = {
-    "shuffled": lambda: DataLoader(dataset(), batch_size=BATCH, shuffle=True),
-    "in order": lambda: DataLoader(dataset(), batch_size=BATCH),
-    "own generator": own_generator,
-    "workers": workers,
-}
+from tests.peers.loops import BATCH, LOADERS, StoppedError, assert_equal, dataset
 
 
 @functools.cache
@@ -145,11 +115,6 @@ class Trained:
         self.steps = store.step
         self.seen, self.validated, self.logged = module.seen, module.validated, module.logged
         self.result = {name: value.clone() for name, value in module.state_dict().items()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @pytest.fixture(autouse=True)
