@@ -59,6 +59,8 @@ from tierstore.probe.result import Probe
 from tierstore.units import SECTOR_BYTES
 
 RUN = "run"  # A question to ranks.
+OPTIONS: dict[str, Any] = {"ns_dtype": "auto"}
+"""Arguments of ``Muon``: products of bfloat16 would take hours on some CPUs."""
 STALL = 0.05  # A step waits for the drives if the thread does for this share of it, or more.
 LANES = ("read", "check", "gather", "compute", "scatter", "spread", "seal", "write", "commit")
 
@@ -313,7 +315,7 @@ def run(directory: Path, case: Case, options: StoreOptions) -> Measured:
     model = Model(case)
     allocate(case, model)
     with tierstore.TierStore(directory, **asdict(options)) as store:
-        optimizer = muon.Muon(make_groups(case, model), store=store)
+        optimizer = muon.Muon(make_groups(case, model), store=store, **OPTIONS)
         for _ in range(case.cycle):
             optimizer.step()
         store.synchronize()
@@ -414,7 +416,7 @@ def lay_out(case: Case, options: StoreOptions) -> Ranks:
     job = Job(cpu_ranks=case.ranks, partition=case.partition, model_s=0.0, store=options)
     optimizer = load_optimizers()["muon"]
     skeleton = skeleton_of(model_from_module(Model(case)))
-    planned = optimizer.plan(skeleton, case.algorithm, on_gpu=False, options={})
+    planned = optimizer.plan(skeleton, case.algorithm, on_gpu=False, options=OPTIONS)
     return lay_out_ranks(job, planned, optimizer)
 
 
