@@ -111,10 +111,16 @@ class Muon(torch.optim.Optimizer):
         qk_clip: the attention heads that ``step(qk_logits=)`` is about.
         statistics_every: number of steps from one sample of ``statistics()`` to the next; None: no
             samples.
+        gradient: returns the gradient of a parameter, placed as the parameter is and of any
+            floating-point dtype, or None if it has none, in place of ``.grad``: for gradients that
+            another library keeps, or that are summed up in float32. ``zero_grad()`` does not clear
+            them.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
         nonfinite: what step() does if a gradient on any rank has an element that is NaN or
             infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
             not step. "allow": step, as ``torch.optim`` does.
+        missing: what step() does if a rank has no gradient of a parameter, and another rank has.
+            "zeros": its gradient counts as zeros. "raise": raise ValueError.
 
     Raises:
         ValueError: a hyperparameter is out of range or cannot be used, or the algorithm of a group
@@ -146,8 +152,10 @@ class Muon(torch.optim.Optimizer):
         hooks: Sequence[UpdateHook] = (),
         qk_clip: QKClip | None = None,
         statistics_every: int | None = None,
+        gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         prefetch_in_backward: bool = False,
         nonfinite: str = "raise",
+        missing: str = "zeros",
     ) -> None:
         defaults = {
             "algorithm": "muon",
@@ -173,7 +181,9 @@ class Muon(torch.optim.Optimizer):
             )
         if nonfinite not in ("raise", "skip", "allow"):
             raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
-        self._nonfinite = nonfinite
+        if missing not in ("zeros", "raise"):
+            raise ValueError(f"missing must be 'zeros' or 'raise', got {missing!r}")
+        self._gradient_rules = {"nonfinite": nonfinite, "missing": missing}
         if isinstance(hooks, UpdateHook) or not all(isinstance(h, UpdateHook) for h in hooks):
             raise ValueError(f"hooks must be a sequence of muon.UpdateHook, got {hooks!r}")
         if not isinstance(qk_clip, QKClip | None):
@@ -186,6 +196,7 @@ class Muon(torch.optim.Optimizer):
         self._hooks = tuple(hooks)
         self._qk_clip = qk_clip
         self._statistics_every = statistics_every
+        self._gradient = gradient
         self._sample: Sample | None = None
         self._owns_store = store is None
         self._gather_memory = tierstore.parse_bytes(gather_memory)
@@ -378,8 +389,8 @@ class Muon(torch.optim.Optimizer):
                 "raise". Nothing was changed; or, for gradients on a GPU and a store with a
                 commit, the store has failed before it committed the step.
             ValueError: ranks that hold the same elements have different gradients: reduce
-                gradients before the step. Or ``qk_logits`` does not fit ``qk_clip``, or has a NaN.
-                Nothing was changed.
+                gradients before the step. Or see ``missing``. Or ``qk_logits`` does not fit
+                ``qk_clip``, or has a NaN. Nothing was changed.
             StorageError, CorruptionError: pages could not be read or written. If a page was
                 stepped already, the store is failed, and restore() returns to the last commit.
 
@@ -409,7 +420,7 @@ class Muon(torch.optim.Optimizer):
             scales = self._qk_scales(qk_logits)
             extras = Extras(hooks=self._hooks, scales=scales, sample=sample)
             window = self.store.window_max
-            with self.store.sweep(window, nonfinite=self._nonfinite) as pages:
+            with self.store.sweep(window, **self._gradient_rules) as pages:
                 self._pipeline.open(pages, self._attached.hyperparameters, self._options())
                 scalars = self.store.scalars
                 steps = {
@@ -900,6 +911,7 @@ class Muon(torch.optim.Optimizer):
             elementwise=not is_muon,
             unit=unit_of(parameter.shape, declared(group)) if is_muon else None,
             partition=self._partition,
+            gradient=self._gradient,
             cost=sum(newton_schulz.cost(m.shape) for m in matrices) if is_muon else None,
         )
 

@@ -267,12 +267,20 @@ class TierStore:
         Raises:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
                 message names the smallest budget that does.
-            ValueError, TypeError: two parameters have one name, or no commit can hold a
-                hyperparameter.
+            ValueError, TypeError: two parameters have one name, no commit can hold a
+                hyperparameter, or ``free_gradients`` and a parameter whose gradient is not
+                ``.grad``.
             RunMismatchError: the ranks have different parameters; the message names the first.
             PeerFailed: any of these on another rank.
         """
         self._usability.require_usable()
+        if self._free_gradients:
+            for parameter in (p for group in groups for p in group.parameters):
+                if parameter.gradient is not None:
+                    raise ValueError(
+                        f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
+                        "gradient elsewhere: leave it out, and free the gradients after the step"
+                    )
         with self._calls.together("attach()", patient=True):
             self._table.attach(groups)
         if follow is not None:
@@ -317,7 +325,9 @@ class TierStore:
         self._states.given.forget(removed)
 
     @contextlib.contextmanager
-    def sweep(self, window: int = 1, *, nonfinite: str = "allow") -> Iterator[SteppedPages]:
+    def sweep(
+        self, window: int = 1, *, nonfinite: str = "allow", missing: str = "zeros"
+    ) -> Iterator[SteppedPages]:
         """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
 
         Yields one page for each subgroup in which any rank has a gradient, in order; a page is
@@ -334,6 +344,8 @@ class TierStore:
                 nothing is changed, and the step does not count. "allow": do not look. With
                 "raise", gradients on a GPU are not waited for if there is a commit to go back
                 to: the error then comes at the end of the sweep, and the store fails.
+            missing: what to do if a rank has no gradient of a parameter, and another rank has.
+                "zeros": its gradient counts as zeros. "raise": raise ValueError.
 
         If the loop raises or stops early after the first page was handed out, the parameters are
         from two steps and the store fails. (A store without a directory has no step to go back to,
@@ -345,10 +357,10 @@ class TierStore:
             SweepError: the loop was left before its last page.
             NonFiniteGradientError: see ``nonfinite``.
             ValueError: a parameter or gradient is not as it was attached, a tensor of
-                show_states() was changed in place and the state was not, or replicas have
-                different gradients. Nothing was changed. A sample of gradients is compared at the
-                first step after the store was opened, and at every hundredth after it; a rank
-                without a gradient is not compared.
+                show_states() was changed in place and the state was not, replicas have different
+                gradients, or see ``missing``. Nothing was changed. A sample of gradients is
+                compared at the first step after the store was opened, and at every hundredth after
+                it; a rank without a gradient is not compared.
             PeerFailed: any of these on another rank.
 
         Warns:
@@ -362,6 +374,8 @@ class TierStore:
             raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
         if nonfinite not in ("raise", "skip", "allow"):
             raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
+        if missing not in ("zeros", "raise"):
+            raise ValueError(f"missing must be 'zeros' or 'raise', got {missing!r}")
         self._states.follow_scalars()
         self._states.given.require_unchanged()
         table = self._table
@@ -376,6 +390,7 @@ class TierStore:
                 table.device,
                 require_current=table.require_current,
                 nonfinite=nonfinite,
+                missing=missing,
                 waits=nonfinite == "skip"
                 or table.device.is_host
                 or not self._committer.keeps_commit,

@@ -86,3 +86,18 @@ def test_a_rank_may_have_no_gradient(pool: RankPool) -> None:
     for raised, warned in pool.run(2, f"{GRADIENTS}:absent_on_one"):
         assert raised == ""
         assert "no parameter has a gradient" in warned
+
+
+@pytest.mark.parametrize("layout", ["plain", "sharded"])
+def test_a_gradient_that_is_missing_on_one_rank_is_refused_on_request(
+    pool: RankPool, layout: str
+) -> None:
+    for raised, step in pool.run(4, f"{GRADIENTS}:missing_on_one", layout, "raise"):
+        assert raised.startswith("ValueError: rank 1 has no gradient of 'third', and other ranks")
+        assert step == 0
+    for found in pool.run(4, f"{GRADIENTS}:missing_on_one", layout, "zeros"):
+        assert found == ("", 1)
+
+
+def test_gradients_in_float32_beside_shards(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(3, f"{GRADIENTS}:summed_up_elsewhere", tmp_path / "run")

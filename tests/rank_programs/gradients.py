@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import muon
 import tierstore
 from tests.support.attempts import attempt
 from tests.support.fake_cuda import fake_cuda
+from tierstore.ranks.peers import Alone
 
 NAMES = ("first", "second", "third")
 
@@ -155,3 +156,44 @@ def absent_on_one() -> tuple[str, str]:
             warnings.simplefilter("always")
             job.optimizer.step()
         return first, "".join(str(each.message) for each in warned)
+
+
+def missing_on_one(layout: str, missing: str) -> tuple[str, int]:
+    """Step with a gradient that rank 1 has not: what is raised, and the steps at the end."""
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        job = Job(store, layout, missing=missing)
+        for name, each in job.parameters.items():
+            # Without the first parameter no rank has a gradient of it.
+            absent = name == "first" or (name == "third" and dist.get_rank() == 1)
+            each.grad = None if absent else torch.ones_like(each)
+        return attempt(job.optimizer.step), store.step
+
+
+def summed_up_elsewhere(directory: Path) -> None:
+    """Step with float32 gradients beside bfloat16 shards: as with the same ones in ``.grad``."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    grads = [torch.randn(7, 4, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+    start = torch.randn(7, 4, generator=torch.Generator().manual_seed(9)).bfloat16()
+    shards = nn.Parameter(distribute_tensor(start, mesh, (Shard(0),)))
+    alone = nn.Parameter(start.clone())
+    with tierstore.TierStore(directory) as store:
+        optimizer = muon.Muon(
+            [("weight", shards)],
+            store=store,
+            ns_dtype=torch.float32,
+            momentum_dtype=torch.float32,
+            gradient=lambda tensor: tensor.main_grad,  # type: ignore[attr-defined]
+        )
+        other = muon.Muon(
+            [("weight", alone)],
+            store=tierstore.TierStore(None, process_group=Alone()),
+            ns_dtype=torch.float32,
+            momentum_dtype=torch.float32,
+            gradient=lambda tensor: tensor.main_grad,  # type: ignore[attr-defined]
+        )
+        for grad in grads:
+            shards.main_grad = distribute_tensor(grad, mesh, (Shard(0),))
+            alone.main_grad = grad
+            optimizer.step()
+            other.step()
+        assert torch.equal(cast(DTensor, shards.detach()).full_tensor(), alone)

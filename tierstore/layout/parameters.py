@@ -219,6 +219,10 @@ class PagedParameter:
     with "flat" every rank owns an equal range of the elements of a subgroup. None: "flat" if
     elementwise, else "by_parameter"."""
 
+    gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    """Returns the gradient of ``tensor``, placed as it is and of any floating-point dtype, or None
+    if there is none. None: ``tensor.grad``."""
+
     cost: int | None = None
     """Relative cost of owning the whole parameter; owners are chosen so that ranks have about equal
     costs. Comparable only among parameters with the same ``elementwise``. None: the number of
@@ -227,6 +231,11 @@ class PagedParameter:
     def __post_init__(self) -> None:
         for problem in _problems(self):
             raise ValueError(f"parameter {self.name!r} {problem}")
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient."""
+        return self.tensor.grad if self.gradient is None else self.gradient(self.tensor)
 
     @property
     def spec(self) -> ParameterSpec:
@@ -276,21 +285,22 @@ def unwrapped_name(name: str, *, without_module: bool) -> str:
     return ".".join([*(part for part in modules if part not in added), last])
 
 
-def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
-    """Check that a parameter and its gradient still fit the pages that were laid out.
+def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> torch.Tensor | None:
+    """Return the gradient, after checking that it and its parameter fit the pages laid out.
 
     Raises:
         ValueError: they do not; the message names the parameter.
     """
-    tensor = parameter.tensor
-    grad = tensor.grad
+    tensor, grad = parameter.tensor, parameter.grad
     if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ValueError(
             f"parameter {spec.name!r} was {spec.dtype} {list(spec.shape)} and is now "
             f"{tensor.dtype} {list(tensor.shape)}: convert the model before the first step"
         )
     if grad is None:
-        return
+        return None
+    if parameter.gradient is not None:
+        _check_given(grad, tensor, spec.name)
     if not same_placement(grad, tensor):
         raise ValueError(
             f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
@@ -300,6 +310,22 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> None:
         raise ValueError(
             f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
             "(for an embedding, sparse=False)"
+        )
+    return grad
+
+
+def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
+    """Check a gradient for what torch checks when it is assigned to ``.grad``."""
+    if not isinstance(grad, torch.Tensor):
+        raise ValueError(
+            f"the gradient of {name!r} is of type {type(grad).__name__}, expected a tensor or None"
+        )
+    fits = grad.shape == tensor.shape and grad.device == tensor.device
+    if not fits or not grad.is_floating_point():
+        raise ValueError(
+            f"the gradient of {name!r} is {dtype_name(grad.dtype)} {list(grad.shape)} on "
+            f"{grad.device}, the parameter is {dtype_name(tensor.dtype)} {list(tensor.shape)} on "
+            f"{tensor.device}: give a floating-point tensor of its shape and device"
         )
 
 

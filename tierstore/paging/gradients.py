@@ -64,10 +64,14 @@ def named_by(parameters: Sequence[PagedParameter], bits: int) -> list[str]:
 
 def describe_nonfinite(names: Sequence[str], ranks: Sequence[int] = ()) -> str:
     """Return parameters whose gradients are not finite, and their ranks, as text for messages."""
-    listed = ", ".join(map(repr, names[:_NAMED_MAX]))
-    further = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
     where = f" (rank {', '.join(map(str, ranks))})" if ranks else ""
-    return f"gradients with NaN or infinite elements: {listed}{further}{where}"
+    return f"gradients with NaN or infinite elements: {describe_names(names)}{where}"
+
+
+def describe_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others, as text for messages."""
+    further = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return ", ".join(map(repr, names[:_NAMED_MAX])) + further
 
 
 def _gradients(parameters: Sequence[PagedParameter]) -> dict[int, torch.Tensor]:
@@ -75,7 +79,7 @@ def _gradients(parameters: Sequence[PagedParameter]) -> dict[int, torch.Tensor]:
     return {
         index: local
         for index, parameter in enumerate(parameters)
-        if (grad := parameter.tensor.grad) is not None and (local := local_tensor(grad)).numel()
+        if (grad := parameter.grad) is not None and (local := local_tensor(grad)).numel()
     }
 
 

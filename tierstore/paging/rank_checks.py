@@ -24,6 +24,7 @@ from tierstore.paging.device import Device
 from tierstore.paging.fsdp import reshard
 from tierstore.paging.gradients import (
     NonFinite,
+    describe_names,
     describe_nonfinite,
     gradient_samples,
     named_by,
@@ -90,6 +91,7 @@ def agree_on_gradients(
     *,
     require_current: Callable[[], None],
     nonfinite: str,
+    missing: str,
     waits: bool,
     compares: bool,
 ) -> Gradients:
@@ -103,39 +105,47 @@ def agree_on_gradients(
         device: the device of the parameters.
         require_current: raises ValueError if the groups are not those of the optimizer any more.
         nonfinite: as in TierStore.sweep().
+        missing: as in TierStore.sweep().
         waits: whether to wait until it is known which gradients are finite.
         compares: whether to compare the gradients of replicas.
 
     Raises:
         ValueError: a parameter or gradient does not fit, the ranks have different
-            hyperparameters, or replicas have different gradients; the message names the first.
-            Or from ``require_current``.
+            hyperparameters, replicas have different gradients, or with ``missing="raise"`` a rank
+            has none; the message names the first. Or from ``require_current``.
         NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """
     members = [parameter for group in groups for parameter in group.parameters]
     is_alone = peers.world_size == 1
     unread: NonFinite | None = None
+    options = {"nonfinite": nonfinite, "missing": missing}
 
-    def look() -> tuple[int, int, int, bytes]:
+    def look() -> tuple[int, int, int, int, bytes]:
         nonlocal unread
         require_current()
         reshard(members)
-        found = 0  # A bit for each parameter, because every step sends this.
+        found = absent = 0  # A bit for each parameter, because every step sends this.
         for index, parameter in enumerate(members):
-            check_unchanged(parameter, specs[parameter.name])
-            found |= (parameter.tensor.grad is not None) << index
+            grad = check_unchanged(parameter, specs[parameter.name])
+            found |= (grad is not None) << index
+            if grad is None and missing == "raise":  # Without elements it may have none.
+                absent |= (local_tensor(parameter.tensor).numel() > 0) << index
         if nonfinite != "allow":
             unread = NonFinite(members, device)
         return (
             found,
-            0 if is_alone else _digest(_hyperparameters(groups, nonfinite)),
+            absent,
+            0 if is_alone else _digest(_hyperparameters(groups, options)),
             unread.bits() if unread and waits else 0,
             gradient_samples(members) if compares and not is_alone else b"",
         )
 
-    found, digests, bits, samples = zip(*agree(peers, "begin a step", look), strict=True)
-    _require_equal(peers, digests, groups, nonfinite)
+    looked = agree(peers, "begin a step", look)
+    found, absent, digests, bits, samples = zip(*looked, strict=True)
+    _require_equal(peers, digests, groups, options)
+    present = functools.reduce(operator.or_, found)
+    _require_everywhere(members, present, absent)
     _require_same_gradients(members, partition, samples)
     text = ""
     if union := functools.reduce(operator.or_, bits):
@@ -147,7 +157,7 @@ def agree_on_gradients(
                 "torch.autograd.detect_anomaly(), or pass nonfinite='skip' to leave out such steps"
             )
     return Gradients(
-        present=frozenset(named_by(members, functools.reduce(operator.or_, found))),
+        present=frozenset(named_by(members, present)),
         nonfinite=text,
         unread=None if waits else unread,
     )
@@ -171,8 +181,29 @@ def require_same_commit(
         _require_equal(peers, agree(peers, "commit a step", digest), groups)
 
 
-def _hyperparameters(groups: Sequence[PagedGroup], nonfinite: str = "") -> dict[str, Any]:
-    return {"nonfinite": nonfinite} | {
+def _require_everywhere(
+    members: Sequence[PagedParameter], present: int, absent: Sequence[int]
+) -> None:
+    """Refuse parameters of which some ranks have gradients and others have not, given their bits.
+
+    Args:
+        members: all parameters; the lowest bit is that of the first.
+        present: of parameters of which any rank has a gradient.
+        absent: of each rank: parameters without a gradient.
+    """
+    for rank, own in enumerate(absent):
+        if names := named_by(members, present & own):
+            raise ValueError(
+                f"rank {rank} has no gradient of {describe_names(names)}, and other ranks have. "
+                "Nothing was changed: find the branch of the model that this rank leaves out, or "
+                "leave out missing='raise', and its gradient counts as zeros"
+            )
+
+
+def _hyperparameters(
+    groups: Sequence[PagedGroup], options: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    return dict(options or {}) | {
         f"{key} of param group {number}": tagged_json.encode(
             value, f"{key} of param group {number}"
         )
@@ -186,11 +217,14 @@ def _digest(values: Any) -> int:
 
 
 def _require_equal(
-    peers: Peers, digests: Sequence[int], groups: Sequence[PagedGroup], nonfinite: str = ""
+    peers: Peers,
+    digests: Sequence[int],
+    groups: Sequence[PagedGroup],
+    options: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse different hyperparameters or scalars, given their digest on every rank."""
     if len(set(digests)) > 1:
-        found = _first_difference(peers.gather(_hyperparameters(groups, nonfinite)))
+        found = _first_difference(peers.gather(_hyperparameters(groups, options)))
         raise ValueError(
             f"{found or 'the scalars differ between ranks'}: all ranks step one model, so give "
             "them the same hyperparameters and schedulers"

@@ -46,7 +46,7 @@ class Source:
 
     def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
         """Return a chunk of a parameter's gradient; None without a gradient."""
-        grad = parameter.tensor.grad
+        grad = parameter.grad
         if grad is None:
             return None
         return self.local_chunk(parameter.name, chunk).select(local_tensor(grad))
