@@ -35,6 +35,7 @@ OF_PEERS = {
     "docs/guide/accelerate.md": 1,
     "docs/guide/huggingface.md": 2,
     "docs/guide/lightning.md": 1,
+    "docs/guide/torchtitan.md": 1,
 }
 DEEPSPEED = ("docs/guide/convert.md", 3)  # The block that starts DeepSpeed.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.process_tree import kill_tree
 
 pytestmark = pytest.mark.long
 
@@ -38,13 +39,12 @@ def train(program: str, ranks: int, *arguments: str) -> Run:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     ) as process:
         try:
             printed, complained = process.communicate(timeout=TIMEOUT_S)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # Its ranks, too.
+            kill_tree(process.pid)
             raise
     assert process.returncode == 0, complained
     resumed = re.search(r"^resumed after step (\d+)$", printed, re.MULTILINE)

@@ -10,7 +10,8 @@ import pytest
 from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_cases
 
 PACKAGES = (
-    *("accelerate", "deepspeed", "diffusers", "lightning", "torch_checkpointing", "transformers"),
+    *("accelerate", "deepspeed", "diffusers", "lightning", "torch_checkpointing", "torchtitan"),
+    "transformers",
 )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,48 @@ def test_an_example_runs(
     packages: dict[str, Any] = {"torch": torch, "muon": muon, "tierstore": tierstore}
     names = {**packages, **SETUPS[page, number]()}
     run(page, blocks_of(ROOT / page)[number], names, tmp_path)
+
+
+TINY = """
+import sys
+from dataclasses import replace
+
+sys.path.insert(0, {examples!r})
+from torchtitan_trainer import CONTEXT, Windows
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.config import ConfigManager
+from torchtitan.models import llama3
+
+
+def build_dataloader(dp_world_size, dp_rank, **others):
+    ranks = {{"dp_rank": dp_rank, "dp_world_size": dp_world_size}}
+    return ParallelAwareDataloader(Windows(dp_rank, dp_world_size), batch_size=2, **ranks)
+
+
+tiny = llama3.TransformerModelArgs(dim=64, n_layers=1, n_heads=2, vocab_size=256)
+spec = replace(
+    llama3.get_train_spec(),
+    model_args={{"tiny": tiny}},
+    build_tokenizer_fn=None,
+    build_dataloader_fn=build_dataloader,
+)
+llama3.get_train_spec = lambda: spec
+arguments = ["--model.name=llama3-muon", "--model.flavor=tiny", "--training.steps=2"]
+arguments += ["--training.local_batch_size=2", f"--training.seq_len={{CONTEXT}}"]
+config = ConfigManager().parse_args(arguments)
+"""
+
+
+def test_the_example_of_torchtitan_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of(ROOT / "docs/guide/torchtitan.md")
+    program = tmp_path / "program.py"
+    block = block.replace('"/nvme', f'"{tmp_path}/nvme')
+    program.write_text(TINY.format(examples=str(ROOT / "examples")) + block)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    on_cpu = ROOT / "tests/peers/programs/torchtitan_on_cpu.py"
+    done = subprocess.run(
+        [*launcher, str(on_cpu), str(program)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "nvme/checkpoints/step-2/.metadata").exists()

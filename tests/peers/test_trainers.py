@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -18,17 +17,31 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import muon
 import tierstore
+from tests.support.process_tree import kill_tree
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-STEPS = 12
-SIZES = ("--steps", str(STEPS), "--width", "64", "--batch", "2")
+# Name of an example -> its number of steps. torchtitan's steps are short beside what follows them.
+STEPS = {
+    "huggingface_trainer.py": 12,
+    "accelerate_loop.py": 12,
+    "lightning_trainer.py": 12,
+    "torchtitan_trainer.py": 60,
+}
+# Example -> the program that runs it on a CPU, with `torchrun` also on one rank.
+NEEDING_GPUS = {
+    "torchtitan_trainer.py": str(Path(__file__).parent / "programs/torchtitan_on_cpu.py"),
+}
+SIZES = ("--width", "64", "--batch", "2")
 
 
 def command(example: str, directory: Path, ranks: int) -> list[str]:
     launcher = [sys.executable]
-    if ranks > 1:
+    if ranks > 1 or example in NEEDING_GPUS:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, str(EXAMPLES / example), str(directory), *SIZES]
+    if example in NEEDING_GPUS:
+        launcher.append(NEEDING_GPUS[example])
+    steps = ("--steps", str(STEPS[example]))
+    return [*launcher, str(EXAMPLES / example), str(directory), *steps, *SIZES]
 
 
 def finish(example: str, directory: Path, ranks: int) -> tuple[int, str]:
@@ -45,9 +58,7 @@ def finish(example: str, directory: Path, ranks: int) -> tuple[int, str]:
 def begin_and_kill(example: str, directory: Path, ranks: int, draw: random.Random) -> None:
     """Run an example, and kill all of its processes at some moment of its steps."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(
-        command(example, directory, ranks), text=True, start_new_session=True, **options
-    ) as process:
+    with subprocess.Popen(command(example, directory, ranks), text=True, **options) as process:
         assert process.stdout is not None
         logged: list[float] = []
         try:
@@ -58,24 +69,22 @@ def begin_and_kill(example: str, directory: Path, ranks: int, draw: random.Rando
                     time.sleep((logged[-1] - logged[-2]) * draw.random())
                     break
         finally:  # Also when this test runs out of time.
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
     assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "example", ["huggingface_trainer.py", "accelerate_loop.py", "lightning_trainer.py"]
-)
+@pytest.mark.parametrize("example", STEPS)
 def test_killed_and_resumed(example: str, ranks: int, tmp_path: Path) -> None:
     draw = random.Random(ranks)
     began, expected = finish(example, tmp_path / "whole", ranks)
     assert began == 0
     # A run that is done has nothing left to do, and ends in the same bits.
-    assert finish(example, tmp_path / "whole", ranks) == (STEPS, expected)
+    assert finish(example, tmp_path / "whole", ranks) == (STEPS[example], expected)
     begin_and_kill(example, tmp_path / "killed", ranks, draw)
     begin_and_kill(example, tmp_path / "killed", ranks, draw)
     began, found = finish(example, tmp_path / "killed", ranks)
-    assert 0 < began < STEPS
+    assert 0 < began < STEPS[example]
     assert found == expected
 
 

@@ -1,0 +1,194 @@
+"""The container and the checkpointer of torchtitan, in a loop with the calls of its Trainer.
+
+tests/peers/test_trainers.py has the Trainer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import tierstore
+from muon.integrations.torchtitan import MuonContainer
+from tests.support.attempts import attempt
+from tierstore.integrations.torchtitan import Checkpointer, Container
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Batches:
+    """A data loader with the position as its state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __next__(self) -> torch.Tensor:
+        self.position += 1
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(self.position))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Loop:
+    """What a checkpointer takes from a Trainer, and the order of its calls."""
+
+    def __init__(self, store: tierstore.TierStore) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
+        self.model_parts: list[nn.Module] = [nn.Sequential(*layers)]
+        self.optimizers: Any = MuonContainer(self.model_parts, store=store, ns_dtype=torch.float32)
+        self.lr_schedulers = torch.optim.lr_scheduler.LambdaLR(
+            next(iter(self.optimizers)), lambda step: 1 / (1 + step)
+        )
+        self.dataloader = Batches()
+        self.step = self.seen = 0
+        self.checkpointer = Checkpointer(self)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.seen = state["step"], state["seen"]
+
+    def train(self, steps: int, fails_at: int = 0) -> None:
+        self.checkpointer.load(step=-1)
+        while self.step < steps:
+            self.step += 1
+            self.optimizers.zero_grad()
+            batch = next(self.dataloader)
+            self.seen += len(batch)
+            self.model_parts[0](batch).square().mean().backward()
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            if self.step == fails_at:
+                raise RuntimeError("between step and schedule")
+            self.lr_schedulers.step()
+            self.checkpointer.save(self.step, last_step=self.step == steps)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model_parts[0].parameters()]
+
+
+def train(directory: Path, steps: int) -> Loop:
+    loop = Loop(tierstore.TierStore(directory, resume=True))
+    loop.train(steps)
+    loop.checkpointer.close()
+    return loop
+
+
+def test_a_run_continues_with_all_that_its_commit_has(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 6)
+    train(tmp_path / "run", 2)
+    resumed = train(tmp_path / "run", 6)
+    assert resumed.state_dict() == {"step": 6, "seen": 24}
+    assert all(map(torch.equal, resumed.values, whole.values))
+
+
+def test_an_exception_within_a_step_loses_that_step_alone(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 4)
+    loop = Loop(tierstore.TierStore(tmp_path / "run", resume=True))
+    try:
+        loop.train(4, fails_at=3)
+    except RuntimeError:
+        loop.checkpointer.close()
+    loop = Loop(tierstore.TierStore(tmp_path / "run", resume=True))
+    assert loop.checkpointer.load()
+    assert loop.state_dict() == {"step": 2, "seen": 8}
+    loop.checkpointer.close()
+    assert all(map(torch.equal, train(tmp_path / "run", 4).values, whole.values))
+
+
+def test_checkpoints_are_published(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        loop.checkpointer = Checkpointer(loop, folder=folder, interval=2, keep_last=2)
+        loop.train(5)
+        found = {
+            "model": {k: torch.zeros_like(v) for k, v in loop.model_parts[0].state_dict().items()}
+        }
+        assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-5"]
+        dcp.load(found, checkpoint_id=folder / "step-5", no_dist=True)
+        for name, value in loop.model_parts[0].state_dict().items():
+            assert torch.equal(found["model"][name], value)
+
+
+def test_hooks_of_the_container_and_its_calls(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path) as store:
+        loop = Loop(store)
+        container, calls = loop.optimizers, list[str]()
+        container.register_step_pre_hook(lambda *_: calls.append("before"))
+        container.register_step_post_hook(lambda *_: calls.append("after"))
+        assert not loop.checkpointer.load()
+        loop.model_parts[0](next(loop.dataloader)).sum().backward()
+        container.step()
+        assert calls == ["before", "after"]
+        assert store.step == 1
+        assert len(container) == len(list(container)) == 1
+        container.zero_grad()
+        assert all(parameter.grad is None for parameter in loop.model_parts[0].parameters())
+
+
+def test_the_store_decides_where_training_continues(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    loop = Loop(tierstore.TierStore(tmp_path, resume=True))
+    raised = attempt(lambda: loop.checkpointer.load(step=1))
+    assert raised.startswith(
+        "ValueError: step 1 is not where the store continues, which is its step 2"
+    )
+    assert loop.checkpointer.load(step=2)
+    assert loop.optimizers.state_dict() == {"tierstore_step": 2}
+    loop.optimizers.load_state_dict({"tierstore_step": 2})
+    for other in ({"tierstore_step": 1}, {"state.weight.momentum_buffer": torch.ones(1)}):
+        with pytest.raises(
+            ValueError, match="is not where the store continues, which is its step 2"
+        ):
+            loop.optimizers.load_state_dict(other)
+    loop.checkpointer.close()
+
+
+def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path) as store:
+        loop = Loop(store)
+        loop.model_parts[0](next(loop.dataloader)).sum().backward()
+        loop.optimizers.step()
+        store.commit(extra={"own": 1})
+    loop = Loop(tierstore.TierStore(tmp_path, resume=True))
+    with pytest.raises(ValueError, match="step 1 of the store was not committed by a Trainer"):
+        loop.checkpointer.load()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path) as store:
+        loop = Loop(store)
+        with pytest.raises(ValueError, match="interval=5 needs a folder"):
+            Checkpointer(loop, interval=5)
+        with pytest.raises(ValueError, match="parameters of one model part, got 2"):
+            MuonContainer([nn.Linear(2, 2), nn.Linear(2, 2)], store=store)
+        with pytest.raises(TypeError, match="SGD has no TierStore"):
+            Container(loop.model_parts, torch.optim.SGD(loop.model_parts[0].parameters()))
+        loop.checkpointer.load()
+        loop.model_parts[0](next(loop.dataloader)).sum().backward()
+        loop.optimizers.step()
+        with pytest.raises(ValueError, match="the store is at step 1 already"):
+            Checkpointer(loop)
+        loop.optimizers = torch.optim.SGD(loop.model_parts[0].parameters())
+        with pytest.raises(TypeError, match="must be a Container of a store, got SGD"):
+            Checkpointer(loop)
