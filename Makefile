@@ -138,10 +138,19 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -q -W --keep-going -d build/site.doctrees docs build/site
 
 # dist/*.tar.gz, and dist/*.whl for the Python that makes it, which needs no compiler to install.
+# One for Python 3.11, and one for 3.12 and later: the first of these that is here makes it.
+WHEEL_PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 wheel: $(STAMP)
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist/built -Ccmake.define.TIERSTORE_PORTABLE=ON
-	mv dist/built/*.tar.gz dist/
+	$(BIN)/python -m build --sdist --outdir dist
+	for name in $(WHEEL_PYTHONS); do
+	  "$$name" -c '' 2>/dev/null || continue
+	  "$$name" -m venv dist/builder
+	  dist/builder/bin/pip wheel -q --no-deps \
+	    --config-settings=cmake.define.TIERSTORE_PORTABLE=ON -w dist/built .
+	  rm -r dist/builder
+	  if ls dist/built/*-abi3-*.whl >/dev/null 2>&1; then break; fi
+	done
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
 	rm -r dist/built
 

@@ -111,10 +111,11 @@ class Muon(torch.optim.Optimizer):
         qk_clip: the attention heads that ``step(qk_logits=)`` is about.
         statistics_every: number of steps from one sample of ``statistics()`` to the next; None: no
             samples.
-        gradient: returns the gradient of a parameter, placed as the parameter is and of any
-            floating-point dtype, or None if it has none, in place of ``.grad``: for gradients that
-            another library keeps, or that are summed up in float32. ``zero_grad()`` does not clear
-            them.
+        gradient: returns the gradient of a parameter, placed as the parameter is, in float64,
+            float32, bfloat16 or float16, or None if it has none, in place of ``.grad``: for
+            gradients that another library keeps, or that are summed up in float32. A step calls it
+            several times for a parameter, and gets the same tensor each time. ``zero_grad()`` and
+            ``torch.amp.GradScaler`` are about ``.grad`` alone.
         prefetch_in_backward: call prefetch() with the first gradient of each step.
         nonfinite: what step() does if a gradient on any rank has an element that is NaN or
             infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
@@ -196,6 +197,8 @@ class Muon(torch.optim.Optimizer):
         self._hooks = tuple(hooks)
         self._qk_clip = qk_clip
         self._statistics_every = statistics_every
+        if gradient is not None and not callable(gradient):
+            raise ValueError(f"gradient must be a function of a parameter, got {gradient!r}")
         self._gradient = gradient
         self._sample: Sample | None = None
         self._owns_store = store is None

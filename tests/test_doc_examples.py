@@ -172,7 +172,7 @@ def of_convert() -> Names:
 
 def of_ranks() -> Names:
     model = model_of()
-    model.blocks = nn.ModuleList()
+    model.blocks = nn.ModuleList([model.hidden])
     fsdp = {"MixedPrecisionPolicy": MixedPrecisionPolicy, "fully_shard": fully_shard}
     stages = {"stage": 0, "stage_group": None}
     with socket.socket() as free:
@@ -270,15 +270,12 @@ def run(name: str, code: str, names: Names, directory: Path) -> None:
     # Steps of the examples are those of a long run; these runs have two.
     code = re.sub(r"\b1[02]00\b", "2", code)
     code = re.sub(r'"/(?=nvme|mnt|archive)', f'"{directory}/', code)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         exec(compile(code, name, "exec"), names)
-    finally:
-        for value in list(names.values()):
+        for value in names.values():
             if isinstance(value, tierstore.TierStore):
-                with contextlib.suppress(tierstore.TierstoreError):
-                    value.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+                value.close()
 
 
 @pytest.mark.parametrize(("name", "code"), list(examples()))

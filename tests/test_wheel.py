@@ -1,4 +1,4 @@
-"""The wheel: it installs without a compiler, and the first lines of the README work with it."""
+"""The wheels: they install without a compiler, and the first lines of the README work with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOBODY = 65534
-PORTABLE = "-Ccmake.define.TIERSTORE_PORTABLE=ON"  # As `make wheel` has it.
+PORTABLE = "--config-settings=cmake.define.TIERSTORE_PORTABLE=ON"  # As `make wheel` has it.
 
 # What the loop of the README takes from the program around it.
 AROUND = """
@@ -58,40 +57,79 @@ def run(*command: object, **options: object) -> str:
     return str(done.stdout)
 
 
+def interpreters() -> list[str]:
+    """Return a Python of the version of these tests, and the later ones that are here.
+
+    One of the system is preferred: any user can run it.
+    """
+    path = f"/usr/bin:{os.environ['PATH']}"
+    names = [f"python3.{minor}" for minor in range(sys.version_info.minor, 15)]
+    first, *later = [shutil.which(name, path=path) for name in names]
+    needed = ["-c", "import ensurepip, venv"]
+    works = [
+        found
+        for found in (first or sys.executable, *later)
+        if found and not subprocess.run([found, *needed], capture_output=True).returncode
+    ]
+    assert works
+    return works
+
+
+def user_options(python: Path) -> dict[str, object]:
+    """Return how to run a Python as an unprivileged user, if such a user can reach it."""
+    if os.geteuid() != 0:
+        return {}
+    options: dict[str, object] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    try:
+        run(python, "-c", "", **options)
+    except PermissionError:  # It is in the home of root.
+        return {}
+    return options
+
+
 @pytest.fixture(scope="module")
-def wheel(folder: Path) -> Path:
-    """The wheel of this source for this Python, with a platform tag as auditwheel measures it."""
+def wheels(folder: Path) -> list[Path]:
+    """The wheels of these Pythons, with a platform tag as auditwheel measures it.
+
+    One of 3.12 is for all later ones.
+    """
     tools = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    run(sys.executable, "-m", "build", "--outdir", folder / "built", PORTABLE, ROOT)
-    (built,) = (folder / "built").glob("*.whl")
-    run(tools / "auditwheel", "repair", "--wheel-dir", folder / "dist", built, env=environment)
-    (repaired,) = (folder / "dist").glob("*.whl")
-    return repaired
+    for number, interpreter in enumerate(interpreters()[:2]):
+        run(interpreter, "-m", "venv", folder / f"builder-{number}")
+        pip = [folder / f"builder-{number}/bin/python", "-m", "pip", "wheel", "-q", "--no-deps"]
+        run(*pip, PORTABLE, "--wheel-dir", folder / "built", ROOT)
+    for built in (folder / "built").glob("*.whl"):
+        run(tools / "auditwheel", "repair", "--wheel-dir", folder / "dist", built, env=environment)
+    return sorted((folder / "dist").glob("*.whl"))
 
 
-@pytest.fixture(scope="module")
-def python(folder: Path, wheel: Path) -> Path:
+@pytest.fixture(scope="module", params=interpreters(), ids=lambda path: Path(path).name)
+def python(request: pytest.FixtureRequest, folder: Path, wheels: list[Path]) -> Path:
     """The Python of a new environment with the wheel, installed without a compiler in sight."""
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv/bin/python"
+    path = folder / f"venv-{request.param_index}"
+    run(request.param, "-m", "venv", path)
+    python = path / "bin/python"
     pip = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
     environment = {**os.environ, "PATH": str(python.parent)}
     run(*pip, "torch==2.13.0", env=environment)
+    wheel = wheels[min(request.param_index, len(wheels) - 1)]
     run(*pip, wheel, env=environment)
     return python
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
-    assert re.search(r"-manylinux_2_\d+_", wheel.name)
-    names = run(sys.executable, "-m", "zipfile", "-l", wheel).splitlines()[1:]
-    top = {line.split("/")[0] for line in names if "/" in line}
-    assert {"tierstore", "muon"} <= top
-    assert top <= {"tierstore", "muon", "tierstore.libs", "tierstore-0.1.0.dist-info"}
-    engines = [line for line in names if re.search(r"_native\..*\.so ", line)]
-    assert len(engines) == 1
+def test_the_wheels_hold_both_packages_and_nothing_else(wheels: list[Path]) -> None:
+    assert len(wheels) == min(2, len(interpreters()))
+    for wheel in wheels:
+        assert re.search(r"-(cp311-cp311|cp312-abi3)-manylinux_2_\d+_", wheel.name)
+        names = run(sys.executable, "-m", "zipfile", "-l", wheel).splitlines()[1:]
+        top = {line.split("/")[0] for line in names if "/" in line}
+        assert {"tierstore", "muon"} <= top
+        assert top <= {"tierstore", "muon", "tierstore.libs", "tierstore-0.1.0.dist-info"}
+        engines = [line for line in names if re.search(r"_native\..*\.so ", line)]
+        assert len(engines) == 1
 
 
 @pytest.mark.long
@@ -99,7 +137,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
 def test_the_readme_works_as_any_user(python: Path, folder: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     loop, load = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    work = folder / "work"
+    work = folder / f"work-{python.parent.parent.name}"
     work.mkdir()
     program = AROUND + loop.replace("/nvme", str(work)).replace("% 1000", "% 4")
     program += textwrap.dedent("""
@@ -116,9 +154,9 @@ def test_the_readme_works_as_any_user(python: Path, folder: Path) -> None:
     """)
     (work / "program.py").write_text(program, encoding="utf-8")
     options: dict[str, object] = {"cwd": work, "env": {"PATH": str(python.parent)}}
-    if os.geteuid() == 0:
+    if as_user := user_options(python):
         shutil.chown(work, NOBODY, NOBODY)
-        options |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        options |= as_user
     assert run(python, "program.py", **options).splitlines()[-1] == "loaded"
     found = run(python.parent / "tierstore", "doctor", work, **options)
     assert "io_uring" in found or "libaio" in found

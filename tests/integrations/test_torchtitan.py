@@ -29,10 +29,14 @@ def group() -> Iterator[None]:
 
 
 class Batches:
-    """A data loader with the position as its state."""
+    """A data loader with the position as its state, which draws a seed as torch's does."""
 
     def __init__(self) -> None:
         self.position = 0
+
+    def __iter__(self) -> Batches:
+        torch.empty((), dtype=torch.int64).random_()
+        return self
 
     def __next__(self) -> torch.Tensor:
         self.position += 1
@@ -68,10 +72,11 @@ class Loop:
 
     def train(self, steps: int, fails_at: int = 0) -> None:
         self.checkpointer.load(step=-1)
+        batches = iter(self.dataloader)
         while self.step < steps:
             self.step += 1
             self.optimizers.zero_grad()
-            batch = next(self.dataloader)
+            batch = next(batches)
             self.seen += len(batch)
             self.model_parts[0](batch).square().mean().backward()
             self.checkpointer.maybe_wait_for_staging()
@@ -101,18 +106,33 @@ def test_a_run_continues_with_all_that_its_commit_has(tmp_path: Path) -> None:
     assert all(map(torch.equal, resumed.values, whole.values))
 
 
-def test_an_exception_within_a_step_loses_that_step_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", ["while it is handled", "afterwards"])
+def test_an_exception_within_a_step_loses_that_step_alone(closed: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 4)
     loop = Loop(tierstore.TierStore(tmp_path / "run", resume=True))
     try:
         loop.train(4, fails_at=3)
     except RuntimeError:
-        loop.checkpointer.close()
+        if closed == "while it is handled":
+            loop.checkpointer.close()
+    loop.checkpointer.close()
     loop = Loop(tierstore.TierStore(tmp_path / "run", resume=True))
     assert loop.checkpointer.load()
     assert loop.state_dict() == {"step": 2, "seen": 8}
     loop.checkpointer.close()
     assert all(map(torch.equal, train(tmp_path / "run", 4).values, whole.values))
+
+
+def test_steps_that_are_not_due_are_committed_at_the_end(tmp_path: Path) -> None:
+    """Also if the program handles an exception that is not ours."""
+    try:
+        raise KeyError
+    except KeyError:
+        loop = Loop(tierstore.TierStore(tmp_path, commit_every=5))
+        loop.train(3)
+        loop.checkpointer.close()
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        assert store.committed_step == 3
 
 
 def test_checkpoints_are_published(tmp_path: Path) -> None:
@@ -121,13 +141,17 @@ def test_checkpoints_are_published(tmp_path: Path) -> None:
         loop = Loop(store)
         loop.checkpointer = Checkpointer(loop, folder=folder, interval=2, keep_last=2)
         loop.train(5)
-        found = {
-            "model": {k: torch.zeros_like(v) for k, v in loop.model_parts[0].state_dict().items()}
-        }
         assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-5"]
-        dcp.load(found, checkpoint_id=folder / "step-5", no_dist=True)
+        found = {name: torch.zeros_like(p) for name, p in loop.model_parts[0].state_dict().items()}
+        dcp.load(found, checkpoint_id=folder / "step-5", no_dist=True)  # torchtitan's keys.
         for name, value in loop.model_parts[0].state_dict().items():
-            assert torch.equal(found["model"][name], value)
+            assert torch.equal(found[name], value)
+    with tierstore.TierStore(tmp_path / "another run") as store:  # It replaces them.
+        loop = Loop(store)
+        loop.checkpointer = Checkpointer(loop, folder=folder, interval=4)
+        loop.train(4)
+        dcp.load(found, checkpoint_id=folder / "step-4", no_dist=True)
+        assert torch.equal(found["0.weight"], loop.model_parts[0].state_dict()["0.weight"])
 
 
 def test_hooks_of_the_container_and_its_calls(tmp_path: Path) -> None:
@@ -184,6 +208,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             MuonContainer([nn.Linear(2, 2), nn.Linear(2, 2)], store=store)
         with pytest.raises(TypeError, match="SGD has no TierStore"):
             Container(loop.model_parts, torch.optim.SGD(loop.model_parts[0].parameters()))
+        loop.dataloader = None  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="the Trainer has no dataloader"):
+            Checkpointer(loop)
+        loop.dataloader = Batches()
         loop.checkpointer.load()
         loop.model_parts[0](next(loop.dataloader)).sum().backward()
         loop.optimizers.step()

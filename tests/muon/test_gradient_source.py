@@ -141,6 +141,28 @@ def test_what_does_not_fit_is_refused(grad: Any, text: str) -> None:
     assert all(map(torch.equal, params, before))
 
 
+@pytest.mark.parametrize("steps_with", ["a copy each time", "what it takes away"])
+def test_a_function_that_gives_another_tensor_each_time_is_refused(steps_with: str) -> None:
+    [param, _] = pair(torch.float32)
+
+    def give(tensor: torch.Tensor) -> torch.Tensor | None:
+        found = main_grad(tensor)
+        if steps_with == "a copy each time":
+            return None if found is None else found / 4
+        tensor.main_grad = None
+        return found
+
+    optimizer = muon.Muon([("weight", param)], ns_dtype=torch.float32, gradient=give)
+    param.main_grad = torch.ones(SHAPE)
+    with pytest.raises(ValueError, match="gradient of 'weight' gives another tensor each time"):
+        optimizer.step()
+
+
+def test_no_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="gradient must be a function of a parameter, got 5"):
+        muon.Muon(pair(torch.float32), gradient=5)  # type: ignore[arg-type]
+
+
 def test_they_are_not_freed() -> None:
     with tierstore.TierStore(None, free_gradients=True) as store:
         params = pair(torch.float32)

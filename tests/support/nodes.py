@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -86,9 +86,13 @@ class Node:
 
     def kill(self, pids: Sequence[int] | None = None) -> None:
         """Kill these processes with -9; None: all, as when a node loses its power."""
-        for pid in self.pids() if pids is None else pids:
+        for pid in pids or ():
             os.kill(pid, signal.SIGKILL)
         if pids is None:
+            while running := self.pids():  # One may start another meanwhile.
+                for pid in running:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             for agent in self._agents:
                 agent.wait()
             self._agents.clear()

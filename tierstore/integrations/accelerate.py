@@ -171,7 +171,13 @@ class Batches:
         """Publish the last step beside the files of ``save_state()``."""
         if self._store.step != self._committed:  # The loop commits it again, at its end.
             self._store.commit(extra=self.extra())
-        publish(self._store, Path(folder, _FOLDER), self._model, self._accelerator)
+        publish(
+            self._store,
+            Path(folder, _FOLDER),
+            self._model,
+            is_main=self._accelerator.is_main_process,
+            wait=self._accelerator.wait_for_everyone,
+        )
 
     def begin_from(self, models: Any, folder: str) -> None:
         """Begin the run from what publish() wrote, before ``load_state()`` loads the rest."""

@@ -120,7 +120,13 @@ class StoreTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._commit()
-        publish(self.store, Path(output_dir, "store"), self.model, self.accelerator)
+        publish(
+            self.store,
+            Path(output_dir, "store"),
+            self.model,
+            is_main=self.accelerator.is_main_process,
+            wait=self.accelerator.wait_for_everyone,
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,15 @@ def require_own(step: int, extra: Any, key: str, maker: str, processes: int | No
         )
 
 
-def publish(store: TierStore, folder: Path, model: torch.nn.Module, accelerator: Any) -> None:
+def publish(
+    store: TierStore,
+    folder: Path,
+    model: torch.nn.Module,
+    *,
+    is_main: bool,
+    wait: Callable[[], Any],
+    **options: Any,
+) -> None:
     """Publish the last step as a checkpoint, in the place of one that may be there.
 
     That one is removed once the new one is there; until then it is ``<folder>.old``.
@@ -103,15 +111,17 @@ def publish(store: TierStore, folder: Path, model: torch.nn.Module, accelerator:
         store: the store of the optimizer.
         folder: of the checkpoint.
         model: as of loop_state().
-        accelerator: an ``accelerate.Accelerator``, which knows the ranks.
+        is_main: whether this is rank 0.
+        wait: waits for all ranks.
+        options: as of ``TierStore.checkpoint()``.
     """
     old = folder.with_name(f"{folder.name}.old")
-    if accelerator.is_main_process and store.step and folder.exists():
+    if is_main and store.step and folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-    accelerator.wait_for_everyone()
-    store.checkpoint(folder, model=model)
-    if accelerator.is_main_process:
+    wait()
+    store.checkpoint(folder, model=model, **options)
+    if is_main:
         shutil.rmtree(old, ignore_errors=True)
 
 

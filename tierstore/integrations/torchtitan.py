@@ -14,6 +14,7 @@ from torch import nn
 from tierstore.integrations.loop_state import (
     load_loop_state,
     loop_state,
+    publish,
     require_own,
     restore_optimizer,
     set_random_state,
@@ -99,6 +100,25 @@ def only_part(model_parts: Sequence[nn.Module]) -> nn.Module:
     return model_parts[0]
 
 
+class _ResumedData:
+    """A data loader whose first iterator leaves the random generators as they were committed."""
+
+    def __init__(self, loader: Any, random: dict[str, Any]) -> None:
+        self._loader = loader
+        self._random: dict[str, Any] | None = random
+
+    def __iter__(self) -> Iterator[Any]:
+        # It draws a seed, which the commit has drawn already.
+        iterator: Iterator[Any] = iter(self._loader)
+        if self._random is not None:
+            set_random_state(self._random)
+            self._random = None
+        return iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
 class Checkpointer:
     """A checkpointer that commits each step of a Trainer, and resumes from the last commit.
 
@@ -107,7 +127,8 @@ class Checkpointer:
 
     Args:
         trainer: a ``torchtitan.train.Trainer`` whose ``optimizers`` are a ``Container``.
-        folder: checkpoints are published here as ``step-<n>``.
+        folder: checkpoints are published here as ``step-<n>``, with keys as torchtitan has them;
+            one that is there is replaced.
         interval: number of steps from one checkpoint to the next; None for none.
         keep_last: number of checkpoints to keep, as of ``TierStore.checkpoint()``.
 
@@ -132,6 +153,8 @@ class Checkpointer:
             )
         if interval is not None and (folder is None or interval < 1):
             raise ValueError(f"interval={interval} needs a folder, and to be at least 1")
+        if trainer.dataloader is None:
+            raise ValueError("the Trainer has no dataloader, whose state a commit holds")
         if container.store.step:
             raise ValueError(
                 f"the store is at step {container.store.step} already: make the checkpointer "
@@ -144,6 +167,8 @@ class Checkpointer:
         self._folder = None if folder is None else Path(folder)
         self._interval = interval
         self._keep_last = keep_last
+        self._saved = 0  # The last step that save() was called for.
+        self._around = sys.exc_info()[1]  # An error that the program is handling, but not ours.
 
     def load(self, step: int = -1) -> bool:
         """Restore the last commit of the store; return whether there was one.
@@ -169,7 +194,8 @@ class Checkpointer:
             load_loop_state(extra, self._model, self._trainer.lr_schedulers)
             self._trainer.load_state_dict(extra[_KEY]["trainer"])
             self._trainer.dataloader.load_state_dict(extra[_KEY]["data"])
-            set_random_state(extra["random"])
+            self._trainer.dataloader = _ResumedData(self._trainer.dataloader, extra["random"])
+            self._saved = restored
         store.provide_extra(self._extra)
         return bool(restored)
 
@@ -185,11 +211,18 @@ class Checkpointer:
             StorageError: an earlier commit or write failed.
         """
         self._store.commit(extra=self._extra())
+        self._saved = self._store.step
         due = self._interval is not None and (last_step or curr_step % self._interval == 0)
         if due:
             assert self._folder is not None  # __init__() has checked it.
-            self._store.checkpoint(
-                self._folder / f"step-{curr_step}", model=self._model, keep_last=self._keep_last
+            publish(
+                self._store,
+                self._folder / f"step-{curr_step}",
+                self._model,
+                is_main=dist.get_rank() == 0,
+                wait=dist.barrier,
+                keep_last=self._keep_last,
+                model_prefix="",
             )
         return due
 
@@ -197,8 +230,13 @@ class Checkpointer:
         """Do nothing: a step waits for what it needs."""
 
     def close(self) -> None:
-        """Close the store; after an exception, without a commit of the last step."""
-        self._store.__exit__(*sys.exc_info())
+        """Close the store, without a step that save() was not called for."""
+        kind, error, traceback = sys.exc_info()
+        if error is self._around:
+            kind = error = traceback = None
+        if kind is None and self._store.step != self._saved:
+            kind = RuntimeError  # An exception ended the step, and was handled elsewhere.
+        self._store.__exit__(kind, error, traceback)
 
     def _extra(self) -> dict[str, Any]:
         trainer = self._trainer

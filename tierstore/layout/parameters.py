@@ -220,8 +220,9 @@ class PagedParameter:
     elementwise, else "by_parameter"."""
 
     gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-    """Returns the gradient of ``tensor``, placed as it is and of any floating-point dtype, or None
-    if there is none. None: ``tensor.grad``."""
+    """Returns the gradient of ``tensor``, placed as it is, in float64, float32, bfloat16 or
+    float16, or None if there is none. A step calls it several times and gets the same tensor each
+    time. None: ``tensor.grad``."""
 
     cost: int | None = None
     """Relative cost of owning the whole parameter; owners are chosen so that ranks have about equal
@@ -301,6 +302,11 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> torch.Ten
         return None
     if parameter.gradient is not None:
         _check_given(grad, tensor, spec.name)
+        if parameter.grad is not grad:
+            raise ValueError(
+                f"the function that gives the gradient of {spec.name!r} gives another tensor each "
+                "time: a step calls it several times, so keep the tensor and return it"
+            )
     if not same_placement(grad, tensor):
         raise ValueError(
             f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
@@ -314,6 +320,9 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> torch.Ten
     return grad
 
 
+_GRADIENT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
     """Check a gradient for what torch checks when it is assigned to ``.grad``."""
     if not isinstance(grad, torch.Tensor):
@@ -321,11 +330,12 @@ def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
             f"the gradient of {name!r} is of type {type(grad).__name__}, expected a tensor or None"
         )
     fits = grad.shape == tensor.shape and grad.device == tensor.device
-    if not fits or not grad.is_floating_point():
+    if not fits or grad.dtype not in _GRADIENT_DTYPES:
         raise ValueError(
             f"the gradient of {name!r} is {dtype_name(grad.dtype)} {list(grad.shape)} on "
             f"{grad.device}, the parameter is {dtype_name(tensor.dtype)} {list(tensor.shape)} on "
-            f"{tensor.device}: give a floating-point tensor of its shape and device"
+            f"{tensor.device}: give a tensor of its shape and device, in float64, float32, "
+            "bfloat16 or float16"
         )
 
 
