@@ -686,10 +686,10 @@ class TierStore:
         Synchronizes first. On the filesystem of the run, page files are linked, no tensor is read
         or written, and the checkpoint is complete on return. On another filesystem, pages are
         copied: with several ranks before the return, else in the background, and close() and the
-        next checkpoint() wait for the copy and raise its error. The checkpoint is then read in the background; the next step(), commit(),
-        synchronize(), checkpoint() or close() raises damage that the run has, too, and the store
-        fails. An interrupt leaves nothing of the checkpoint, or all of it, or a copy that
-        continues. All ranks call it together.
+        next checkpoint() wait for the copy and raise its error. The checkpoint is then read in the
+        background; the next step(), commit(), synchronize(), checkpoint() or close() raises damage
+        that the run has, too, and the store fails. An interrupt leaves nothing of the checkpoint,
+        or all of it, or a copy that continues. All ranks call it together.
 
         Args:
             path: the directory; must be absent or empty.
