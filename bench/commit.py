@@ -183,7 +183,7 @@ class Job:
         )
         groups = make_groups(plan, per_layer=case.groups_per_layer)
         # Few iterations: the step is not measured.
-        self._optimizer = muon.Muon(groups, store=self.store, ns_steps=1)
+        self._optimizer = muon.Muon(groups, store=self.store, ns_steps=1, ns_dtype="auto")
         self._turns = 0
         self._thread = next(
             thread
