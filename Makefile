@@ -137,8 +137,8 @@ peer-fixtures: $(PEERS_STAMP)
 docs: $(STAMP)
 	$(BIN)/sphinx-build -q -W --keep-going -d build/site.doctrees docs build/site
 
-# dist/*.tar.gz, and dist/*.whl for the Python that makes it, which needs no compiler to install.
-# One for Python 3.11, and one for 3.12 and later: the first of these that is here makes it.
+# dist/*.tar.gz, and wheels, which need no compiler to install: one for Python 3.11, and one for 3.12
+# and later, which the first of these that is here makes.
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 wheel: $(STAMP)
 	rm -rf dist

@@ -50,7 +50,7 @@ class Batches:
 
 
 class Loop:
-    """What a checkpointer takes from a Trainer, and the order of its calls."""
+    """A loop with what a checkpointer takes from a Trainer, in the order of its calls."""
 
     def __init__(self, store: tierstore.TierStore) -> None:
         torch.manual_seed(0)

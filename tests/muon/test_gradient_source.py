@@ -20,7 +20,7 @@ SHAPE = (24, 16)
 
 
 def main_grad(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Where Megatron keeps the gradient of a parameter."""
+    """Return the gradient of a parameter from the attribute that Megatron keeps it in."""
     found: torch.Tensor | None = tensor.main_grad  # type: ignore[attr-defined]
     return found
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -22,22 +25,36 @@ TIMEOUT_S = 240
 
 
 class Notes:
-    """What the ranks have noted, in the order of time."""
+    """Notes of the ranks in the order of time, from a named pipe.
+
+    Args:
+        path: of the pipe, which is made. Ranks write a line at a time, which no other line cuts.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.touch()
+        os.mkfifo(path)
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # It never ends.
+        self._read = b""
+
+    def close(self) -> None:
+        os.close(self._pipe)
+
+    def all_lines(self) -> list[list[str]]:
+        """Return the words of each note so far."""
+        with suppress(BlockingIOError):
+            while data := os.read(self._pipe, 2**16):
+                self._read += data
+        return [line.split() for line in self._read.decode().splitlines()]
 
     def lines(self, kind: str) -> list[tuple[int, str]]:
         """Return rank and value of the notes of a kind."""
-        found = [line.split() for line in self.path.read_text().splitlines()]
-        return [(int(rank), value) for noted, rank, value in found if noted == kind]
+        return [(int(rank), value) for noted, rank, value in self.all_lines() if noted == kind]
 
     def done_before_resume(self, count: int) -> int:
         """Return the last step that both ranks had done before the count-th note of a resume."""
         done, resumed = {0: 0, 1: 0}, 0
-        for line in self.path.read_text().splitlines():
-            kind, rank, value = line.split()
+        for kind, rank, value in self.all_lines():
             resumed += kind == "resumed"
             if resumed == count:
                 break
@@ -49,16 +66,16 @@ class Notes:
         """Wait until there are so many notes of a kind."""
         deadline = time.monotonic() + TIMEOUT_S
         while len(self.lines(kind)) < count:
-            assert time.monotonic() < deadline, f"no {count} notes {kind!r}"
-            time.sleep(0.05)
+            left = deadline - time.monotonic()
+            assert select.select([self._pipe], [], [], max(0.0, left))[0], f"no {count} {kind!r}"
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[tuple[Node, Node], Path, Notes]]:
     if reason := nodes.why_not():
         pytest.skip(reason)
-    with two_nodes(tmp_path) as (both, shared):
-        yield both, shared, Notes(tmp_path / "notes")
+    with closing(Notes(tmp_path / "notes")) as notes, two_nodes(tmp_path) as (both, shared):
+        yield both, shared, notes
 
 
 def undisturbed(steps: int) -> str:
