@@ -29,7 +29,7 @@ from rich.table import Table
 import muon
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Options, learning_rate_factor, validation_loss
+from gpt import GPT, Options, learning_rate_factor, training_device, validation_loss
 from text import shuffled_windows, standard_library_text, windows
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -95,7 +95,7 @@ def train(plan: Plan, texts: tuple[torch.Tensor, torch.Tensor], form: str, seed:
     """Train one model."""
     options = plan.options
     torch.manual_seed(seed)
-    model = GPT(options)
+    model = GPT(options).to(texts[0].device)
     model.dtype = torch.float32
     # The optimizer has bfloat16 parameters, and the model their values.
     narrow = {
@@ -190,7 +190,9 @@ def main(
 ) -> None:
     """Train with each form of the states."""
     plan = PLANS["small" if small else "default"]
-    texts = standard_library_text()
+    device = training_device()
+    training, validation = standard_library_text()
+    texts = training.to(device), validation.to(device)
     pairs = list(itertools.product(FORMS, range(plan.seeds)))
     runs = [train(plan, texts, *pair) for pair in track(pairs, description="training")]
     Console(width=120).print(report(runs, plan))

@@ -74,7 +74,7 @@ PLANS = {
         rows=65536,
         batch=8192,
         page_bytes=256 * MIB,
-        rounds=9,
+        rounds=5,
     ),
 }
 

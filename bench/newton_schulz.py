@@ -1,4 +1,4 @@
-"""Time of Newton-Schulz on this CPU: beside the products that it is made of, and in a step.
+"""Time of Newton-Schulz: beside the products that it is made of, and in a step.
 
 Four take turns on the same matrix: the 15 products of five iterations with nothing between them;
 the iteration as it is usually written, which is what muon computes for smaller matrices; what muon
@@ -13,9 +13,9 @@ turns. The sums weigh each shape by its number of matrices.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import torch
 import typer
@@ -23,6 +23,7 @@ from measuring import JsonOption, SmallOption, ratio_text, rotated, spread, writ
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from step import now_s
 
 import muon
 from muon import newton_schulz
@@ -128,14 +129,14 @@ def sample(matrix: torch.Tensor) -> None:
 def seconds(function: Callable[[torch.Tensor], object], matrix: torch.Tensor) -> float:
     """Return the seconds of a function on a copy of a matrix."""
     copy = matrix.clone()
-    began_s = time.perf_counter()
+    began_s = now_s()
     function(copy)
-    return time.perf_counter() - began_s
+    return now_s() - began_s
 
 
-def measure(shape: _Shape, dtype: torch.dtype, rounds: int) -> Row:
+def measure(shape: _Shape, dtype: torch.dtype, rounds: int, device: torch.device) -> Row:
     """Measure one shape in one dtype."""
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     matrix /= matrix.norm()  # Products of it stay finite.
     exact = usual(matrix.double())
 
@@ -144,6 +145,8 @@ def measure(shape: _Shape, dtype: torch.dtype, rounds: int) -> Row:
 
     usual_error, ours_error = error(usual(matrix)), error(muon.orthogonalize_(matrix.clone()))
     functions = (products, usual, muon.orthogonalize_, sample)
+    for each in functions:  # The first product of a dtype loads the kernels of a GPU.
+        seconds(each, matrix)
     turns: list[dict[Callable[..., object], float]] = []
     for number in range(rounds):
         turns.append({each: seconds(each, matrix) for each in rotated(functions, number)})
@@ -166,17 +169,20 @@ def measure(shape: _Shape, dtype: torch.dtype, rounds: int) -> Row:
 
 def step_seconds(optimizer: torch.optim.Optimizer) -> float:
     """Return the seconds of a step."""
-    began_s = time.perf_counter()
+    began_s = now_s()
     optimizer.step()
-    return time.perf_counter() - began_s
+    return now_s() - began_s
 
 
-def measure_step(shape: _Shape, count: int, rounds: int) -> tuple[Step, list[tuple[float, float]]]:
+def measure_step(
+    shape: _Shape, count: int, rounds: int, device: torch.device
+) -> tuple[Step, list[tuple[float, float]]]:
     """Step one float32 matrix with both optimizers; also return both times of each round."""
     optimizers: list[torch.optim.Optimizer] = []
     for make in (torch.optim.Muon, muon.Muon):
-        parameter = torch.nn.Parameter(torch.zeros(shape))
-        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        parameter = torch.nn.Parameter(torch.zeros(shape, device=device))
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        parameter.grad = gradient.to(device)
         optimizers.append(make([parameter], lr=0.02))
         optimizers[-1].step()  # The first makes the states.
     turns = []
@@ -244,16 +250,23 @@ def step_report(steps: list[Step], total: tuple[float, ...]) -> Table:
     return table
 
 
-def main(small: SmallOption = False, json_path: JsonOption = None) -> None:
+def main(
+    small: SmallOption = False,
+    json_path: JsonOption = None,
+    device_name: Annotated[
+        str, typer.Option("--device", help="Where to compute: cpu or cuda.")
+    ] = "cpu",
+) -> None:
     """Compare Newton-Schulz with its products, the usual iteration and torch.optim.Muon."""
     plan = PLANS["small" if small else "default"]
+    device = torch.device(device_name)
     rows = [
-        measure(shape, dtype, plan.rounds)
+        measure(shape, dtype, plan.rounds, device)
         for dtype in (torch.bfloat16, torch.float32)
         for shape in track(plan.shapes, description=str(dtype))
     ]
     measured = [
-        measure_step(shape, count, plan.step_rounds)
+        measure_step(shape, count, plan.step_rounds, device)
         for shape, count in track(plan.model, description="steps")
     ]
     steps = [step for step, _ in measured]
@@ -264,6 +277,7 @@ def main(small: SmallOption = False, json_path: JsonOption = None) -> None:
     write_report(
         json_path,
         plan=asdict(plan),
+        device=device_name,
         rows=[asdict(row) for row in rows],
         steps=[asdict(step) for step in steps],
         step_ratio=total,

@@ -30,7 +30,7 @@ from rich.table import Table
 import muon
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Options, learning_rate_factor, validation_loss
+from gpt import GPT, Options, learning_rate_factor, training_device, validation_loss
 from text import shuffled_windows, standard_library_text, windows
 
 OPTIMIZERS = ("AdamW", "Muon")
@@ -119,7 +119,7 @@ def train(
     """Train one model; all optimizers see the same parameters and batches for a seed."""
     options = plan.options
     torch.manual_seed(seed)
-    model = GPT(options)
+    model = GPT(options).to(texts[0].device)
     optimizer = make_optimizer(name, model, *rates)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
@@ -194,7 +194,9 @@ def main(
 ) -> None:
     """Train both optimizers over the same grid, and compare the best of each."""
     plan = PLANS["small" if small else "default"]
-    texts = standard_library_text()
+    device = training_device()
+    training, validation = standard_library_text()
+    texts = training.to(device), validation.to(device)
     pairs = list(itertools.product(plan.matrix_rates, plan.other_rates))
     grid = [
         train(plan, texts, name, pair, seed=0)

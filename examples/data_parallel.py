@@ -22,6 +22,7 @@ from gpt import (
     Options,
     learning_rate_factor,
     parameter_digest,
+    training_device,
     validation_loss,
 )
 from text import shuffled_windows, standard_library_text, windows
@@ -34,9 +35,9 @@ import tierstore
 Share = Callable[[GPT], nn.Module]
 
 
-def mean_of_ranks(value: Tensor | float) -> float:
-    """Return the mean of a value over ranks."""
-    mean = torch.as_tensor(value, dtype=torch.float64) / dist.get_world_size()
+def mean_of_ranks(value: Tensor | float, device: torch.device) -> float:
+    """Return the mean of a value over ranks, whose tensors are on ``device``."""
+    mean = torch.as_tensor(value, dtype=torch.float64, device=device) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.item()
 
@@ -62,9 +63,10 @@ def train(
 ) -> None:
     """Train from the start, from the last committed step of ``store``, or from a checkpoint."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_text, validation_text = standard_library_text()
+    device = training_device()
+    train_text, validation_text = (text.to(device) for text in standard_library_text())
     torch.manual_seed(options.seed)  # All ranks start from the same parameters.
-    model = GPT(options)
+    model = GPT(options).to(device)
     shared_model = share(model)
     groups = muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR)
     optimizer = muon.Muon(groups, store=store, ns_dtype=model.dtype)
@@ -90,10 +92,11 @@ def train(
         if checkpoint_every and (step % checkpoint_every == 0 or step == options.steps):
             store.checkpoint(checkpoints / f"step-{step}", model=model, keep_last=2)
         if step % max(1, options.steps // 20) == 0:
-            say(f"step {step}  loss {mean_of_ranks(loss.detach()):.3f}")
+            say(f"step {step}  loss {mean_of_ranks(loss.detach(), device):.3f}")
     store.synchronize()
     digest = parameter_digest((name, whole(p)) for name, p in model.named_parameters())
-    final = mean_of_ranks(validation_loss(shared_model, validation_text, options, rank, world_size))
+    own = validation_loss(shared_model, validation_text, options, rank, world_size)
+    final = mean_of_ranks(own, device)
     say(f"validation loss {final:.4f} nats per byte after step {store.committed_step}")
     say(f"parameters sha256 {digest}")
 
@@ -130,7 +133,7 @@ def run(share: Share, directory: Path) -> None:
         context: Annotated[int, typer.Option(min=1, help="Bytes in a window.")] = 128,
         seed: Annotated[int, typer.Option(help="Decides initial weights and order.")] = 0,
     ) -> None:
-        dist.init_process_group("gloo")
+        dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those on the CPU.
         try:
             if batch < 1 or batch % dist.get_world_size():
                 raise typer.BadParameter(

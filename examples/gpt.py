@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,6 +31,17 @@ class Options:
     context: int
     seed: int
     dropout: float
+
+
+def training_device() -> torch.device:
+    """Return the GPU of this rank, set to give equal bits in every run, or the CPU without one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Else cuBLAS refuses.
+    torch.use_deterministic_algorithms(True)
+    return device
 
 
 def rotary_angles(context: int) -> Tensor:
@@ -92,15 +104,16 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(options.width, bias=False)
         self.lm_head = nn.Linear(options.width, BYTE_VALUES, bias=False)
         self.register_buffer("rotary", rotary_angles(options.context), persistent=False)
-        # A property of the processor and not a measurement, so a resumed run decides alike.
+        # A property of the machine and not a measurement, so a resumed run decides alike.
         features = torch.cpu.get_capabilities()
-        is_fast = features.get("avx512_bf16") or features.get("amx_bf16")
+        on_cpu = features.get("avx512_bf16") or features.get("amx_bf16")
+        is_fast = on_cpu or torch.cuda.is_available()
         self.dtype = torch.bfloat16 if is_fast else torch.float32
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats per byte, fp32 (); arguments are (batch, context)."""
         is_mixed = self.dtype == torch.bfloat16
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
+        with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=is_mixed):
             x = self.embedding(inputs)
             for block in self.blocks:
                 x = block(x, self.rotary)
@@ -141,5 +154,5 @@ def parameter_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 of all parameters, to compare two runs."""
     digest = hashlib.sha256()
     for name, tensor in named_tensors:
-        digest.update(name.encode() + tensor.detach().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensor.detach().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 def share(model: GPT) -> nn.Module:
     """Shard the parameters at rows; each block is gathered when it computes."""
     model.bfloat16()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(model.embedding.weight.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         # float32 is faster on a processor without instructions for bfloat16.
         param_dtype=model.dtype,

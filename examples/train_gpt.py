@@ -24,6 +24,7 @@ from gpt import (
     Options,
     learning_rate_factor,
     parameter_digest,
+    training_device,
     validation_loss,
 )
 from rich.filesize import decimal
@@ -38,9 +39,10 @@ DROPOUT = 0.05
 
 def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None:
     """Train from the start, or from the last committed step of ``store``."""
-    train_text, validation_text = standard_library_text()
+    device = training_device()
+    train_text, validation_text = (text.to(device) for text in standard_library_text())
     torch.manual_seed(options.seed)
-    model = GPT(options)
+    model = GPT(options).to(device)
     groups = muon.param_groups(model, lr=MUON_LR, adamw_lr=ADAMW_LR)
     optimizer = muon.Muon(groups, store=store, ns_dtype=model.dtype)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -50,6 +52,7 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
     first_step = optimizer.restore(scheduler=scheduler) if resume else 0
     if first_step > 0:
         torch.set_rng_state(store.extra["rng"])
+        torch.cuda.set_rng_state_all(store.extra["cuda_rng"])
         position = store.extra["position"]
         print(f"resumed after step {first_step}")
     order = shuffled_windows((len(train_text) - 1) // options.context, options.seed, position)
@@ -72,6 +75,7 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
                 extra={
                     "scheduler": scheduler.state_dict(),
                     "rng": torch.get_rng_state(),
+                    "cuda_rng": torch.cuda.get_rng_state_all(),
                     "position": position,
                 }
             )

@@ -168,8 +168,10 @@ def test_page_buffers_are_page_locked(tmp_path: Path) -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         with store.sweep() as pages:
-            locked = [page._memory.is_cuda for page in pages]
-        assert all(locked)
+            chunks = [c for page in pages for shard in page.shards for c in shard.chunks]
+            on_gpu = [state.is_cuda for chunk in chunks for state in chunk.states.values()]
+        assert on_gpu
+        assert all(on_gpu)
         assert all(buffer.tensor.is_pinned() for buffer in store._pager._pool._all)
 
 
