@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 from muon.coefficients import KELLER_JORDAN, Coefficients, Triple, of_steps
 
@@ -23,6 +24,8 @@ STEPS = 5
 EPS = 1e-7
 _LARGE_ROWS = 512  # From here on _iterate_on_gram() is faster on a CPU.
 _STRIP_ROWS = 256
+_MANY_THREADS = 8  # With more, products of small matrices are as fast as of strips.
+_GPU_MULTIPLE = 8  # Products on a GPU of rows of another length take up to five times as long.
 _STEEPEST = 3.6  # A steeper polynomial would amplify rounding errors too much.
 _MEASURED_ROUNDS = 8
 _MEASURED_ROWS = 128  # Of the matrices of bfloat16_slowness().
@@ -56,13 +59,16 @@ def orthogonalize_(
 
     Returns:
         The update, of the same shape and dtype. For one contiguous matrix it equals the update
-        of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. On
-        a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations,
-        which round differently.
+        of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. But on
+        a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations, which
+        round differently; with more than 8 threads only one of 1024 or more, if the other side is
+        twice as long. On a GPU, a 16-bit matrix with a side that is no multiple of 8 is filled up
+        with zeros, which may round differently.
     """
     if norm not in (None, "scaled"):
         raise ValueError(f"norm must be None or 'scaled', got {norm!r}")
-    is_tall = matrix.size(-2) > matrix.size(-1)
+    rows, columns = matrix.shape[-2:]
+    is_tall = rows > columns
     wide = matrix.mT if is_tall else matrix  # (..., rows, columns), rows <= columns
     is_single = wide.ndim == 2
     if norm == "scaled":
@@ -71,11 +77,17 @@ def orthogonalize_(
     # Its shape is () for one matrix and (count, 1, 1) for several.
     length = wide.norm() if is_single else torch.linalg.matrix_norm(wide, keepdim=True)
     wide.div_(length.clamp(min=eps))
-    if is_single and wide.is_cpu and wide.size(0) >= _LARGE_ROWS:
+    below, right = -rows % _GPU_MULTIPLE, -columns % _GPU_MULTIPLE
+    is_filled = wide.is_cuda and wide.itemsize == 2 and below + right > 0
+    if is_filled:  # Rows and columns of zeros stay zeros, and change no sum.
+        matrix = functional.pad(matrix, (0, right, 0, below))
+        wide = matrix.mT if is_tall else matrix
+    if is_single and _is_large(wide):
         wide = _iterate_on_gram(wide, of_steps(coefficients, steps))  # (rows, columns)
     else:
         wide = _iterate(wide, of_steps(coefficients, steps))  # (..., rows, columns)
-    return wide.mT if is_tall else wide
+    update = wide.mT if is_tall else wide  # (..., rows, columns) of the matrix given
+    return update[..., :rows, :columns].contiguous() if is_filled else update
 
 
 def orthogonalize_all(
@@ -181,6 +193,14 @@ def _scale_(wide: torch.Tensor) -> None:
         wide.mul_(torch.ldexp(torch.ones_like(largest), -part))
 
 
+def _is_large(wide: torch.Tensor) -> bool:
+    """Return whether _iterate_on_gram() is faster for a matrix of shape (rows, columns)."""
+    rows, columns = wide.shape
+    if torch.get_num_threads() > _MANY_THREADS:
+        return wide.is_cpu and rows >= 2 * _LARGE_ROWS and columns >= 2 * rows
+    return wide.is_cpu and rows >= _LARGE_ROWS
+
+
 def _iterate(wide: torch.Tensor, table: Sequence[Triple]) -> torch.Tensor:
     addmm = torch.addmm if wide.ndim == 2 else torch.baddbmm
     for a, b, c in table:
@@ -264,7 +284,7 @@ def _symmetric_addmm(
     product = left.new_empty(size, size)  # (rows, rows)
     if addend is None:
         addend, beta = product, 0
-    count = size // _STRIP_ROWS
+    count = size // (_STRIP_ROWS * (2 if torch.get_num_threads() > _MANY_THREADS else 1))
     bounds = [size * index // count for index in range(count + 1)]
     for start, end in pairwise(bounds):
         torch.addmm(

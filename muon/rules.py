@@ -14,10 +14,11 @@ from muon import newton_schulz, normuon
 from muon.encoded import AnyState, opened
 from muon.hooks import UpdateHook, WeightUpdate
 from muon.matrices import Matrix, declared, matrices_of
+from muon.one_pass import adamw_, momentum_, muon_
 from muon.qk_clip import Scale, factors
 from muon.rounding import rounded
 from muon.statistics import Sample
-from muon.update import adamw_, adjust_lr, fused_adamw_, momentum_, muon_
+from muon.update import adjust_lr, fused_adamw_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tierstore.paging.profiler_lanes import profiled
     from tierstore.paging.stats import Stats
     from tierstore.paging.sweep import SteppedPages
-    from tierstore.paging.views import ChunkView, PageView, ShardView
+    from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
     from tierstore.ranks.peers import Peers, Ranks
     from tierstore.store import TierStore
 
@@ -50,7 +50,7 @@ _NAMES = {
     "paging.profiler_lanes": ("profiled",),
     "paging.stats": ("Stats",),
     "paging.sweep": ("SteppedPages",),
-    "paging.views": ("ChunkView", "PageView", "ShardView"),
+    "paging.views": ("ChunkView", "PageView", "RoundedMaster", "ShardView"),
     "ranks.peers": ("Peers", "Ranks"),
     "store": ("TierStore",),
 }
@@ -84,6 +84,7 @@ __all__ = [
     "Publication",
     "Ranks",
     "RollCallError",
+    "RoundedMaster",
     "RunDirectoryError",
     "RunLockedError",
     "RunMismatchError",

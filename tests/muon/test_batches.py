@@ -167,8 +167,10 @@ def test_the_memory_needed_on_a_gpu(shape: tuple[int, int], count: int) -> None:
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
     orthogonalize_all(given(), batched=True)  # Loads kernels and their workspace.
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     orthogonalize_all(given(), batched=True)
     needed = 2 * numel_needed(shape, count, on_gpu=True)
-    assert torch.cuda.max_memory_allocated() - before == pytest.approx(needed, rel=0.05)
+    # What was asked for: the allocator hands out blocks that may be larger.
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert peak - before == pytest.approx(needed, rel=0.05)

@@ -101,7 +101,7 @@ class RoundedMaster(EncodedState):
             be False.
     """
 
-    __slots__ = ("_master", "_note", "_parameter")
+    __slots__ = ("master", "note_changed", "parameter")
 
     def __init__(
         self,
@@ -109,41 +109,41 @@ class RoundedMaster(EncodedState):
         parameter: torch.Tensor,
         note: Callable[[torch.Tensor], None],
     ) -> None:
-        self._master = master
-        self._parameter = parameter
-        self._note = note
+        self.master = master
+        self.parameter = parameter
+        self.note_changed = note
 
     @property
     @override
     def stored(self) -> Mapping[str, torch.Tensor]:
-        return {MASTER: self._master}
+        return {MASTER: self.master}
 
     @override
     def read(self) -> torch.Tensor:
-        master, values = self._master, self._parameter
+        master, values = self.master, self.parameter
         # On a device the result would have to be waited for, which takes longer.
         if values.device.type == "cpu" and _rounds_to(master, values):
             return master
         rounded = master.to(values.dtype)
         differs = (values != rounded) & ~(values.isnan() & rounded.isnan())
         master.copy_(torch.where(differs, values.to(master.dtype), master))
-        self._note(differs.any())
+        self.note_changed(differs.any())
         return master
 
     @override
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
         assert chances is None
-        if values is not self._master:
-            self._master.copy_(values)
-        self._parameter.copy_(self._master)
+        if values is not self.master:
+            self.master.copy_(values)
+        self.parameter.copy_(self.master)
 
     @override
     def __getitem__(self, index: Any) -> RoundedMaster:
-        return RoundedMaster(self._master[index], self._parameter[index], self._note)
+        return RoundedMaster(self.master[index], self.parameter[index], self.note_changed)
 
     @override
     def zero_(self) -> None:
-        self._master.copy_(self._parameter)
+        self.master.copy_(self.parameter)
 
 
 @dataclass(slots=True, eq=False)

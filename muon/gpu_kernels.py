@@ -1,0 +1,271 @@
+"""Update rules as kernels of Triton: one pass over memory each, with the bits of muon.update.
+
+A rule made of operations of torch passes over its tensors once per operation, ten times for the
+weights of Muon. Products that torch's kernels add in one rounding are ``tl.fma`` here, and nothing
+else may be: neither ``a * b + c``, nor a division or root that the compiler may approximate.
+
+Tensors are contiguous, on one GPU, of float32, bfloat16 or float16; see fit().
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 2048  # Elements of one program.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fit(*states: Any) -> bool:
+    """Return whether the kernels take these states; None stands for one that is not there."""
+    return all(
+        state is None
+        or (
+            isinstance(state, torch.Tensor)
+            and state.is_contiguous()
+            and state.dtype in _DTYPES
+            and state.numel() > 0
+        )
+        for state in states
+    )
+
+
+def momentum_(
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    out: torch.Tensor,
+    maximize: bool,
+) -> None:
+    """Do what ``muon.update.momentum_`` does."""
+    with torch.cuda.device_of(grad):
+        _momentum[_grid(grad)](
+            grad,
+            buffer,
+            out,
+            grad.numel(),
+            1 - momentum,
+            momentum,
+            nesterov=nesterov,
+            maximize=maximize,
+            grad_weight_small=abs(1 - momentum) < 0.5,
+            average_weight_small=abs(momentum) < 0.5,
+            block=_BLOCK,
+        )
+
+
+def muon_(
+    master: torch.Tensor,
+    parameter: torch.Tensor | None,
+    update: torch.Tensor,
+    *,
+    decay: float,
+    alpha: float,
+) -> torch.Tensor:
+    """Do what ``muon.update.muon_`` does, also with a parameter that is the master rounded.
+
+    Args:
+        master: float32; updated in place.
+        parameter: of the shape of ``master``, or None. Where it is not the master rounded, it was
+            changed, and is the master. It is set to the new master rounded.
+        update: of the shape of ``master``.
+        decay: what the master is multiplied by.
+        alpha: the negative adjusted learning rate.
+
+    Returns:
+        Bool of shape (): whether an element of the parameter was changed.
+    """
+    changed = torch.zeros((), dtype=torch.uint8, device=master.device)
+    with torch.cuda.device_of(master):
+        _muon[_grid(master)](
+            master,
+            master if parameter is None else parameter,
+            update,
+            changed,
+            master.numel(),
+            decay,
+            alpha,
+            is_rounded=parameter is not None,
+            block=_BLOCK,
+        )
+    return changed.view(torch.bool)
+
+
+def adamw_(
+    master: torch.Tensor,
+    parameter: torch.Tensor | None,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    decay: float,
+    betas: tuple[float, float],
+    root: float,
+    eps: float,
+    size: float,
+    maximize: bool,
+) -> torch.Tensor:
+    """Do what ``muon.update.adamw_`` does for one chunk; parameter and result as in muon_().
+
+    Args:
+        master: float32; updated in place.
+        parameter: of the shape of ``master``, or None.
+        grad: of the shape of ``master``, as all that follow.
+        exp_avg: float32; updated in place.
+        exp_avg_sq: float32; updated in place.
+        decay: what the master is multiplied by; 1 for none.
+        betas: weights of the past in the moments.
+        root: what the root of the second moment is divided by.
+        eps: added to the root.
+        size: learning rate over the correction of the first moment.
+        maximize: the gradient is negated.
+    """
+    changed = torch.zeros((), dtype=torch.uint8, device=master.device)
+    with torch.cuda.device_of(master):
+        _adamw[_grid(master)](
+            master,
+            master if parameter is None else parameter,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            changed,
+            master.numel(),
+            decay,
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            root,
+            eps,
+            -size,
+            is_rounded=parameter is not None,
+            maximize=maximize,
+            weight_small=abs(1 - betas[0]) < 0.5,
+            block=_BLOCK,
+        )
+    return changed.view(torch.bool)
+
+
+def _grid(tensor: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(tensor.numel(), _BLOCK),)
+
+
+@triton.jit
+def _lerp(start, end, weight, small: tl.constexpr):
+    if small:  # As torch does: exact at both ends.
+        return tl.fma(weight, end - start, start)
+    return tl.fma(start - end, 1.0 - weight, end)
+
+
+@triton.jit
+def _places(numel, block: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    return places, places < numel
+
+
+@triton.jit
+def _adopted(master, parameter_at, changed_at, places, inside):
+    """Return the master, with the elements of the parameter that were changed."""
+    value = tl.load(parameter_at + places, mask=inside, other=0.0)
+    rounded = master.to(value.dtype).to(tl.float32)
+    value = value.to(tl.float32)
+    both_nan = (value != value) & (rounded != rounded)
+    differs = (value != rounded) & ~both_nan & inside
+    if tl.max(differs.to(tl.int32), axis=0) > 0:
+        tl.store(changed_at, 1)
+    return tl.where(differs, value, master)
+
+
+@triton.jit
+def _momentum(
+    grad_at,
+    buffer_at,
+    out_at,
+    numel,
+    grad_weight,
+    average_weight,
+    nesterov: tl.constexpr,
+    maximize: tl.constexpr,
+    grad_weight_small: tl.constexpr,
+    average_weight_small: tl.constexpr,
+    block: tl.constexpr,
+):
+    places, inside = _places(numel, block)
+    grad = tl.load(grad_at + places, mask=inside).to(tl.float32)
+    average = tl.load(buffer_at + places, mask=inside).to(tl.float32)
+    if maximize:
+        grad = -grad
+    average = _lerp(average, grad, grad_weight, grad_weight_small)
+    tl.store(buffer_at + places, average.to(buffer_at.dtype.element_ty), mask=inside)
+    if nesterov:
+        average = _lerp(grad, average, average_weight, average_weight_small)
+    tl.store(out_at + places, average.to(out_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _muon(
+    master_at,
+    parameter_at,
+    update_at,
+    changed_at,
+    numel,
+    decay,
+    alpha,
+    is_rounded: tl.constexpr,
+    block: tl.constexpr,
+):
+    places, inside = _places(numel, block)
+    master = tl.load(master_at + places, mask=inside, other=0.0)
+    update = tl.load(update_at + places, mask=inside).to(tl.float32)
+    if is_rounded:
+        master = _adopted(master, parameter_at, changed_at, places, inside)
+    master = tl.fma(alpha, update, master * decay)
+    tl.store(master_at + places, master, mask=inside)
+    if is_rounded:
+        tl.store(parameter_at + places, master.to(parameter_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _adamw(
+    master_at,
+    parameter_at,
+    grad_at,
+    mean_at,
+    mean_sq_at,
+    changed_at,
+    numel,
+    decay,
+    grad_weight,
+    beta2,
+    square_weight,
+    root,
+    eps,
+    minus_size,
+    is_rounded: tl.constexpr,
+    maximize: tl.constexpr,
+    weight_small: tl.constexpr,
+    block: tl.constexpr,
+):
+    places, inside = _places(numel, block)
+    master = tl.load(master_at + places, mask=inside, other=0.0)
+    grad = tl.load(grad_at + places, mask=inside).to(tl.float32)
+    mean = tl.load(mean_at + places, mask=inside)
+    mean_sq = tl.load(mean_sq_at + places, mask=inside)
+    if is_rounded:
+        master = _adopted(master, parameter_at, changed_at, places, inside)
+    if maximize:
+        grad = -grad
+    master = master * decay
+    mean = _lerp(mean, grad, grad_weight, weight_small)
+    mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)
+    denominator = tl.div_rn(tl.sqrt_rn(mean_sq), tl.full((block,), root, tl.float32)) + eps
+    master = tl.fma(minus_size, tl.div_rn(mean, denominator), master)
+    tl.store(master_at + places, master, mask=inside)
+    tl.store(mean_at + places, mean, mask=inside)
+    tl.store(mean_sq_at + places, mean_sq, mask=inside)
+    if is_rounded:
+        tl.store(parameter_at + places, master.to(parameter_at.dtype.element_ty), mask=inside)

@@ -1,0 +1,147 @@
+"""The update rules of muon.update, in one pass over memory where a GPU has kernels for them.
+
+Both give the same bits. The kernels need Triton, which builds of torch for GPUs bring along, and a
+C compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import tierstore
+from muon import update as plain
+from muon.encoded import AnyState
+
+logger = logging.getLogger("muon")
+
+_SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches.
+
+
+def momentum_(
+    grad: torch.Tensor,
+    momentum_buffer: AnyState,
+    *,
+    momentum: float,
+    nesterov: bool,
+    out: torch.Tensor,
+    maximize: bool = False,
+) -> None:
+    """Do ``muon.update.momentum_``."""
+    kernels = _kernels(grad.device)
+    fits = kernels is not None and kernels.fit(grad, momentum_buffer, out)
+    rule = kernels.momentum_ if fits else plain.momentum_
+    rule(grad, momentum_buffer, momentum=momentum, nesterov=nesterov, out=out, maximize=maximize)
+
+
+def muon_(
+    master: AnyState,
+    update: torch.Tensor,
+    *,
+    lr: float | torch.Tensor,
+    adjusted_lr: float | torch.Tensor,
+    weight_decay: float,
+    cautious: bool = False,
+) -> None:
+    """Do ``muon.update.muon_``."""
+    kernels = _kernels(update.device)
+    if kernels is not None:
+        update = update.contiguous()  # That of a tall matrix is a transposed view.
+    values, parameter, note = _parts(master)
+    if kernels is not None and not cautious and kernels.fit(values, parameter, update):
+        decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
+        note(kernels.muon_(values, parameter, update, decay=decay, alpha=alpha))
+        return
+    plain.muon_(
+        master,
+        update,
+        lr=lr,
+        adjusted_lr=adjusted_lr,
+        weight_decay=weight_decay,
+        cautious=cautious,
+    )
+
+
+def adamw_(
+    masters: Sequence[AnyState],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[AnyState],
+    exp_avg_sqs: Sequence[AnyState],
+    *,
+    steps: Sequence[float],
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    cautious: bool = False,
+) -> None:
+    """Do ``muon.update.adamw_``."""
+    kernels: Any = _kernels(grads[0].device) if grads else None
+    left = []
+    for row in zip(masters, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+        master, grad, exp_avg, exp_avg_sq, step = row
+        values, parameter, note = _parts(master)
+        # A learning rate that is a tensor decays some chunks in its own precision.
+        is_plain = cautious or isinstance(lr, torch.Tensor) or grad.numel() < _SMALL_NUMEL
+        fits = kernels is not None and not is_plain
+        if not fits or not kernels.fit(values, parameter, grad, exp_avg, exp_avg_sq):
+            left.append(row)
+            continue
+        changed = kernels.adamw_(
+            values,
+            parameter,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            decay=1 - lr * weight_decay,
+            betas=betas,
+            root=(1 - betas[1] ** step) ** 0.5,
+            eps=eps,
+            size=lr / (1 - betas[0] ** step),
+            maximize=maximize,
+        )
+        note(changed)
+    if left:
+        *columns, steps = zip(*left, strict=True)
+        plain.adamw_(
+            *columns,
+            steps=steps,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            cautious=cautious,
+        )
+
+
+def _parts(
+    master: AnyState,
+) -> tuple[AnyState, torch.Tensor | None, Callable[[torch.Tensor], object]]:
+    """Return master, the parameter that is the master rounded or None, and what notes changes."""
+    if isinstance(master, tierstore.RoundedMaster):
+        return master.master, master.parameter, master.note_changed
+    return master, None, lambda changed: None
+
+
+@functools.cache
+def _kernels(device: torch.device) -> Any:
+    """Return muon.gpu_kernels if its kernels run on a device, else None."""
+    if device.type != "cuda":
+        return None
+    try:
+        from muon import gpu_kernels
+
+        one = torch.zeros(1, device=device)
+        gpu_kernels.muon_(one, None, one.clone(), decay=1.0, alpha=0.0)
+    except Exception as error:  # Triton or the compiler may be absent, or too old for the GPU.
+        logger.warning(
+            "steps on %s take more passes over memory, without Triton: %s", device, error
+        )
+        return None
+    return gpu_kernels
