@@ -68,7 +68,7 @@ PLANS = {
         rounds=2,
     ),
     "default": Plan(
-        copied_bytes=4 * GIB,
+        copied_bytes=8 * GIB,
         width=2048,
         pairs=28,
         rows=65536,
@@ -176,13 +176,13 @@ def make_contenders(
         model = Tower(plan, device)
         return Contender(model, muon.Muon(muon.param_groups(model), store=store, **options))
 
-    def open_streamed(name: str, compute: str = "device") -> tierstore.TierStore:
+    def open_streamed(name: str, **options: Any) -> tierstore.TierStore:
         return tierstore.TierStore(
             directory / name,
-            host_memory=16 * plan.page_bytes,
+            host_memory=24 * plan.page_bytes,
             page_bytes=plan.page_bytes,
             buffers=4,
-            compute=compute,
+            **options,
         )
 
     return {
@@ -190,7 +190,9 @@ def make_contenders(
         "in host memory": contender(open_in_memory(plan.page_bytes, "host")),
         "on NVMe": contender(open_streamed("nvme"), prefetch_in_backward=True),
         "on NVMe, stepped on the host": contender(
-            open_streamed("host", "host"), prefetch_in_backward=True, ns_dtype="auto"
+            open_streamed("host", compute="host", free_gradients="backward"),
+            prefetch_in_backward=True,
+            ns_dtype="auto",
         ),
     }
 

@@ -116,6 +116,8 @@ class Row:
     written_bytes: float
     host_bytes: int
     """Peak of the memory for pages."""
+    gpu_bytes: int
+    """Peak of the memory of the GPU in a step, beside what was there before; 0 without a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +201,15 @@ class Contender:
             "read_bytes": (after.bytes_read - before.bytes_read) / steps,
             "written_bytes": (after.bytes_written - before.bytes_written) / steps,
             "host_bytes": after.host_bytes_peak,
+            "gpu_bytes": self._gpu_bytes,
         }
 
     def turn(self) -> Turn:
         """Do one training step and wait until the disk is idle again."""
         times_s = [now_s()]
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        gpu_bytes = torch.cuda.memory_allocated()
         with record_function("forward"):
             loss = self._model(self._model.inputs).square().mean()
         with record_function("backward"):
@@ -218,6 +224,7 @@ class Contender:
         if is_paged:
             self.store.synchronize()
         times_s.append(now_s())
+        self._gpu_bytes = torch.cuda.max_memory_allocated() - gpu_bytes
         self._model.zero_grad()
         backward_s, step_s, drain_s, commit_s = (b - a for a, b in pairwise(times_s))
         return Turn(backward_s=backward_s, step_s=step_s, drain_s=drain_s, commit_s=commit_s)
@@ -322,7 +329,7 @@ def report(comparison: Comparison) -> Table:
     what = "step + drain" if comparison.drained else "step"
     for heading in ("case", "backward s", "step s", "drain s", "flush and commit s"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
-    for heading in (f"{what}, of {comparison.bound}", "read, written B", "MB"):
+    for heading in (f"{what}, of {comparison.bound}", "read, written B", "MB", "GPU MB"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
         moved = (row.read_bytes, row.written_bytes)
@@ -332,6 +339,7 @@ def report(comparison: Comparison) -> Table:
             ratio_text(row.ratio, digits=3),
             ", ".join(f"{nbytes / comparison.parameters:.1f}" for nbytes in moved),
             f"{row.host_bytes / 1e6:.0f}",
+            f"{row.gpu_bytes / 1e6:.0f}",
         )
     return table
 

@@ -439,6 +439,33 @@ class Muon(torch.optim.Optimizer):
             self._sample = sample or self._sample
         return loss
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients down so that their norm together is at most ``max_norm``.
+
+        The operations are those of ``torch.nn.utils.clip_grad_norm_``, on the gradients that a step
+        takes: also those that left the device during backward, which are clipped on the host, and
+        those that ``gradient`` gives.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: order of the norm; ``math.inf`` for the largest magnitude.
+            error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite, and scale
+                nothing.
+
+        Returns:
+            The norm before, of shape ().
+        """
+        parameters = [p for group in self.paged_groups() for p in group.parameters]
+        gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return norm
+
     @tierstore.not_compiled
     def statistics(self, path: str | os.PathLike[str] | None = None) -> dict[str, Statistics]:
         """Return the statistics of the last step that was sampled; see ``muon.Statistics``.

@@ -224,6 +224,37 @@ def test_kernels_of_one_pass_run() -> None:
 
 
 @needs_cuda
+def test_gradients_leave_the_gpu_during_backward() -> None:
+    """A few are on their way at a time. Two backwards make one gradient."""
+    layers, width, steps = 24, 4096, 3
+
+    def train(free_gradients: bool | str) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        linears = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
+        model = torch.nn.Sequential(*linears).to("cuda", torch.bfloat16)
+        inputs = torch.randn(16, width, device="cuda", dtype=torch.bfloat16)
+        group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+        with tierstore.TierStore(None, compute="host", free_gradients=free_gradients) as store:
+            optimizer = muon.Muon([group], store=store)
+            for _ in range(steps):  # The first lays out pages, and its gradients stay.
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                for _ in range(2):
+                    model(inputs).square().mean().backward()
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()], peak
+
+    gradients = layers * width * width * 2
+    stays, stays_peak = train(True)
+    leaves, leaves_peak = train("backward")
+    assert all(torch.equal(a, b) for a, b in zip(leaves, stays, strict=True))
+    assert stays_peak >= gradients
+    assert leaves_peak < gradients / 2
+
+
+@needs_cuda
 def test_page_buffers_are_page_locked(tmp_path: Path) -> None:
     parameters = on_device(torch.bfloat16)
     with tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, buffers=2) as store:

@@ -21,6 +21,7 @@ from tierstore.checkpoint.restore import Restore
 from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
 from tierstore.errors import RunDirectoryError, StorageError, SweepError
+from tierstore.layout.dtensors import is_dtensor
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
@@ -84,7 +85,10 @@ class TierStore:
             begins a run from it, with pages of ``page_bytes``.
         compute: where steps are computed: on the parameters' "device", or on the "host", to
             which gradients are then copied.
-        free_gradients: set each ``.grad`` to None after its use.
+        free_gradients: set each ``.grad`` to None after its use. "backward", with
+            ``compute="host"`` in one process: each gradient leaves the device during backward, once
+            pages are laid out by restore() or the first step. All gradients are then in
+            ``host_memory``, and ``.grad`` refuses to be computed with.
         process_group: the ranks that own the parameters together; None: all ranks if
             torch.distributed is initialized, else this process alone. ``Ranks`` are used as
             they are.
@@ -121,7 +125,7 @@ class TierStore:
         overwrite: bool = False,
         reshard: bool = False,
         compute: str = "device",
-        free_gradients: bool = False,
+        free_gradients: bool | str = False,
         process_group: dist.ProcessGroup | Ranks | None = None,
         peer_timeout: float = 600.0,
         roll_call_timeout: float = 30.0,
@@ -135,6 +139,7 @@ class TierStore:
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
         directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
         _check_page_options(page_size, commit_every, compute, budget)
+        _check_free_gradients(free_gradients, compute)
         _check_modes(directories, resume=resume, overwrite=overwrite, reshard=reshard)
         modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
         options = {
@@ -160,6 +165,12 @@ class TierStore:
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
+            if free_gradients == "backward" and ranks.world_size > 1:
+                raise ValueError(
+                    "free_gradients='backward' is for one process, here are "
+                    f"{ranks.world_size} ranks, which reduce gradients after backward has them: "
+                    "pass free_gradients=True"
+                )
             page_size = min(ranks.gather(page_size))
             if directories:
                 self._resharded, directories = look_for_other_ranks(directories, ranks, **modes)
@@ -207,6 +218,7 @@ class TierStore:
                 budget=budget,
                 page_bytes=page_size,
                 on_host=compute == "host",
+                takes_gradients=free_gradients == "backward",
             )
             opened.callback(self._table.close)
             if storage is not None:
@@ -269,18 +281,22 @@ class TierStore:
                 message names the smallest budget that does.
             ValueError, TypeError: two parameters have one name, no commit can hold a
                 hyperparameter, or ``free_gradients`` and a parameter whose gradient is not
-                ``.grad``.
+                ``.grad``, or "backward" and a DTensor.
             RunMismatchError: the ranks have different parameters; the message names the first.
             PeerFailed: any of these on another rank.
         """
         self._usability.require_usable()
-        if self._free_gradients:
-            for parameter in (p for group in groups for p in group.parameters):
-                if parameter.gradient is not None:
-                    raise ValueError(
-                        f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
-                        "gradient elsewhere: leave it out, and free the gradients after the step"
-                    )
+        for parameter in (p for group in groups for p in group.parameters):
+            if self._free_gradients and parameter.gradient is not None:
+                raise ValueError(
+                    f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
+                    "gradient elsewhere: leave it out, and free the gradients after the step"
+                )
+            if self._free_gradients == "backward" and is_dtensor(parameter.tensor):
+                raise ValueError(
+                    "free_gradients='backward' takes plain tensors, and parameter "
+                    f"{parameter.name!r} is a DTensor: pass free_gradients=True"
+                )
         with self._calls.together("attach()", patient=True):
             self._table.attach(groups)
         if follow is not None:
@@ -380,6 +396,7 @@ class TierStore:
         self._states.given.require_unchanged()
         table = self._table
         table.ensure_placed()
+        table.take_gradients()
         with self._calls.together("step()", patient=True):
             table.require_same_values()
             gradients = rank_checks.agree_on_gradients(
@@ -418,7 +435,7 @@ class TierStore:
         self._states.given.forget()
         sweep = Sweep(
             table,
-            free_gradients=self._free_gradients,
+            free_gradients=bool(self._free_gradients),
             present=gradients.present,
             window=window,
             unread=gradients.unread,
@@ -964,6 +981,18 @@ def _check_page_options(
         raise ValueError(
             "commit_every must be a positive number of steps, or None to commit on "
             f"synchronize() and close() only; got {commit_every}"
+        )
+
+
+def _check_free_gradients(free_gradients: bool | str, compute: str) -> None:
+    if free_gradients not in (False, True, "backward"):
+        raise ValueError(
+            f"free_gradients must be False, True or 'backward', got {free_gradients!r}"
+        )
+    if free_gradients == "backward" and compute != "host":
+        raise ValueError(
+            "free_gradients='backward' brings gradients to where steps are computed: pass "
+            "compute='host', too"
         )
 
 

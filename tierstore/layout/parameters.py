@@ -25,6 +25,7 @@ from tierstore.layout.encodings import (
     StoredTensor,
     encodings_of,
 )
+from tierstore.layout.host_gradient import HostGradient
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 _PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -235,8 +236,11 @@ class PagedParameter:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient."""
-        return self.tensor.grad if self.gradient is None else self.gradient(self.tensor)
+        """The gradient; waits for one that is on the way to host memory."""
+        if self.gradient is not None:
+            return self.gradient(self.tensor)
+        grad = self.tensor.grad
+        return grad.host if isinstance(grad, HostGradient) else grad
 
     @property
     def spec(self) -> ParameterSpec:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.host_gradient import HostGradient
 from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedParameter
 from tierstore.paging.buffers import BufferPool
@@ -40,9 +41,13 @@ class Mirror(Source):
         sources, targets = [], []
         for name, chunk in page.chunks:
             parameter = page.parameters[name]
+            gradient = page.source.gradient(parameter, chunk)
+            if gradient is not None and isinstance(parameter.tensor.grad, HostGradient):
+                self._gradients[name, chunk] = gradient
+                gradient = None
             for copies, tensor in (
                 (self._values, page.source.values(parameter, chunk)),
-                (self._gradients, page.source.gradient(parameter, chunk)),
+                (self._gradients, gradient),
             ):
                 if tensor is not None:
                     host = memory[position : position + tensor.nbytes].view(tensor.dtype)

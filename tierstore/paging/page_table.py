@@ -21,6 +21,7 @@ from tierstore.layout.subgroups import uncut_nbytes
 from tierstore.layout.written import written_subgroups
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
+from tierstore.paging.host_gradients import HostGradients, gradients_bytes
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
@@ -70,6 +71,7 @@ class PageTable:
         budget: the memory that pages may use.
         page_bytes: about how large a page is.
         on_host: whether pages are stepped on the host wherever the parameters are.
+        takes_gradients: whether gradients leave the device during backward.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class PageTable:
         budget: Budget,
         page_bytes: int,
         on_host: bool,
+        takes_gradients: bool,
     ) -> None:
         self.groups: list[PagedGroup] = []
         self.specs: dict[str, ParameterSpec] = {}
@@ -100,9 +103,11 @@ class PageTable:
         self.usability = usability
         self.replication = Replication(ranks)
         self.mirrors = Mirrors(Device(), 0, 0)
+        self._host_gradients: HostGradients | None = None
         self._budget = budget
         self._page_bytes = page_bytes
         self._on_host = on_host
+        self._takes_gradients = takes_gradients
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
         self._window = self.window_max = pages_at_once(ranks.world_size)
         self.device = Device()
@@ -265,8 +270,15 @@ class PageTable:
         if not self._is_placed:
             self._place(self.pages, self._plan(self.pages, self.device, self._tier))
 
+    def take_gradients(self) -> None:
+        """Bring gradients to the host that leave the device during backward and are still there."""
+        if self._host_gradients is not None:
+            self._host_gradients.take_rest()
+
     def close(self) -> None:
         """Free all memory once nothing uses it."""
+        if self._host_gradients is not None:
+            self._host_gradients.close()
         try:
             self.mirrors.close()
         finally:
@@ -382,7 +394,7 @@ class PageTable:
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
         budget = self._budget
         if self._on_host:
-            budget = replace(budget, reserved=self._mirrors_bytes(pages))
+            budget = replace(budget, reserved=self._reserved_bytes(pages))
         try:
             return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
         except BudgetError as error:
@@ -397,6 +409,15 @@ class PageTable:
     def _mirrors_bytes(self, pages: Sequence[Page]) -> int:
         return mirrors_bytes([page.layout for page in pages], self._window)
 
+    def _taken_from(self, pages: Sequence[Page]) -> list[PagedParameter]:
+        """Return the parameters whose gradients leave the device during backward."""
+        if not self._takes_gradients:
+            return []
+        return list({n: p for page in pages for n, p in page.parameters.items()}.values())
+
+    def _reserved_bytes(self, pages: Sequence[Page]) -> int:
+        return self._mirrors_bytes(pages) + gradients_bytes(self._taken_from(pages))
+
     def _smaller_page_bytes(self, pages: Sequence[Page], budget: Budget) -> int | None:
         """Return a smaller page_bytes that fits the budget; None if no size is known to fit."""
         page_bytes = default_page_bytes(budget)
@@ -406,9 +427,20 @@ class PageTable:
         whole = [uncut_nbytes(shard) for shard in shards]
         sections_max = 1 + max(len(shard.parameter.stored) for shard in shards)
         largest = max(page_bytes, *whole, 0) + sections_max * SECTOR_BYTES
-        mirrors = budget.reserved * largest // max(page.layout.nbytes for page in pages)
-        needed = (budget.buffers or BUFFERS_MIN) * align_up(largest, SECTOR_BYTES) + mirrors
+        gradients = gradients_bytes(self._taken_from(pages))
+        mirrors = budget.reserved - gradients
+        mirrors = mirrors * largest // max(page.layout.nbytes for page in pages)
+        pool = (budget.buffers or BUFFERS_MIN) * align_up(largest, SECTOR_BYTES)
+        needed = pool + mirrors + gradients
         return page_bytes if needed <= budget.host_memory else None
+
+    def _take_gradients_of(self, parameters: Sequence[PagedParameter]) -> None:
+        before = self._host_gradients
+        if before is not None and before.names == [parameter.name for parameter in parameters]:
+            return
+        if before is not None:
+            before.close()
+        self._host_gradients = HostGradients(self.device, parameters) if parameters else None
 
     def _move(self, placement: Placement) -> None:
         self._place(self.pages, placement)
@@ -429,17 +461,19 @@ class PageTable:
         """
         self._is_placed = False
         mirror_bytes = self._mirrors_bytes(pages) if self._on_host else 0
+        taken_from = self._taken_from(pages)
         try:
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors.close()
             self.pager.make_way(pages, placement, self.step_device)
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors = Mirrors(self.device, mirror_bytes, self._window)
+            self._take_gradients_of(taken_from)
             self.pager.place(
                 pages,
                 placement,
                 self.step_device,
-                other_bytes=mirror_bytes,
+                other_bytes=mirror_bytes + gradients_bytes(taken_from),
                 window=self._window,
             )
         except BaseException as error:

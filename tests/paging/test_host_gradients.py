@@ -1,0 +1,226 @@
+"""Gradients that leave the device during backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import muon
+import tierstore
+from tests.support import training
+from tests.support.fake_cuda import fake_cuda
+
+STEPS = 4
+PAGE_BYTES = 16384
+
+
+def backward(parameters: dict[str, torch.nn.Parameter], step: int) -> None:
+    """Give the parameters the gradients of a step by a backward."""
+    twins = {name: torch.nn.Parameter(p.detach()) for name, p in parameters.items()}
+    training.set_gradients(twins, step)
+    terms = [
+        (p * twins[name].grad).sum() for name, p in parameters.items() if _has_grad(twins, name)
+    ]
+    torch.stack([term.float() for term in terms]).sum().backward()
+
+
+def _has_grad(twins: dict[str, torch.nn.Parameter], name: str) -> bool:
+    return twins[name].grad is not None
+
+
+class Run:
+    """A model, and an optimizer that steps it on the host."""
+
+    def __init__(self, directory: Path | None, free_gradients: bool | str, **options: Any) -> None:
+        self.parameters = training.make_parameters(torch.bfloat16)
+        self.store = tierstore.TierStore(
+            directory,
+            page_bytes=PAGE_BYTES,
+            compute="host",
+            free_gradients=free_gradients,
+        )
+        groups = training.make_groups(self.parameters)
+        self.optimizer = muon.Muon(groups, store=self.store, ns_dtype=torch.float32, **options)
+        if directory is not None:
+            self.optimizer.restore()
+
+    def on_host(self) -> dict[str, bool]:
+        """Parameter name -> whether its gradient is on the host, for those that have one."""
+        return {
+            name: "in host memory" in repr(parameter.grad)
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None and parameter.numel()
+        }
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return training.snapshot(self.optimizer, self.parameters)
+
+
+def train(run: Run, *, backwards: int = 1, max_norm: float | None = None) -> list[torch.Tensor]:
+    norms = []
+    for step in range(1, STEPS + 1):
+        for number in range(backwards):
+            backward(run.parameters, step * backwards + number)
+        if max_norm is not None:
+            norms.append(run.optimizer.clip_grad_norm_(max_norm))
+        run.optimizer.step()
+        left = [p for p in run.parameters.values() if p.grad is not None]
+        assert not any(parameter.numel() for parameter in left)
+    return norms
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("pace", [0, 0.3])
+@pytest.mark.parametrize("in_directory", [True, False])
+def test_results_are_those_of_gradients_that_stay(
+    in_directory: bool, pace: float, max_norm: float | None, backwards: int, tmp_path: Path
+) -> None:
+    stays = Run(None, True)
+    expected = train(stays, backwards=backwards, max_norm=max_norm)
+    with fake_cuda(pace=pace):
+        leaves = Run(tmp_path if in_directory else None, "backward")
+        norms = train(leaves, backwards=backwards, max_norm=max_norm)
+        assert norms == expected
+        training.assert_identical(leaves.snapshot(), stays.snapshot())
+        leaves.store.close()
+
+
+def test_all_gradients_leave_during_backward(tmp_path: Path) -> None:
+    with fake_cuda():
+        run = Run(tmp_path, "backward")
+        backward(run.parameters, 1)
+        assert run.on_host()
+        assert all(run.on_host().values())
+        for name, parameter in run.parameters.items():
+            grad = parameter.grad
+            if grad is not None and parameter.numel():
+                assert (grad.shape, grad.dtype) == (parameter.shape, parameter.dtype)
+                with pytest.raises(RuntimeError, match=f"gradient of '{name}' is in host memory"):
+                    grad.norm()
+        run.optimizer.zero_grad()
+        assert not run.on_host()
+        backward(run.parameters, 2)
+        run.optimizer.step()
+        run.store.close()
+        backward(run.parameters, 3)
+        assert not any(run.on_host().values())
+
+
+def test_norm_and_clipped_gradients_are_those_of_torch(tmp_path: Path) -> None:
+    parameters = training.make_parameters(torch.bfloat16)
+    with fake_cuda():
+        run = Run(tmp_path, "backward")
+        backward(run.parameters, 1)
+        backward(parameters, 1)
+        norm = run.optimizer.clip_grad_norm_(0.5)
+        assert norm == torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5) > 0.5
+        found = {
+            paged.name: paged.grad
+            for group in run.optimizer.paged_groups()
+            for paged in group.parameters
+        }
+        for name, parameter in parameters.items():
+            assert (found[name] is None) == (parameter.grad is None)
+            assert parameter.grad is None or torch.equal(found[name], parameter.grad)
+        run.store.close()
+
+
+def test_another_clipper_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    with fake_cuda():
+        run = Run(tmp_path, "backward")
+        backward(run.parameters, 1)
+        with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_norm_\(\)"):
+            torch.nn.utils.clip_grad_norm_(run.parameters.values(), 1.0)
+        run.optimizer.step()
+        stays = Run(None, True)
+        backward(stays.parameters, 1)
+        stays.optimizer.step()
+        training.assert_identical(run.snapshot(), stays.snapshot())
+        stays.store.close()
+        run.store.close()
+
+
+def test_gradients_that_were_assigned_are_stepped(tmp_path: Path) -> None:
+    """And those of the first step, before pages are laid out."""
+    with fake_cuda():
+        store = tierstore.TierStore(
+            tmp_path, page_bytes=PAGE_BYTES, compute="host", free_gradients="backward"
+        )
+        parameters = training.make_parameters(torch.bfloat16)
+        groups = training.make_groups(parameters)
+        optimizer = muon.Muon(groups, store=store, ns_dtype=torch.float32)
+        stays = Run(None, True)
+        for step in (1, 2):
+            for each in (parameters, stays.parameters):
+                training.set_gradients(each, step)
+            optimizer.step()
+            stays.optimizer.step()
+        training.assert_identical(training.snapshot(optimizer, parameters), stays.snapshot())
+        stays.store.close()
+        store.close()
+
+
+def test_gradients_that_are_not_finite_are_found_on_the_host(tmp_path: Path) -> None:
+    with fake_cuda():
+        run = Run(tmp_path, "backward", nonfinite="skip")
+        backward(run.parameters, 1)
+        (run.parameters["wide"] * float("inf")).sum().backward()
+        with pytest.warns(UserWarning, match="'wide'"):
+            run.optimizer.step()
+        assert run.store.step == 0
+        assert not run.on_host()
+        run.store.close()
+
+
+def test_gradients_count_towards_host_memory(tmp_path: Path) -> None:
+    peaks = []
+    for number, free_gradients in enumerate((True, "backward")):
+        with fake_cuda():
+            run = Run(tmp_path / str(number), free_gradients)
+            backward(run.parameters, 1)
+            run.optimizer.step()
+            peaks.append(run.store.stats().host_bytes_peak)
+            run.store.close()
+    gradients = sum(parameter.nbytes for parameter in run.parameters.values())
+    assert gradients <= peaks[1] - peaks[0] <= gradients + 64 * len(run.parameters)
+
+
+def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000, 1000))
+    store = tierstore.TierStore(
+        tmp_path,
+        page_bytes=PAGE_BYTES,
+        host_memory="3MiB",
+        buffers=2,
+        compute="host",
+        free_gradients="backward",
+    )
+    group = {"params": [("embedding", parameter)], "algorithm": "adamw"}
+    with store, pytest.raises(tierstore.BudgetError, match="host_memory"):
+        muon.Muon([group], store=store).restore()
+
+
+def test_gradients_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    with fake_cuda():
+        run = Run(tmp_path, "backward")
+        parameter = run.parameters["wide"]
+        parameter.grad_dtype = torch.float32
+        with pytest.raises(ValueError, match=r"'wide' is torch\.float32"):
+            parameter.sum().backward()
+        run.store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"free_gradients": "backward"}, "compute='host', too"),
+        ({"free_gradients": "forward", "compute": "host"}, "True or 'backward', got 'forward'"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tierstore.TierStore(None, **options)
