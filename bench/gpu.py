@@ -253,18 +253,17 @@ def main(
             drained=False,
             rounds=plan.rounds,
         )
-        pages_in = {case: each.store.stats().pages_in for case, each in contenders.items()}
+        console.print(report(steps))
+        write_report(
+            json_path,
+            plan=asdict(plan),
+            device=device_name,
+            copies=asdict(copies),
+            steps=asdict(steps),
+            pages_in={case: each.store.stats().pages_in for case, each in contenders.items()},
+        )
         if trace is not None:
             write_trace(contenders["on NVMe"], trace)
-    console.print(report(steps))
-    write_report(
-        json_path,
-        plan=asdict(plan),
-        device=device_name,
-        copies=asdict(copies),
-        steps=asdict(steps),
-        pages_in=pages_in,
-    )
 
 
 if __name__ == "__main__":
