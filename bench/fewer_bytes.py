@@ -23,14 +23,14 @@ import torch
 import typer
 from measuring import JsonOption, SmallOption, write_report
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+from trainings import texts, train_all
 
 import muon
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Options, learning_rate_factor, training_device, validation_loss
-from text import shuffled_windows, standard_library_text, windows
+from gpt import GPT, Options, learning_rate_factor, validation_loss
+from text import shuffled_windows, windows
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -91,11 +91,12 @@ class Run:
         return self.losses[-1][1]
 
 
-def train(plan: Plan, texts: tuple[torch.Tensor, torch.Tensor], form: str, seed: int) -> Run:
+def train(plan: Plan, form: str, seed: int) -> Run:
     """Train one model."""
     options = plan.options
+    text, validation_text = texts()
     torch.manual_seed(seed)
-    model = GPT(options).to(texts[0].device)
+    model = GPT(options).to(text.device)
     model.dtype = torch.float32
     # The optimizer has bfloat16 parameters, and the model their values.
     narrow = {
@@ -111,7 +112,6 @@ def train(plan: Plan, texts: tuple[torch.Tensor, torch.Tensor], form: str, seed:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
-    text, validation_text = texts
     order = shuffled_windows((len(text) - 1) // options.context, seed, 0)
     losses = []
     for step in range(1, options.steps + 1):
@@ -190,11 +190,8 @@ def main(
 ) -> None:
     """Train with each form of the states."""
     plan = PLANS["small" if small else "default"]
-    device = training_device()
-    training, validation = standard_library_text()
-    texts = training.to(device), validation.to(device)
-    pairs = list(itertools.product(FORMS, range(plan.seeds)))
-    runs = [train(plan, texts, *pair) for pair in track(pairs, description="training")]
+    pairs = itertools.product(FORMS, range(plan.seeds))
+    runs = train_all(train, [(plan, *pair) for pair in pairs], "training")
     Console(width=120).print(report(runs, plan))
     if pictures is not None:
         draw(pictures / "fewer-bytes.svg", runs)

@@ -24,14 +24,14 @@ import torch
 import typer
 from measuring import JsonOption, SmallOption, write_report
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+from trainings import texts, train_all
 
 import muon
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Options, learning_rate_factor, training_device, validation_loss
-from text import shuffled_windows, standard_library_text, windows
+from gpt import GPT, Options, learning_rate_factor, validation_loss
+from text import shuffled_windows, windows
 
 OPTIMIZERS = ("AdamW", "Muon")
 BETAS = (0.9, 0.95)
@@ -109,22 +109,16 @@ def make_optimizer(
     return torch.optim.AdamW(plain, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
 
-def train(
-    plan: Plan,
-    texts: tuple[torch.Tensor, torch.Tensor],
-    name: str,
-    rates: tuple[float, float],
-    seed: int,
-) -> Run:
+def train(plan: Plan, name: str, rates: tuple[float, float], seed: int) -> Run:
     """Train one model; all optimizers see the same parameters and batches for a seed."""
     options = plan.options
+    text, validation_text = texts()
     torch.manual_seed(seed)
-    model = GPT(options).to(texts[0].device)
+    model = GPT(options).to(text.device)
     optimizer = make_optimizer(name, model, *rates)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
-    text, validation_text = texts
     order = shuffled_windows((len(text) - 1) // options.context, seed, 0)
     losses = []
     for step in range(1, options.steps + 1):
@@ -194,20 +188,15 @@ def main(
 ) -> None:
     """Train both optimizers over the same grid, and compare the best of each."""
     plan = PLANS["small" if small else "default"]
-    device = training_device()
-    training, validation = standard_library_text()
-    texts = training.to(device), validation.to(device)
     pairs = list(itertools.product(plan.matrix_rates, plan.other_rates))
-    grid = [
-        train(plan, texts, name, pair, seed=0)
-        for name, pair in track([*itertools.product(OPTIMIZERS, pairs)], description="grid")
-    ]
+    cases = itertools.product(OPTIMIZERS, pairs)
+    grid = train_all(train, [(plan, name, pair, 0) for name, pair in cases], "grid")
     best = {}
     for name in OPTIMIZERS:
         first = min((run for run in grid if run.optimizer == name), key=lambda run: run.last)
         rates = first.matrix_rate, first.other_rate
-        further = track(range(1, plan.seeds), description=f"best of {name}")
-        best[name] = [first, *(train(plan, texts, name, rates, seed) for seed in further)]
+        further = [(plan, name, rates, seed) for seed in range(1, plan.seeds)]
+        best[name] = [first, *train_all(train, further, f"best of {name}")]
     wanted = median_losses(best["AdamW"])[-1][1]
     reached = steps_to(median_losses(best["Muon"]), wanted)
     console = Console(width=120)
