@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -53,8 +54,8 @@ def momentum_(
             momentum,
             nesterov=nesterov,
             maximize=maximize,
-            grad_weight_small=abs(1 - momentum) < 0.5,
-            average_weight_small=abs(momentum) < 0.5,
+            grad_weight_small=_is_small(1 - momentum),
+            average_weight_small=_is_small(momentum),
             block=_BLOCK,
         )
 
@@ -66,7 +67,7 @@ def muon_(
     *,
     decay: float,
     alpha: float,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Do what ``muon.update.muon_`` does, also with a parameter that is the master rounded.
 
     Args:
@@ -78,22 +79,24 @@ def muon_(
         alpha: the negative adjusted learning rate.
 
     Returns:
-        Bool of shape (): whether an element of the parameter was changed.
+        Bool of shape (): whether an element of the parameter was changed. None without one.
     """
-    changed = torch.zeros((), dtype=torch.uint8, device=master.device)
+    changed = None
+    if parameter is not None:
+        changed = torch.zeros((), dtype=torch.uint8, device=master.device)
     with torch.cuda.device_of(master):
         _muon[_grid(master)](
             master,
             master if parameter is None else parameter,
             update,
-            changed,
+            master if changed is None else changed,
             master.numel(),
             decay,
             alpha,
             is_rounded=parameter is not None,
             block=_BLOCK,
         )
-    return changed.view(torch.bool)
+    return None if changed is None else changed.view(torch.bool)
 
 
 def adamw_(
@@ -109,7 +112,7 @@ def adamw_(
     eps: float,
     size: float,
     maximize: bool,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Do what ``muon.update.adamw_`` does for one chunk; parameter and result as in muon_().
 
     Args:
@@ -125,7 +128,9 @@ def adamw_(
         size: learning rate over the correction of the first moment.
         maximize: the gradient is negated.
     """
-    changed = torch.zeros((), dtype=torch.uint8, device=master.device)
+    changed = None
+    if parameter is not None:
+        changed = torch.zeros((), dtype=torch.uint8, device=master.device)
     with torch.cuda.device_of(master):
         _adamw[_grid(master)](
             master,
@@ -133,7 +138,7 @@ def adamw_(
             grad,
             exp_avg,
             exp_avg_sq,
-            changed,
+            master if changed is None else changed,
             master.numel(),
             decay,
             1 - betas[0],
@@ -144,10 +149,15 @@ def adamw_(
             -size,
             is_rounded=parameter is not None,
             maximize=maximize,
-            weight_small=abs(1 - betas[0]) < 0.5,
+            weight_small=_is_small(1 - betas[0]),
             block=_BLOCK,
         )
-    return changed.view(torch.bool)
+    return None if changed is None else changed.view(torch.bool)
+
+
+def _is_small(weight: float) -> bool:
+    """Return whether torch's ``lerp`` computes from the start, and not from the end."""
+    return bool(abs(np.float32(weight)) < 0.5)
 
 
 def _grid(tensor: torch.Tensor) -> tuple[int]:
@@ -198,7 +208,7 @@ def _momentum(
     grad = tl.load(grad_at + places, mask=inside).to(tl.float32)
     average = tl.load(buffer_at + places, mask=inside).to(tl.float32)
     if maximize:
-        grad = -grad
+        grad = grad * -1.0  # Of a zero, too.
     average = _lerp(average, grad, grad_weight, grad_weight_small)
     tl.store(buffer_at + places, average.to(buffer_at.dtype.element_ty), mask=inside)
     if nesterov:
@@ -258,7 +268,7 @@ def _adamw(
     if is_rounded:
         master = _adopted(master, parameter_at, changed_at, places, inside)
     if maximize:
-        grad = -grad
+        grad = grad * -1.0  # Of a zero, too.
     master = master * decay
     mean = _lerp(mean, grad, grad_weight, weight_small)
     mean_sq = tl.fma(square_weight, grad * grad, mean_sq * beta2)

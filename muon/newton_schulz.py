@@ -24,7 +24,7 @@ STEPS = 5
 EPS = 1e-7
 _LARGE_ROWS = 512  # From here on _iterate_on_gram() is faster on a CPU.
 _STRIP_ROWS = 256
-_MANY_THREADS = 8  # With more, products of small matrices are as fast as of strips.
+_MANY_THREADS = 8  # A product of _STRIP_ROWS does not occupy them.
 _GPU_MULTIPLE = 8  # Products on a GPU of rows of another length take up to five times as long.
 _STEEPEST = 3.6  # A steeper polynomial would amplify rounding errors too much.
 _MEASURED_ROUNDS = 8
@@ -61,9 +61,9 @@ def orthogonalize_(
         The update, of the same shape and dtype. For one contiguous matrix it equals the update
         of ``torch.optim.Muon`` bit for bit: a tall matrix is computed as a transposed view. But on
         a CPU, a matrix whose shorter side is at least 512 is computed with fewer operations, which
-        round differently; with more than 8 threads only one of 1024 or more, if the other side is
-        twice as long. On a GPU, a 16-bit matrix with a side that is no multiple of 8 is filled up
-        with zeros, which may round differently.
+        round differently; in 16 bits with more than 8 threads only one of 1024 or more, if the
+        other side is twice as long. On a GPU, a 16-bit matrix with a side that is no multiple of 8
+        is filled up with zeros, which may round differently.
     """
     if norm not in (None, "scaled"):
         raise ValueError(f"norm must be None or 'scaled', got {norm!r}")
@@ -151,8 +151,8 @@ def numel_needed(shape: Sequence[int], count: int, *, on_gpu: bool) -> int:
     """Return the elements that live at the peak of ``orthogonalize_all()`` of one batch.
 
     On a GPU those are the matrices given, the matrices before and after a step, and two square
-    products of the shorter side; a batch is a copy more. On a CPU about five of each were
-    measured: the products there keep packed copies of their operands.
+    products of the shorter side; a batch is a copy more, and so is a matrix that is filled up. On a
+    CPU about five of each were measured: the products there keep packed copies of their operands.
 
     Args:
         shape: (rows, columns) of each matrix.
@@ -160,7 +160,8 @@ def numel_needed(shape: Sequence[int], count: int, *, on_gpu: bool) -> int:
         on_gpu: whether the matrices are on a GPU.
     """
     rows, columns = sorted(shape)
-    copies, squares = (3 + (count > 1), 2) if on_gpu else (5, 5)
+    is_filled = any(size % _GPU_MULTIPLE for size in shape)
+    copies, squares = (3 + (count > 1) + is_filled, 2) if on_gpu else (5, 5)
     return count * rows * (copies * columns + squares * rows)
 
 
@@ -196,7 +197,7 @@ def _scale_(wide: torch.Tensor) -> None:
 def _is_large(wide: torch.Tensor) -> bool:
     """Return whether _iterate_on_gram() is faster for a matrix of shape (rows, columns)."""
     rows, columns = wide.shape
-    if torch.get_num_threads() > _MANY_THREADS:
+    if wide.itemsize == 2 and torch.get_num_threads() > _MANY_THREADS:
         return wide.is_cpu and rows >= 2 * _LARGE_ROWS and columns >= 2 * rows
     return wide.is_cpu and rows >= _LARGE_ROWS
 
@@ -284,7 +285,7 @@ def _symmetric_addmm(
     product = left.new_empty(size, size)  # (rows, rows)
     if addend is None:
         addend, beta = product, 0
-    count = size // (_STRIP_ROWS * (2 if torch.get_num_threads() > _MANY_THREADS else 1))
+    count = size // (_STRIP_ROWS * (2 if torch.get_num_threads() >= _MANY_THREADS else 1))
     bounds = [size * index // count for index in range(count + 1)]
     for start, end in pairwise(bounds):
         torch.addmm(

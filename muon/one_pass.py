@@ -49,13 +49,13 @@ def muon_(
 ) -> None:
     """Do ``muon.update.muon_``."""
     kernels = _kernels(update.device)
-    if kernels is not None:
-        update = update.contiguous()  # That of a tall matrix is a transposed view.
     values, parameter, note = _parts(master)
-    if kernels is not None and not cautious and kernels.fit(values, parameter, update):
-        decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
-        note(kernels.muon_(values, parameter, update, decay=decay, alpha=alpha))
-        return
+    if kernels is not None and not cautious and kernels.fit(values, parameter):
+        dense = update.contiguous()  # That of a tall matrix is a transposed view.
+        if kernels.fit(dense):
+            decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
+            note(kernels.muon_(values, parameter, dense, decay=decay, alpha=alpha))
+            return
     plain.muon_(
         master,
         update,
@@ -98,12 +98,8 @@ def adamw_(
             grad,
             exp_avg,
             exp_avg_sq,
-            decay=1 - lr * weight_decay,
-            betas=betas,
-            root=(1 - betas[1] ** step) ** 0.5,
-            eps=eps,
-            size=lr / (1 - betas[0] ** step),
             maximize=maximize,
+            **_adamw_sizes(step, float(lr), betas=betas, eps=eps, weight_decay=weight_decay),
         )
         note(changed)
     if left:
@@ -122,11 +118,11 @@ def adamw_(
 
 def _parts(
     master: AnyState,
-) -> tuple[AnyState, torch.Tensor | None, Callable[[torch.Tensor], object]]:
+) -> tuple[AnyState, torch.Tensor | None, Callable[[Any], object]]:
     """Return master, the parameter that is the master rounded or None, and what notes changes."""
     if isinstance(master, tierstore.RoundedMaster):
         return master.master, master.parameter, master.note_changed
-    return master, None, lambda changed: None
+    return master, None, lambda nothing: None
 
 
 @functools.cache
@@ -137,11 +133,50 @@ def _kernels(device: torch.device) -> Any:
     try:
         from muon import gpu_kernels
 
-        one = torch.zeros(1, device=device)
-        gpu_kernels.muon_(one, None, one.clone(), decay=1.0, alpha=0.0)
+        are_equal = _agree(gpu_kernels, device)
+        problem: object = "other bits than torch"
     except Exception as error:  # Triton or the compiler may be absent, or too old for the GPU.
-        logger.warning(
-            "steps on %s take more passes over memory, without Triton: %s", device, error
-        )
-        return None
-    return gpu_kernels
+        are_equal, problem = False, error
+    if not are_equal:
+        logger.warning("steps on %s take more passes over memory: %s", device, problem)
+    return gpu_kernels if are_equal else None
+
+
+def _agree(kernels: Any, device: torch.device) -> bool:
+    """Return whether kernels give the bits of the plain rules, for a few numbers."""
+    random = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn((5, 4099), generator=random, device=device)
+    grad, buffer, update = numbers[0].bfloat16(), numbers[1].bfloat16(), numbers[2].bfloat16()
+    found = []
+    for rules in (kernels, plain):
+        values, moments = numbers[3].clone(), [numbers[1].clone(), numbers[4].square()]
+        parameter = values.bfloat16()
+        parameter[::7] += 1
+        master = tierstore.RoundedMaster(values, parameter, lambda changed: None)
+        average, out = buffer.clone(), torch.empty_like(grad)
+        rules.momentum_(grad, average, momentum=0.95, nesterov=True, out=out, maximize=False)
+        if rules is plain:
+            plain.muon_(master, update, lr=0.02, adjusted_lr=0.03, weight_decay=0.1)
+            plain.adamw_([master], [grad], moments[:1], moments[1:], steps=[3.0], lr=1e-3, **_ADAMW)
+        else:
+            rules.muon_(values, parameter, update, decay=float(1 - 0.02 * 0.1), alpha=-0.03)
+            sizes = _adamw_sizes(3.0, 1e-3, **_ADAMW)
+            rules.adamw_(values, parameter, grad, *moments, maximize=False, **sizes)
+        found.append([average, out, values, parameter, *moments])
+    return all(map(torch.equal, *found))
+
+
+_ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _adamw_sizes(
+    step: float, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, Any]:
+    """Return the numbers that the kernel of AdamW takes for a step."""
+    return {
+        "decay": 1 - lr * weight_decay,
+        "betas": betas,
+        "root": (1 - betas[1] ** step) ** 0.5,
+        "eps": eps,
+        "size": lr / (1 - betas[0] ** step),
+    }

@@ -446,8 +446,8 @@ class Muon(torch.optim.Optimizer):
         """Scale all gradients down so that their norm together is at most ``max_norm``.
 
         The operations are those of ``torch.nn.utils.clip_grad_norm_``, on the gradients that a step
-        takes: also those that left the device during backward, which are clipped on the host, and
-        those that ``gradient`` gives.
+        takes: also those that ``gradient`` gives, and those that left the device during backward.
+        The norm of these is computed on the host, where its last bits may differ.
 
         Args:
             max_norm: the largest norm.
@@ -462,8 +462,9 @@ class Muon(torch.optim.Optimizer):
         gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factors = {g.device: factor.to(g.device) for g in gradients}
         for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
+            gradient.mul_(factors[gradient.device])
         return norm
 
     @tierstore.not_compiled

@@ -218,7 +218,7 @@ class TierStore:
                 budget=budget,
                 page_bytes=page_size,
                 on_host=compute == "host",
-                takes_gradients=free_gradients == "backward",
+                offloads=free_gradients == "backward",
             )
             opened.callback(self._table.close)
             if storage is not None:
@@ -396,7 +396,7 @@ class TierStore:
         self._states.given.require_unchanged()
         table = self._table
         table.ensure_placed()
-        table.take_gradients()
+        table.offload_gradients()
         with self._calls.together("step()", patient=True):
             table.require_same_values()
             gradients = rank_checks.agree_on_gradients(
@@ -410,6 +410,7 @@ class TierStore:
                 missing=missing,
                 waits=nonfinite == "skip"
                 or table.device.is_host
+                or self._free_gradients == "backward"
                 or not self._committer.keeps_commit,
                 compares=self._steps_begun % _COMPARE_EVERY == 0,
             )
@@ -985,7 +986,7 @@ def _check_page_options(
 
 
 def _check_free_gradients(free_gradients: bool | str, compute: str) -> None:
-    if free_gradients not in (False, True, "backward"):
+    if not isinstance(free_gradients, bool) and free_gradients != "backward":
         raise ValueError(
             f"free_gradients must be False, True or 'backward', got {free_gradients!r}"
         )

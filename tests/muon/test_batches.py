@@ -161,7 +161,9 @@ def test_the_memory_needed_is_that_of_a_process(shape: tuple[int, int]) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize(("shape", "count"), [((512, 2048), 1), ((512, 512), 4), ((64, 256), 8)])
+@pytest.mark.parametrize(
+    ("shape", "count"), [((512, 2048), 1), ((512, 512), 4), ((64, 256), 8), ((500, 2045), 1)]
+)
 def test_the_memory_needed_on_a_gpu(shape: tuple[int, int], count: int) -> None:
     def given() -> list[torch.Tensor]:
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.fake_cuda import fake_cuda
+from tierstore.paging.device import Copy
 
 STEPS = 4
 PAGE_BYTES = 16384
@@ -224,3 +229,132 @@ def test_gradients_of_another_dtype_are_refused(tmp_path: Path) -> None:
 def test_refused_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tierstore.TierStore(None, **options)
+
+
+def small_run(directory: Path | None, *, freeze: bool = False) -> tuple[Any, Any, Any]:
+    """Return a model of two layers after a step, its optimizer, and its store."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    model[1].requires_grad_(not freeze)
+    store = tierstore.TierStore(
+        directory, page_bytes=PAGE_BYTES, compute="host", free_gradients="backward"
+    )
+    group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+    optimizer = muon.Muon([group], store=store)
+    loss_of(model).backward()
+    optimizer.step()
+    return model, optimizer, store
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(2, 8)).square().mean()
+    return loss
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "sum": lambda grad: grad + torch.ones_like(grad, device="cpu"),
+    "sum in place": lambda grad: grad.add_(torch.ones(8, 8)),
+    "sum with a number": lambda grad: grad + 1,
+    "argument": lambda grad: torch.add(torch.ones(8, 8), 1, out=grad),
+    "address": lambda grad: grad.data_ptr(),
+    "shared": lambda grad: grad.share_memory_(),
+    "exported": lambda grad: torch.from_dlpack(grad),
+    "pickled": pickle.dumps,
+    "copied": copy.deepcopy,
+    "zeroed": lambda grad: grad.zero_(),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+def test_all_else_is_refused_and_changes_nothing(use: Callable[[torch.Tensor], object]) -> None:
+    model, optimizer, store = small_run(None)
+    loss_of(model).backward()
+    [weight, *_] = optimizer.paged_groups()[0].parameters
+    before = weight.grad.clone()
+    with pytest.raises(RuntimeError):
+        use(weight.tensor.grad)
+    assert torch.equal(weight.grad, before)
+    store.close()
+
+
+def test_a_backward_that_makes_a_graph() -> None:
+    model, optimizer, store = small_run(None)
+    for _ in range(2):
+        loss_of(model).backward(create_graph=True)
+    optimizer.step()
+    assert store.step == 2
+    store.close()
+
+
+def test_copies_that_ended_are_forgotten() -> None:
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(each, Copy) for each in gc.get_objects())
+
+    model, optimizer, store = small_run(None)
+    counts = []
+    for _ in range(3):
+        for _ in range(5):
+            loss_of(model).backward()
+        optimizer.step()
+        counts.append(count())
+    assert len(set(counts)) == 1
+    store.close()
+
+
+def test_removed_parameters_get_their_gradients_back(tmp_path: Path) -> None:
+    model, optimizer, store = small_run(tmp_path)
+    loss_of(model).backward()
+    weight = model[0].weight
+    [paged, *_] = optimizer.paged_groups()[0].parameters
+    expected = paged.grad.clone()
+    optimizer.remove_parameters([weight])
+    assert type(weight.grad) is torch.Tensor
+    assert torch.equal(weight.grad, expected)
+    loss_of(model).backward()
+    assert torch.equal(weight.grad, 2 * expected)
+    torch.optim.SGD([weight]).step()
+    optimizer.step()
+    store.close()
+
+
+def test_another_parameter_of_the_same_name() -> None:
+    model, optimizer, store = small_run(None)
+    former = model[1].bias
+    optimizer.remove_parameters([former])
+    model[1].bias = torch.nn.Parameter(torch.zeros(4))
+    optimizer.add_param_group({"params": [("1.bias", model[1].bias)], "algorithm": "adamw"})
+    loss_of(model).backward()
+    optimizer.step()
+    loss_of(model).backward()
+    assert "in host memory" in repr(model[1].bias.grad)
+    store.close()
+
+
+def test_parameters_that_are_unfrozen_later() -> None:
+    model, optimizer, store = small_run(None, freeze=True)
+    model.requires_grad_(True)
+    for _ in range(2):  # The first step adds the hooks.
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    loss_of(model).backward()
+    assert all("in host memory" in repr(parameter.grad) for parameter in model.parameters())
+    store.close()
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    with fake_cuda():
+        run = Run(tmp_path, "backward")
+        backward(run.parameters, 1)
+        run.optimizer.step()
+        run.store.synchronize()
+        backward(run.parameters, 2)
+        (run.parameters["wide"] * float("nan")).sum().backward()
+        with pytest.raises(tierstore.NonFiniteGradientError, match="'wide'"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        backward(run.parameters, 2)
+        run.optimizer.step()
+        assert run.store.step == 2
+        run.store.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from typing_extensions import override
@@ -35,6 +35,7 @@ class HostGradient(torch.Tensor):
         made: HostGradient = torch.Tensor._make_wrapper_subclass(
             cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # Its address would be 0.
         made._name, made._host, made._wait = name, host, wait
         return made
 
@@ -48,6 +49,19 @@ class HostGradient(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<gradient of {self._name!r} in host memory, {list(self.shape)} {self.dtype}>"
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickle")
+
+    @override
+    def share_memory_(self) -> NoReturn:
+        """Refuse, as there is no memory."""
+        self._refuse("share_memory_()")
+
+    @override
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        self._refuse("__dlpack__()")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -57,19 +71,25 @@ class HostGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Add a gradient, as autograd does, or refuse."""
-        if function in _ADDITIONS and isinstance(args[0], cls) and not kwargs:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and function in _ADDITIONS and isinstance(args[0], cls) and not kwargs:
             # Blocks the backward: the sum is computed here, of a copy that is not page-locked.
             args[0].host.add_(args[1].cpu())
             return args[0]
-        name = next(
-            (a._name for arg in args for a in _flat(arg) if isinstance(a, cls)), "of a parameter"
-        )
+        next(_gradients([*args, *(kwargs or {}).values()]))._refuse(str(function))
+
+    def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"the gradient of {name!r} is in host memory, and {function} does not reach it there: "
-            "clip with optimizer.clip_grad_norm_(), discard with zero_grad(), or open the store "
-            "with free_gradients=True"
+            f"the gradient of {self._name!r} is in host memory, and {what} does not reach it "
+            "there: clip with optimizer.clip_grad_norm_(), discard with "
+            "zero_grad(set_to_none=True), or open the store with free_gradients=True"
         )
 
 
-def _flat(argument: Any) -> Sequence[Any]:
-    return argument if isinstance(argument, list | tuple) else [argument]
+def _gradients(arguments: Sequence[Any]) -> Iterator[HostGradient]:
+    """Yield the HostGradients among arguments, and in lists of them."""
+    for argument in arguments:
+        if isinstance(argument, HostGradient):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _gradients(argument)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,62 +31,92 @@ class HostGradients:
     """
 
     def __init__(self, device: Device, parameters: Sequence[PagedParameter]) -> None:
-        self.names = [parameter.name for parameter in parameters]
-        """Names of the parameters."""
-        self._parameters = parameters
+        self._parameters = list(parameters)
         self._device = device
         self._in_flight: deque[tuple[Copy, int]] = deque()  # With the bytes of each.
-        nbytes = gradients_bytes(parameters)
-        pool = BufferPool(1, nbytes, page_locked=not device.is_host)
+        self._bytes_in_flight = 0
+        pool = BufferPool(1, gradients_bytes(parameters), page_locked=not device.is_host)
         memory = pool.acquire().tensor
         self._places: dict[str, torch.Tensor] = {}
         for parameter in parameters:
             tensor, place = parameter.tensor, memory[: parameter.tensor.nbytes]
             self._places[parameter.name] = place.view(tensor.dtype).view(tensor.shape)
             memory = memory[align_up(tensor.nbytes, _ALIGNMENT) :]
-        self._hooks = [
-            parameter.tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._take, parameter)
-            )
-            for parameter in parameters
-            if parameter.tensor.requires_grad
-        ]
+        self._hooks: dict[str, Any] = {}
+        self._add_hooks()
 
-    def take_rest(self) -> None:
-        """Take the gradients that no hook took: of the first step, or assigned to ``.grad``."""
+    def are_of(self, parameters: Sequence[PagedParameter]) -> bool:
+        """Return whether these are the parameters."""
+        own = [id(parameter.tensor) for parameter in self._parameters]
+        return own == [id(parameter.tensor) for parameter in parameters]
+
+    def offload_rest(self) -> None:
+        """Copy what no hook copied, and block until all gradients are on the host.
+
+        Those are gradients of the first step, and those that a program assigned to ``.grad``.
+        """
+        self._add_hooks()
         for parameter in self._parameters:
-            self._take(parameter)
+            self._offload(parameter)
+        self._wait_until(0)
+
+    def release(self, names: Collection[str]) -> None:
+        """Leave some parameters alone from now on; their gradients go back to the device."""
+        for parameter in self._parameters:
+            if parameter.name in names:
+                if (hook := self._hooks.pop(parameter.name, None)) is not None:
+                    hook.remove()
+                tensor = parameter.tensor
+                if isinstance(tensor.grad, HostGradient):
+                    tensor.grad = tensor.grad.host.to(tensor.device, copy=True)
+        self._parameters = [p for p in self._parameters if p.name not in names]
 
     def close(self) -> None:
         """Leave gradients where they are from now on; block until no copy is in flight."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+        self._hooks.clear()
+        self._places.clear()
         self._wait_until(0)
 
-    def _take(self, parameter: PagedParameter, tensor: torch.Tensor | None = None) -> None:
-        gradient = parameter.tensor.grad
+    def _add_hooks(self) -> None:
+        for parameter in self._parameters:  # Some may be unfrozen later.
+            if parameter.tensor.requires_grad and parameter.name not in self._hooks:
+                add = parameter.tensor.register_post_accumulate_grad_hook
+                hook = add(partial(self._offload, parameter))  # type: ignore[no-untyped-call]
+                self._hooks[parameter.name] = hook
+
+    @torch.no_grad()
+    def _offload(self, parameter: PagedParameter, tensor: torch.Tensor | None = None) -> None:
+        """Copy a gradient to the host, unless it is there."""
+        gradient, place = parameter.tensor.grad, self._places[parameter.name]
         if gradient is None or isinstance(gradient, HostGradient):
             return
-        if gradient.layout != torch.strided:  # The step refuses it.
+        is_converted = parameter.tensor.dtype != place.dtype or gradient.shape != place.shape
+        if is_converted or gradient.layout != torch.strided:  # The step refuses it.
             return
-        place = self._places[parameter.name]
         if gradient.dtype != place.dtype:
             raise ValueError(
                 f"the gradient of {parameter.name!r} is {gradient.dtype}, the parameter is "
-                f"{place.dtype}: with free_gradients='backward' they must be equal"
+                f"{place.dtype}: with free_gradients='backward' they must be equal; else pass "
+                "free_gradients=True"
             )
         copy = self._device.copy_down([gradient], [place])
         parameter.tensor.grad = HostGradient(parameter.name, gradient, place, copy.wait)
         self._in_flight.append((copy, gradient.nbytes))
+        self._bytes_in_flight += gradient.nbytes
         self._wait_until(_BYTES_MAX)
 
     def _wait_until(self, bytes_max: int) -> None:
-        """Block until copies of at most so many bytes are in flight."""
-        nbytes = sum(of_copy for _, of_copy in self._in_flight)
-        while nbytes > bytes_max:
-            copy, of_copy = self._in_flight.popleft()
-            copy.wait()
-            nbytes -= of_copy
+        """Block until copies of at most so many bytes are in flight; forget those that ended."""
+        while self._in_flight:
+            copy, nbytes = self._in_flight[0]
+            if self._bytes_in_flight > bytes_max:
+                copy.wait()
+            elif not copy.done():
+                return
+            self._in_flight.popleft()
+            self._bytes_in_flight -= nbytes
 
 
 def gradients_bytes(parameters: Iterable[PagedParameter]) -> int:

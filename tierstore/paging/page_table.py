@@ -71,7 +71,7 @@ class PageTable:
         budget: the memory that pages may use.
         page_bytes: about how large a page is.
         on_host: whether pages are stepped on the host wherever the parameters are.
-        takes_gradients: whether gradients leave the device during backward.
+        offloads: whether gradients leave the device during backward.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PageTable:
         budget: Budget,
         page_bytes: int,
         on_host: bool,
-        takes_gradients: bool,
+        offloads: bool,
     ) -> None:
         self.groups: list[PagedGroup] = []
         self.specs: dict[str, ParameterSpec] = {}
@@ -107,7 +107,7 @@ class PageTable:
         self._budget = budget
         self._page_bytes = page_bytes
         self._on_host = on_host
-        self._takes_gradients = takes_gradients
+        self._offloads = offloads
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
         self._window = self.window_max = pages_at_once(ranks.world_size)
         self.device = Device()
@@ -191,6 +191,8 @@ class PageTable:
             The numbers of the pages of this rank that were removed.
         """
         removed = []
+        if self._host_gradients is not None:
+            self._host_gradients.release(names)
         self.pager.drop_early()
         self.pager.finish_writes()
         for page in self.all_pages:
@@ -270,16 +272,17 @@ class PageTable:
         if not self._is_placed:
             self._place(self.pages, self._plan(self.pages, self.device, self._tier))
 
-    def take_gradients(self) -> None:
+    def offload_gradients(self) -> None:
         """Bring gradients to the host that leave the device during backward and are still there."""
         if self._host_gradients is not None:
-            self._host_gradients.take_rest()
+            self._host_gradients.offload_rest()
 
     def close(self) -> None:
         """Free all memory once nothing uses it."""
-        if self._host_gradients is not None:
-            self._host_gradients.close()
         try:
+            if self._host_gradients is not None:
+                self._host_gradients.close()
+            self._host_gradients = None
             self.mirrors.close()
         finally:
             self.pager.close(self.pages)
@@ -409,14 +412,14 @@ class PageTable:
     def _mirrors_bytes(self, pages: Sequence[Page]) -> int:
         return mirrors_bytes([page.layout for page in pages], self._window)
 
-    def _taken_from(self, pages: Sequence[Page]) -> list[PagedParameter]:
+    def _offloaded(self, pages: Sequence[Page]) -> list[PagedParameter]:
         """Return the parameters whose gradients leave the device during backward."""
-        if not self._takes_gradients:
+        if not self._offloads:
             return []
         return list({n: p for page in pages for n, p in page.parameters.items()}.values())
 
     def _reserved_bytes(self, pages: Sequence[Page]) -> int:
-        return self._mirrors_bytes(pages) + gradients_bytes(self._taken_from(pages))
+        return self._mirrors_bytes(pages) + gradients_bytes(self._offloaded(pages))
 
     def _smaller_page_bytes(self, pages: Sequence[Page], budget: Budget) -> int | None:
         """Return a smaller page_bytes that fits the budget; None if no size is known to fit."""
@@ -427,20 +430,21 @@ class PageTable:
         whole = [uncut_nbytes(shard) for shard in shards]
         sections_max = 1 + max(len(shard.parameter.stored) for shard in shards)
         largest = max(page_bytes, *whole, 0) + sections_max * SECTOR_BYTES
-        gradients = gradients_bytes(self._taken_from(pages))
+        gradients = gradients_bytes(self._offloaded(pages))
         mirrors = budget.reserved - gradients
         mirrors = mirrors * largest // max(page.layout.nbytes for page in pages)
         pool = (budget.buffers or BUFFERS_MIN) * align_up(largest, SECTOR_BYTES)
         needed = pool + mirrors + gradients
         return page_bytes if needed <= budget.host_memory else None
 
-    def _take_gradients_of(self, parameters: Sequence[PagedParameter]) -> None:
-        before = self._host_gradients
-        if before is not None and before.names == [parameter.name for parameter in parameters]:
-            return
-        if before is not None:
-            before.close()
-        self._host_gradients = HostGradients(self.device, parameters) if parameters else None
+    def _prepare_offload(self, parameters: Sequence[PagedParameter]) -> None:
+        if self._host_gradients is not None:
+            if self._host_gradients.are_of(parameters):
+                return
+            self._host_gradients.close()
+            self._host_gradients = None  # Frees its memory before there is more.
+        if parameters:
+            self._host_gradients = HostGradients(self.device, parameters)
 
     def _move(self, placement: Placement) -> None:
         self._place(self.pages, placement)
@@ -461,19 +465,19 @@ class PageTable:
         """
         self._is_placed = False
         mirror_bytes = self._mirrors_bytes(pages) if self._on_host else 0
-        taken_from = self._taken_from(pages)
+        offloaded = self._offloaded(pages)
         try:
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors.close()
             self.pager.make_way(pages, placement, self.step_device)
             if self.mirrors.nbytes != mirror_bytes:
                 self.mirrors = Mirrors(self.device, mirror_bytes, self._window)
-            self._take_gradients_of(taken_from)
+            self._prepare_offload(offloaded)
             self.pager.place(
                 pages,
                 placement,
                 self.step_device,
-                other_bytes=mirror_bytes + gradients_bytes(taken_from),
+                other_bytes=mirror_bytes + gradients_bytes(offloaded),
                 window=self._window,
             )
         except BaseException as error:
