@@ -368,9 +368,9 @@ def _leftovers_removed_at_once(folder: Any, run_id: str) -> None:
 _read_mark, _refuse_dirty = committer.read_mark, recovery._refuse_dirty
 
 
-def _about_a_step(data: bytes, field: str) -> tuple[int, int] | None:
+def _about_a_step(data: bytes, field: str) -> file_names.Revision | None:
     overwritten = _read_mark(data, field)
-    return None if overwritten is None else (overwritten[0], sys.maxsize)
+    return None if overwritten is None else overwritten._replace(number=sys.maxsize)
 
 
 def _cleared_at_once(storage: Any, newest: Any) -> None:

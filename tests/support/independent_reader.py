@@ -44,6 +44,7 @@ class Content:
     """One committed step."""
 
     run_id: str
+    epoch: int
     step: int
     states: dict[str, dict[str, np.ndarray]]
     """Parameter name -> state -> the whole tensor."""
@@ -122,6 +123,7 @@ def read_checkpoint(directory: Path) -> Content:
         commit = unseal("commit", directory / f"rank-{rank:05d}.commit")
         expected = (marker["run_id"], marker["step"], marker["world_size"], rank)
         found = tuple(commit[key] for key in ("run_id", "step", "world_size", "rank"))
+        require(commit.get("epoch", 0) == marker.get("epoch", 0), "the commit is of another epoch")
         require(found == expected, f"the commit of rank {rank} is of another checkpoint")
         commits.append(commit)
         layouts.append(read_layout(directory / f"rank-{rank:05d}.layout", commit))
@@ -169,14 +171,18 @@ def read_layout(path: Path, commit: dict[str, Any]) -> dict[str, Any]:
     return layout
 
 
-def commit_key(name: str) -> tuple[int, int] | None:
-    """Return (step, number) of the commit whose manifest is called so."""
-    match = re.fullmatch(r"commit-(\d{10,})(?:\.(\d+))?", name)
-    return (int(match[1]), int(match[2] or 1)) if match else None
+CommitKey = tuple[int, int, int]
+"""Epoch, step and number of a commit."""
 
 
-def commits_of(folder: Path, identity: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return (step, number) -> manifest, of those that are whole."""
+def commit_key(name: str) -> CommitKey | None:
+    """Return the key of the commit whose manifest is called so."""
+    match = re.fullmatch(r"commit-(?:e(\d+)-)?(\d{10,})(?:\.(\d+))?", name)
+    return (int(match[1] or 0), int(match[2]), int(match[3] or 1)) if match else None
+
+
+def commits_of(folder: Path, identity: dict[str, Any]) -> dict[CommitKey, dict[str, Any]]:
+    """Return key -> manifest, of those that are whole."""
     commits = {}
     for path in folder.iterdir():
         key = commit_key(path.name)
@@ -188,14 +194,15 @@ def commits_of(folder: Path, identity: dict[str, Any]) -> dict[tuple[int, int], 
             if "damaged" not in str(error):
                 raise
             continue
-        require((commit["step"], commit["number"]) == key, f"{path} is of another step")
+        found = (commit.get("epoch", 0), commit["step"], commit["number"])
+        require(found == key, f"{path} is of another step")
         for field in ("run_id", "rank", "world_size"):
             require(commit[field] == identity[field], f"{path} is of another {field}")
         commits[key] = commit
     return commits
 
 
-def refuse_dirty(folder: Path, newest: tuple[int, int]) -> None:
+def refuse_dirty(folder: Path, newest: CommitKey) -> None:
     if (folder / "dirty").exists():
         try:
             overwritten = commit_key(json.loads((folder / "dirty").read_bytes())["overwriting"])
@@ -232,6 +239,7 @@ def content_of(
         require(bool((times[name] == 1).all()), f"an element of {name} is not there once")
     return Content(
         run_id=first["run_id"],
+        epoch=first.get("epoch", 0),
         step=first["step"],
         states={
             parameter["name"]: decoded(

@@ -364,13 +364,15 @@ class _Publishing:
         files |= digests
         files[METADATA_NAME] = _digest(self._metadata)
         files[UNPAGED_NAME] = unpaged.finish()
-        marker = {
+        marker: dict[str, Any] = {
             "run_id": self._manifest.run_id,
             "step": self._manifest.step,
             "world_size": self._manifest.world_size,
             "name": self._directory.name,
             "files": files,
         }
+        if self._manifest.epoch:
+            marker["epoch"] = self._manifest.epoch
         self._marker = seal("checkpoint", marker)
         self._directory.put(MARKER_NAME, self._marker)
 

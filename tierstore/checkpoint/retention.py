@@ -70,6 +70,7 @@ def retain(
 ) -> None:
     """Remove the checkpoints that this run published, except the last ``keep_last``.
 
+    Checkpoints that were published after the run was rewound come last, whatever their steps are.
     At most one more is kept: the newest whole one besides ``newest``, which was not read yet. If
     none is known to be whole, the oldest: damage spreads from a checkpoint to later ones, which
     link the same files. Example, with ``keep_last=1``::
@@ -87,7 +88,7 @@ def retain(
     """
     published = _published(folder, run_id)
     others = [child for child in published if child != newest]
-    others.sort(key=lambda child: -published[child]["step"])
+    others.sort(key=lambda child: (-published[child]["epoch"], -published[child]["step"]))
     kept = others[: keep_last - 1]
     if marked is not None:
         is_whole = (len(marked.get(c, ())) == published[c]["world_size"] for c in others)

@@ -42,6 +42,8 @@ def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
 
 def _summary_lines(summary: Summary) -> Iterator[str]:
     step = f"step {summary.step}" if summary.step is not None else "no committed step"
+    if summary.epoch:
+        step += f", epoch {summary.epoch}"
     yield f"{plain(summary.path)}: {summary.kind}" + (
         "" if summary.kind == "plain checkpoint" else f", {step}"
     )

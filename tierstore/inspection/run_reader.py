@@ -209,16 +209,16 @@ def _require_size(layout: RankLayout) -> None:
 
 
 def parse_marker(data: bytes, where: str) -> Mapping[str, Any]:
-    """Return the content of tierstore.json in a published checkpoint.
+    """Return the content of tierstore.json in a published checkpoint; ``epoch`` is always there.
 
     Raises:
         CorruptionError: it is not whole.
         RunDirectoryError: another version wrote it.
     """
-    body = unseal("checkpoint", data, where)
+    body = {"epoch": 0, **unseal("checkpoint", data, where)}
     with body_errors(where):
         _require_files(body["files"])
-        numbers = [body["step"], body["world_size"]]
+        numbers = [body["epoch"], body["step"], body["world_size"]]
         texts = [body["run_id"], body["name"]]
         require(all(map(is_count, numbers)), all(type(text) is str for text in texts))
         require(body["world_size"] > 0)
@@ -298,7 +298,7 @@ def read_published(
             manifest = reader.parse(name, Manifest.from_bytes)
             expected = replace(next(iter(layouts.values()), manifest), rank=rank)
             if marker is not None:
-                common = {key: marker[key] for key in ("run_id", "world_size", "step")}
+                common = {key: marker[key] for key in ("run_id", "world_size", "epoch", "step")}
                 expected = replace(expected, **common)
             if _commit_text(manifest) != _commit_text(expected):
                 raise CorruptionError(
@@ -310,9 +310,10 @@ def read_published(
 
 def _commit_text(manifest: Manifest) -> str:
     """Return the rank and the commit of a manifest, as text."""
+    epoch = f" in epoch {manifest.epoch}" if manifest.epoch else ""
     return (
         f"rank {manifest.rank} of {manifest.world_size}, commit {manifest.number} of step "
-        f"{manifest.step} of run {manifest.run_id}, attempt {manifest.attempt}"
+        f"{manifest.step}{epoch} of run {manifest.run_id}, attempt {manifest.attempt}"
     )
 
 

@@ -70,6 +70,8 @@ class Summary:
     """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
     step: int | None = None
     """The committed step; None if nothing was committed, or no file names it."""
+    epoch: int = 0
+    """How often the run was rewound before that step."""
     run_id: str | None = None
     attempt: str | None = None
     world_size: int | None = None
@@ -125,7 +127,10 @@ def _summarize_run(root: Path) -> Summary:
         if newest is not None or not has_commits:
             break
     summary = Summary(
-        path=str(root), kind="run", step=newest[0] if newest else None, in_use_by=holder_of(reader)
+        path=str(root),
+        kind="run",
+        step=newest.step if newest else None,
+        in_use_by=holder_of(reader),
     )
     for rank in ranks:
         if rank.identity is not None:
@@ -179,7 +184,8 @@ def _add_commits(summary: Summary, commits: Sequence[Commit]) -> None:
     if not commits:
         return
     first = commits[0].manifest
-    summary.step, summary.run_id, summary.attempt = first.step, first.run_id, first.attempt
+    summary.step, summary.epoch = first.step, first.epoch
+    summary.run_id, summary.attempt = first.run_id, first.attempt
     summary.world_size, summary.page_bytes = first.world_size, first.page_bytes
     summary.pages = sum(len(commit.manifest.entries) for commit in commits)
     summary.hyperparameters = first.hyperparameters

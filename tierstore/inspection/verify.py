@@ -190,7 +190,7 @@ def _verify_run(reader: Reader) -> int | None:
             raise RunLockedError(
                 f"{reader.root} was changed during the check: stop what uses it first"
             )
-    return newest[0] if newest else None
+    return newest.step if newest else None
 
 
 def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None) -> None:
@@ -207,7 +207,7 @@ def _check_ranks(reader: Reader, ranks: Sequence[Rank], newest: Revision | None)
         newer = [rank.folder for rank in ranks if max(rank.manifests) > newest]
         if newer:
             reader.notes.append(
-                f"{', '.join(newer)} committed more than step {newest[0]}, which is the newest "
+                f"{', '.join(newer)} committed more than step {newest.step}, which is the newest "
                 "that all ranks committed: a restart resumes from there"
             )
     elif any(not m.first for rank in ranks for m in rank.manifests.values()):

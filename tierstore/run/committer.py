@@ -198,6 +198,7 @@ class Committer(Progress):
         """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
         self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
         self.committed = self._begun = manifest
+        self._epoch = 0 if manifest is None else manifest.epoch
         self.extra = None if manifest is None else tagged_json.decode(manifest.extra)
         self._needed = {} if manifest is None else manifest.entries
         self._durable_layout = ""  # Digest of the layout that this attempt has written.
@@ -442,13 +443,15 @@ class Committer(Progress):
         groups = groups[: self.groups_written]
         kept = {parameter.name for group in groups for parameter in group.parameters}
         before, (extra_step, extra) = self._begun, self._next_extra
+        now = (self._epoch, self.step)
         return Manifest(
             run_id=self.identity.run_id,
             attempt=self._attempt,
             rank=self.identity.rank,
             world_size=self.identity.world_size,
+            epoch=self._epoch,
             step=self.step,
-            number=before.number + 1 if before and before.step == self.step else 1,
+            number=before.number + 1 if before and before.revision[:2] == now else 1,
             first=before is None,
             page_bytes=self.identity.page_bytes,
             layout=checksum_of(self._layout_data),

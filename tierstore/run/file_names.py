@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 _RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
@@ -25,7 +26,7 @@ RESHARDED_NAME = "resharded"
 """In a run directory: the checkpoint that a run on another number of ranks begins from. It exists
 until the new run has a commit. No other checkpoint may have this name."""
 
-MANIFEST_PATTERN = r"commit-(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
+MANIFEST_PATTERN = r"commit-(?:e([1-9]\d*)-)?(\d{10,})(?:\.([2-9]|[1-9]\d+))?"
 
 LAYOUT_PATTERN = r"layout-([0-9a-f]{32})"
 
@@ -41,8 +42,15 @@ CONVERSION_NAME = "tierstore-conversion.json"
 UNPAGED_NAME = "unpaged"
 """In a checkpoint: all tensors and values that are not paged."""
 
-Revision = tuple[int, int]
-"""(step, n): the n-th commit of that step, counted from 1."""
+
+class Revision(NamedTuple):
+    """The name of a commit. The newest commit has the largest revision."""
+
+    epoch: int
+    """How often the run was rewound before: a later epoch is newer, whatever its steps are."""
+    step: int
+    number: int
+    """1 for the first commit of the step in the epoch, 2 for the next one."""
 
 
 def rank_folder(rank: int) -> str:
@@ -57,15 +65,16 @@ def folder_rank(name: str) -> int | None:
 
 
 def manifest_name(revision: Revision) -> str:
-    """Return the name of the manifest of a revision; (step, 1) is named by the step alone."""
-    step, number = revision
-    return f"commit-{step:010d}" + (f".{number}" if number > 1 else "")
+    """Return the name of a manifest; an epoch of 0 and a number of 1 are left out."""
+    epoch, step, number = revision
+    prefix, suffix = f"e{epoch}-" if epoch else "", f".{number}" if number > 1 else ""
+    return f"commit-{prefix}{step:010d}{suffix}"
 
 
 def manifest_revision(name: str) -> Revision | None:
     """Return the revision whose manifest has this name, or None for any other file."""
     match = re.fullmatch(MANIFEST_PATTERN, name)
-    return (int(match[1]), int(match[2] or 1)) if match else None
+    return Revision(int(match[1] or 0), int(match[2]), int(match[3] or 1)) if match else None
 
 
 def layout_name(digest: str) -> str:

@@ -78,6 +78,8 @@ class Manifest:
     step: int
     number: int
     """1, or more if the step was committed before, for example with another ``extra``."""
+    epoch: int = 0
+    """How often the run was rewound before this commit."""
     first: bool
     """True if this is the first commit of the run. Before any other, all ranks had one."""
     page_bytes: int
@@ -96,8 +98,8 @@ class Manifest:
 
     @property
     def revision(self) -> Revision:
-        """The step and number of the commit, which name its file."""
-        return self.step, self.number
+        """The epoch, step and number of the commit, which name its file."""
+        return Revision(self.epoch, self.step, self.number)
 
     @property
     def entries(self) -> dict[int, PageEntry]:
@@ -106,8 +108,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of the file manifest_name(revision)."""
-        pages = [page and page.to_json() for page in self.pages]
-        return seal("commit", fields_of(self) | {"pages": pages})
+        body = fields_of(self) | {"pages": [page and page.to_json() for page in self.pages]}
+        if not self.epoch:
+            del body["epoch"]
+        return seal("commit", body)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
@@ -129,7 +133,7 @@ def _check(manifest: Manifest) -> None:
     """Raise ValueError, TypeError or LookupError unless all fields have their types."""
     names = (manifest.run_id, manifest.attempt, manifest.layout, *manifest.dropped)
     require(len(set(manifest.dropped)) == len(manifest.dropped))
-    numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.number)
+    numbers = (manifest.rank, manifest.world_size, *manifest.revision)
     require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
     require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)
     tagged_json.decode(manifest.extra)

@@ -124,10 +124,10 @@ def open_run(
     def look() -> bool:
         lock(storage)
         names = storage.list()
-        steps = [revision[0] for name in names if (revision := manifest_revision(name))]
-        holds_work = bool(steps) or DIRTY_NAME in names or CLEAN_NAME in names
+        commits = [revision for name in names if (revision := manifest_revision(name))]
+        holds_work = bool(commits) or DIRTY_NAME in names or CLEAN_NAME in names
         if holds_work and not resume and not overwrite:
-            state = f"committed at step {max(steps)}" if steps else "without a commit"
+            state = f"committed at step {max(commits).step}" if commits else "without a commit"
             raise RunDirectoryError(
                 f"{storage.location} holds a run {state}: pass resume=True to resume it, or "
                 "overwrite=True to delete it and start over"

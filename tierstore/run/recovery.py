@@ -200,7 +200,7 @@ def _newest(ranks: Sequence[tuple[Attempts, bool]], storage: Storage) -> Revisio
     if newest is None and not all(only_first for _, only_first in ranks):
         raise RunDirectoryError(
             f"the ranks of {storage.location} and beside it have no committed step in common "
-            f"({[sorted(step for step, _ in attempts) for attempts, _ in ranks]}): {_START_OVER}"
+            f"({[sorted(r.step for r in attempts) for attempts, _ in ranks]}): {_START_OVER}"
         )
     return newest
 
@@ -332,7 +332,7 @@ def _refuse_dirty(storage: Storage, newest: Revision | None) -> None:
     overwritten = find_mark(storage, DIRTY_NAME, "overwriting")
     if newest and overwritten and overwritten < newest:
         return  # The mark is stale: the crash came just before clear_dirty().
-    commit = f"step {overwritten[0]}" if overwritten else "a commit"
+    commit = f"step {overwritten.step}" if overwritten else "a commit"
     raise RunDirectoryError(
         f"{storage.location} has one slot of each page (commit_every=None) and was stopped while "
         f"overwriting {commit}: its pages are of mixed steps: {_START_OVER}"
