@@ -535,6 +535,7 @@ class Muon(torch.optim.Optimizer):
         self,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
+        rewind: bool = False,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         expected_step: int | None = None,
     ) -> int:
@@ -546,6 +547,8 @@ class Muon(torch.optim.Optimizer):
         Args:
             checkpoint: start a new run from this checkpoint; see ``TierStore.restore()``. The
                 parameters need names.
+            rewind: go on from the step of the checkpoint in this run, which may have steps; see
+                ``TierStore.restore()``.
             scheduler: restored from ``extra["scheduler"]`` of the commit; unchanged in a new run.
             expected_step: the only step to restore; 0 for a new run.
 
@@ -567,11 +570,11 @@ class Muon(torch.optim.Optimizer):
             if scheduler is not None and step:
                 check_has_scheduler(step, extra)
 
-        with self.store.calling("restore()"):
+        with self.store.calling("restore(rewind=True)" if rewind else "restore()"):
             # A failed store restores the groups that it has; the next step attaches the others.
             with contextlib.suppress(tierstore.StoreFailedError):
                 self._attach_groups()
-            step = self.store.restore(checkpoint, check=check)
+            step = self.store.restore(checkpoint, rewind=rewind, check=check)
         self._sample = None  # It may be of a later step.
         self._begin_counts()
         committed = [

@@ -787,6 +787,7 @@ class TierStore:
         self,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
+        rewind: bool = False,
         check: Callable[[int, Any], None] = lambda step, extra: None,
     ) -> int:
         """Go back to the committed step: parameters, states, hyperparameters and ``extra``.
@@ -799,6 +800,11 @@ class TierStore:
             checkpoint: begin a new run from this checkpoint instead: one that tierstore
                 published, or any DCP checkpoint of a model and its optimizer, or of a model
                 alone, with which states are zeros and the step is 0. It is checked first.
+            rewind: with ``checkpoint``, go on from its step in this run instead, which may have
+                steps: for a loss that has spiked. That is one commit, after which a restart finds
+                the checkpoint's step, also if later steps were committed before; a crash during
+                the call finds the last commit, or this one. Checkpoints of the run stay as they
+                are. A run without steps begins from the checkpoint.
             check: called with the step and its ``extra`` before anything is changed; raises
                 ValueError if the program cannot continue from there.
 
@@ -812,17 +818,26 @@ class TierStore:
                 difference. Nothing was changed.
             CorruptionError: a page, or the checkpoint, is not what was written.
             ValueError: of ``check``; or the optimizer cannot use a hyperparameter of the
-                checkpoint, or a forward of FSDP2 is in progress. Nothing was changed.
+                checkpoint, or a forward of FSDP2 is in progress, or ``rewind`` without
+                ``checkpoint`` or in a run with ``commit_every=None``. Nothing was changed.
+            StorageError: a page could not be read or written, on a full disk for example; restore()
+                goes back to the last commit.
         """
         self._usability.require_open()
         committer = self._require_committer("restore()")
-        with self._calls.together("restore()"):
-            return self._restore(committer, checkpoint, check)
+        if rewind and checkpoint is None:
+            raise ValueError(
+                "rewind=True goes back to a checkpoint: pass checkpoint=, too; restore() alone "
+                "goes back to the last commit"
+            )
+        with self._calls.together("restore(rewind=True)" if rewind else "restore()"):
+            return self._restore(committer, checkpoint, rewind, check)
 
     def _restore(
         self,
         committer: Committer,
         checkpoint: str | os.PathLike[str] | None,
+        rewind: bool,
         check: Callable[[int, Any], None],
     ) -> int:
         usability = self._usability
@@ -834,6 +849,9 @@ class TierStore:
         together(self._ranks, "begin a restore", begin)
         self._states.given.forget()
         restore = Restore(self._ranks, committer, self._table, usability, check)
+        if checkpoint is not None and rewind:
+            self._settle_publication()
+            return restore.rewound(checkpoint, self._synchronize)
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
         if self._resharded is not None:

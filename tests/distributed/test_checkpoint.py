@@ -141,6 +141,24 @@ def test_begins_a_run_on_other_ranks(
     assert digests(source) == before
 
 
+@pytest.mark.parametrize("case", CASES[1:3], ids=name_of)
+def test_a_run_is_rewound(case: Case, alone: Path, pool: RankPool, tmp_path: Path) -> None:
+    """It goes on as if the steps in between had not been."""
+    pool.run(case[0], WORK, job_of(case, tmp_path, TRAINED))
+    resume = {"store": {"resume": True}, "seed": 5}
+    job = dataclasses.replace(job_of(case, tmp_path, (6, 7, 8), **resume), checkpoint=None)
+    assert {step for step, _ in pool.run(case[0], WORK, job)} == {len(TRAINED)}
+    source, again = tmp_path / "checkpoint", tmp_path / "again"
+    job = job_of(case, tmp_path, GOES_ON, begin_from=source, rewind=True, **resume)
+    job = dataclasses.replace(job, checkpoint=again)
+    assert pool.run(case[0], WORK, job) == [(len(TRAINED), repr(EXTRA))] * case[0]
+    reference = alone / f"{case[3]}-{len(TRAINED + GOES_ON)}" / "checkpoint"
+    assert verify(again).good
+    assert_equal(paged(tensors_in(again)), paged(tensors_in(reference)))
+    for path in (tmp_path / "run", again):
+        assert (summarize(path).step, summarize(path).epoch) == (len(TRAINED + GOES_ON), 1)
+
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_another_reader_finds_the_same(
     case: Case, published: dict[Case, Path], alone: Path

@@ -37,6 +37,7 @@ def test_a_state_dict_of_one_rank_before_the_first_step_is_refused(pool: RankPoo
         "synchronize()",
         "checkpoint()",
         "restore()",
+        "restore(rewind=True)",
         "add_param_group()",
     ],
 )

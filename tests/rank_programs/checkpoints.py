@@ -45,6 +45,8 @@ class Job:
     steps: tuple[int, ...]
     checkpoint: Path | None = None
     begin_from: Path | None = None
+    rewind: bool = False
+    """True: the run has steps, and goes back to ``begin_from``."""
     dtype: torch.dtype = torch.float32
     seed: int = 0
     partition: str = "auto"
@@ -131,7 +133,7 @@ def work(job: Job) -> tuple[int, str]:
     """Do a job; return the step that it began from, and the extra that was found there."""
     model, store, optimizer = open_job(job)
     with store:
-        began = optimizer.restore(checkpoint=job.begin_from)
+        began = optimizer.restore(checkpoint=job.begin_from, rewind=job.rewind)
         found = repr(store.extra)
         for step in job.steps:
             train_step(model, optimizer, step)

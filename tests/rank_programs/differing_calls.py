@@ -126,6 +126,7 @@ def other_call(directory: Path, name: str) -> list[Any]:
             "synchronize()": store.synchronize,
             "checkpoint()": lambda: store.checkpoint(directory / "checkpoint"),
             "restore()": optimizer.restore,
+            "restore(rewind=True)": lambda: optimizer.restore(directory / "other", rewind=True),
             "add_param_group()": lambda: optimizer.add_param_group(new),
         }
         call = calls[name] if dist.get_rank() == 0 else optimizer.step

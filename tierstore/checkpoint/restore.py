@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore.checkpoint.reshard import end_reshard
 from tierstore.errors import RunDirectoryError
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.whole_states import restore_parameters, write_pages
-from tierstore.ranks.peers import Ranks, on_rank_0, together
+from tierstore.ranks.peers import Ranks, agree, on_rank_0, together
 from tierstore.run import tagged_json
-from tierstore.run.committer import Committer
+from tierstore.run.committer import Committer, scalars_in
 from tierstore.run.layout_file import RankLayout
-from tierstore.run.manifest import Manifest
+from tierstore.run.manifest import Manifest, PageEntry
 from tierstore.run.page_files import check_files, check_same_model
 from tierstore.run.recovery import recover
 from tierstore.run.usability import Usability
+
+if TYPE_CHECKING:
+    from tierstore.checkpoint.load import CheckpointSource
 
 logger = logging.getLogger("tierstore")
 
@@ -51,36 +55,62 @@ class Restore:
 
     def from_commit(self) -> int:
         """Go back to the last commit of all ranks; return its step. See TierStore.restore()."""
-        committer, usability = self._committer, self._usability
+        committer, table = self._committer, self._table
         committer.settle()
-        manifest = recover(committer.storage, committer.identity, self._ranks)
-        committer.forget_spares()
-        if manifest is None:
-            raise RunDirectoryError(
-                f"no step was committed by all ranks of {committer.storage.location} yet, so "
-                "there is none to go back to: start over with a new model and a new store"
-            )
-        renamed = together(self._ranks, "check the run", lambda: self._check_commit(manifest))
-        usability.awaits_restore = True  # Until the restore is complete.
-        try:
-            self._table.pager.reset(self._table.pages, manifest.entries)
-            self._table.ensure_placed()
-            restore_parameters(self._table)
-            groups = self._table.groups[: len(manifest.hyperparameters)]
-            committer.restore(manifest, groups, renamed)
-            self._table.allocate_files(self._table.pages)
-        except BaseException as error:
-            self._ranks.fail(error)
-            raise
-        usability.note_restored()
+        manifest = self._recover()
+
+        def check() -> dict[str, str]:
+            renamed = self._check_model(manifest)
+            check_files(committer.storage, table.layouts, manifest)
+            self._check(manifest.step, tagged_json.decode(manifest.extra))
+            return renamed
+
+        renamed = together(self._ranks, "check the run", check)
+        with self._replacing_pages(manifest.entries):
+            restore_parameters(table)
+            committer.restore(manifest, table.groups[: len(manifest.hyperparameters)], renamed)
+            table.allocate_files(table.pages)
         return manifest.step
 
     def from_checkpoint(self, checkpoint: str | os.PathLike[str]) -> int:
         """Begin a new run with the content of a checkpoint; return its step."""
-        return self._load(
+        return self._begin(
             checkpoint,
-            "go on with restore() alone, or name another directory, or pass overwrite=True",
+            "go back to it with rewind=True, go on with restore() alone, name another directory, "
+            "or pass overwrite=True",
         )
+
+    def rewound(self, checkpoint: str | os.PathLike[str], commit: Callable[[], None]) -> int:
+        """Go back to a checkpoint within the run, in a new epoch; return its step.
+
+        The pages begin anew, as those of a new run. They are written to the slots that the last
+        commit does not need, so that until the new commit is durable a restart finds the last one.
+
+        Args:
+            checkpoint: the directory. A run without a commit begins from it.
+            commit: makes a step durable.
+        """
+        committer, table = self._committer, self._table
+        committer.settle()
+        if not any(agree(self._ranks, "look for a commit", self._has_commit)):
+            return self._begin(
+                checkpoint,
+                "to rewind it, commit a step first, with synchronize(); a run that is being "
+                "resharded is committed by restore() alone",
+            )
+        manifest = self._recover()
+        renamed = together(self._ranks, "check the run", lambda: self._check_model(manifest))
+        groups = table.groups[: len(manifest.hyperparameters)]
+        # Those of a run that was just opened are in the commit alone.
+        scalars = scalars_in(manifest, groups, renamed) | committer.scalars
+        source = self._checked_source(checkpoint, scalars)
+        with self._replacing_pages({}):
+            committer.begin_epoch(manifest)
+            table.allocate_files(table.pages)
+            self._fill(source)
+        committer.annotate(committer.extra)
+        commit()
+        return source.step
 
     def from_resharded(self, checkpoint: Path, commit: Callable[[], None]) -> int:
         """Begin a run from a checkpoint of the run on another number of ranks; return its step.
@@ -93,7 +123,7 @@ class Restore:
         try:
             pages = self._table.pages
             together(self._ranks, "allocate pages", lambda: self._table.allocate_files(pages))
-            step = self._load(
+            step = self._begin(
                 checkpoint,
                 "nothing is lost, start the job again with resume=True and reshard=True",
             )
@@ -105,8 +135,56 @@ class Restore:
         on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(checkpoint.parent))
         return step
 
-    def _check_commit(self, manifest: Manifest) -> dict[str, str]:
-        """Check a commit and its files; return what check_same_model() does."""
+    def _recover(self) -> Manifest:
+        """Return the last commit of all ranks, after removing what is newer.
+
+        Raises:
+            RunDirectoryError: the ranks have no commit in common.
+        """
+        committer = self._committer
+        manifest = recover(committer.storage, committer.identity, self._ranks)
+        committer.forget_spares()
+        if manifest is None:
+            raise RunDirectoryError(
+                f"no step was committed by all ranks of {committer.storage.location} yet, so "
+                "there is none to go back to: start over with a new model and a new store"
+            )
+        return manifest
+
+    @contextlib.contextmanager
+    def _replacing_pages(self, entries: Mapping[int, PageEntry]) -> Iterator[None]:
+        """Let pages have the content of these files; after an error only restore() works.
+
+        Args:
+            entries: page number -> content of its file. Pages without an entry begin anew.
+        """
+        self._usability.awaits_restore = True  # Until the restore is complete.
+        try:
+            self._table.pager.reset(self._table.pages, entries)
+            self._table.ensure_placed()
+            yield
+        except BaseException as error:
+            self._ranks.fail(error)
+            raise
+        self._usability.note_restored()
+
+    def _has_commit(self) -> bool:
+        """Return whether the run has a commit.
+
+        Raises:
+            ValueError: a rewind would overwrite the commit.
+        """
+        committer = self._committer
+        if committer.committed is not None and not committer.keeps_commit:
+            raise ValueError(
+                "rewind=True writes the pages beside those of the last commit, and a run with "
+                "commit_every=None has one slot of each page: open it with resume=True and "
+                "commit_every=1, which takes twice the space"
+            )
+        return committer.committed is not None
+
+    def _check_model(self, manifest: Manifest) -> dict[str, str]:
+        """Check that a commit is of the attached model; return what check_same_model() does."""
         table, storage = self._table, self._committer.storage
         # Groups that were attached after the commit begin anew.
         count = max(len(manifest.hyperparameters), table.group_count_min)
@@ -117,28 +195,39 @@ class Restore:
         pages = [page.index for page in table.pages if page.layout.subgroup.group < count]
         names = {spec.name for group in attached.groups for spec in group}
         dropped = [name for name in table.dropped if name in names]
-        renamed = check_same_model(storage, manifest, attached, pages, dropped)
-        check_files(storage, table.layouts, manifest)
-        self._check(manifest.step, tagged_json.decode(manifest.extra))
-        return renamed
+        return check_same_model(storage, manifest, attached, pages, dropped)
 
-    def _load(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
+    def _begin(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
         """Fill the pages of a new run from a checkpoint; return its step.
 
         Args:
             checkpoint: the directory.
             todo: the advice in the error if the run has steps already.
         """
-        from tierstore.checkpoint.load import CheckpointSource
-
-        committer, groups = self._committer, self._table.groups
+        committer = self._committer
         if self._usability.awaits_restore or committer.step or self._usability.failure:
             raise RunDirectoryError(
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
 
+        source = self._checked_source(checkpoint, committer.scalars)
+        with self._usability.failing(interrupts=True):
+            self._fill(source)
+        return source.step
+
+    def _checked_source(
+        self, checkpoint: str | os.PathLike[str], scalars: Mapping[str, Mapping[str, float]]
+    ) -> CheckpointSource:
+        """Return a checkpoint after checking it.
+
+        Args:
+            checkpoint: the directory.
+            scalars: parameter name -> the scalars to load, by name.
+        """
+        from tierstore.checkpoint.load import CheckpointSource
+
         def checked_source() -> CheckpointSource:
-            source = CheckpointSource(checkpoint, groups, committer.scalars, self._ranks)
+            source = CheckpointSource(checkpoint, self._table.groups, scalars, self._ranks)
             self._check(source.step, source.extra)
             return source
 
@@ -149,10 +238,12 @@ class Restore:
                 "states of zeros, and the hyperparameters of this program",
                 checkpoint,
             )
-        with self._usability.failing(interrupts=True):
-            committer.step = source.step
-            write_pages(self._table, source.fill, source.scalars)
-            committer.extra = source.extra
-            for group, values in zip(groups, source.hyperparameters, strict=True):
-                group.hyperparameters.update(values)
-        return source.step
+        return source
+
+    def _fill(self, source: CheckpointSource) -> None:
+        """Give parameters, pages and groups the content of a checkpoint."""
+        self._committer.step = source.step
+        write_pages(self._table, source.fill, source.scalars)
+        self._committer.extra = source.extra
+        for group, values in zip(self._table.groups, source.hyperparameters, strict=True):
+            group.hyperparameters.update(values)

@@ -222,19 +222,18 @@ class Committer(Progress):
         self.begin_attempt(manifest)
         for group, saved in zip(groups, manifest.hyperparameters, strict=True):
             group.hyperparameters.update(tagged_json.decode(saved))
-        names = [parameter.name for group in groups for parameter in group.parameters]
-        former = {name: renamed.get(name, name) for name in names}
-        scalars = unpack_scalars(
-            manifest.scalars,
-            [[former[parameter.name] for parameter in group.parameters] for group in groups],
-        )
-        self.scalars = {name: scalars[former[name]] for name in names if former[name] in scalars}
+        self.scalars = scalars_in(manifest, groups, renamed)
         self.step = manifest.step
         self.groups_written = len(groups)
         self._note_begun()
         if renamed:
             self.annotate(self.extra)
             self.changed = True
+
+    def begin_epoch(self, manifest: Manifest) -> None:
+        """Let the next commit come after a commit, whatever its step is. All ranks call this."""
+        self.begin_attempt(manifest)
+        self._epoch += 1
 
     @property
     @override
@@ -572,6 +571,24 @@ class Committer(Progress):
 def _files_of(page: int) -> list[str]:
     slots = [page_file(page, slot) for slot in "ab"]
     return [*slots, *map(spare_file, slots)]
+
+
+def scalars_in(
+    manifest: Manifest, groups: Sequence[PagedGroup], renamed: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """Return parameter name -> scalar name -> value, as a commit has them.
+
+    Args:
+        manifest: the commit.
+        groups: the groups of the commit.
+        renamed: parameter name -> its name in the commit, if another.
+    """
+    names = [[parameter.name for parameter in group.parameters] for group in groups]
+    former = {name: renamed.get(name, name) for group in names for name in group}
+    scalars = unpack_scalars(
+        manifest.scalars, [[former[name] for name in group] for group in names]
+    )
+    return {name: scalars[old] for name, old in former.items() if old in scalars}
 
 
 def encode_hyperparameters(index: int, group: PagedGroup) -> Any:
