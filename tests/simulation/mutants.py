@@ -108,6 +108,14 @@ REMOVING = Settings(
 )
 """A run that does little else than commit and lose parameters."""
 
+REWINDING = Settings(
+    world_size=1, commit_every=1, keep_last=None, actions=20, kinds=("synchronize", "rewind")
+)
+"""A run that does little else than commit and go back to its checkpoints."""
+
+RETAINING_REWOUND = dataclasses.replace(REWINDING, keep_last=2, kinds=("checkpoint", "rewind"))
+"""The same for a run that removes old checkpoints."""
+
 SPECIAL = {"recovery.erase_commits": BEGINNING, "retention.remove_leftovers": RETAINING}
 
 MOVING = Settings(
@@ -564,6 +572,61 @@ WRITTEN.append(
         settings=MOVING,
     )
 )
+
+
+_begin_epoch, _published = committer.Committer.begin_epoch, retention._published
+
+
+def _by_step(revision: file_names.Revision) -> tuple[int, ...]:
+    return revision.step, revision.epoch, revision.number
+
+
+def _newest_step(ranks: Any) -> file_names.Revision | None:
+    common = set.intersection(*(set(attempts.items()) for attempts in ranks))
+    return max((revision for revision, _ in common), key=_by_step, default=None)
+
+
+def _sorted_by_step(values: Any) -> list[Any]:
+    """Sort revisions by step, and anything else as it is sorted."""
+    values = list(values)
+    are_revisions = all(isinstance(value, file_names.Revision) for value in values)
+    return sorted(values, key=_by_step if are_revisions else None)
+
+
+def _needs_no_slot(self: committer.Committer, found: Any) -> None:
+    _begin_epoch(self, found)
+    self._needed = {}
+
+
+def _of_one_epoch(folder: Any, run_id: str) -> dict[str, Any]:
+    return {child: {**marker, "epoch": 0} for child, marker in _published(folder, run_id).items()}
+
+
+WRITTEN += [
+    Mutant(name=name, patched=patched, settings=settings)
+    for name, patched, settings in (
+        (
+            "recovery takes the commit of the latest step, whatever its epoch",
+            _patch(recovery, "newest_in_common", _newest_step),
+            REWINDING,
+        ),
+        (
+            "older commits are those of earlier steps, whatever their epochs",
+            lambda: mock.patch.object(committer, "sorted", _sorted_by_step, create=True),
+            REWINDING,
+        ),
+        (
+            "a rewind overwrites the pages that the last commit needs",
+            _patch(committer.Committer, "begin_epoch", _needs_no_slot),
+            REWINDING,
+        ),
+        (
+            "retention orders checkpoints by step, whatever their epochs",
+            _patch(retention, "_published", _of_one_epoch),
+            RETAINING_REWOUND,
+        ),
+    )
+]
 
 
 _wait = Pager._wait

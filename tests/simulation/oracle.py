@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from tests.simulation.disk import Disk, rank_node
@@ -93,7 +94,7 @@ def check_published_after(
             wrong = sorted(name for name in names if files.get(name) != whole.get(name))
             raise AssertionError(f"checkpoint {child} is not whole: {wrong}")
     for child in acknowledged - found.keys():
-        newer = [other for other in found if _step(other) >= _step(child)]
+        newer = [other for other in found if _order(other) >= _order(child)]
         if keep_last is None or len(newer) < keep_last:
             raise AssertionError(f"checkpoint {child} is lost; there are {sorted(found)}")
 
@@ -133,5 +134,8 @@ def published_at(session: Session, cuts: Sequence[int]) -> tuple[set[str], set[s
     return begun, acknowledged
 
 
-def _step(child: str) -> int:
-    return int(child.split("-")[1])
+def _order(child: str) -> tuple[int, int]:
+    """Return the epoch and the step in the name of a checkpoint."""
+    match = re.match(r"(?:epoch-(\d+)-)?step-(\d+)-", child)
+    assert match is not None
+    return int(match[1] or 0), int(match[2])

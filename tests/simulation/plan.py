@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tierstore.layout.parameters import PagedGroup, PagedParameter
+from tierstore.run.committer import Committer
 from tierstore.store import TierStore
 
 PAGE_BYTES = 8192
@@ -68,6 +69,9 @@ MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
 REMOVING_KINDS: tuple[str, ...] = ("remove", "remove")
 """Further actions of a run that loses parameters."""
 
+REWINDING_KINDS: tuple[str, ...] = ("rewind",) * 12
+"""Further actions of a run that often goes back to its checkpoints."""
+
 States = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Parameter name -> master and momentum, both float32."""
 
@@ -77,6 +81,8 @@ class Version:
     """Everything that a commit of all ranks holds."""
 
     world_size: int
+    epoch: int = 0
+    """How often the run was rewound."""
     step: int
     extra: Any
     rates: tuple[int, ...]
@@ -85,14 +91,19 @@ class Version:
     """Parameter name -> the scalar that counts its steps."""
     states: States
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """What commits and checkpoints are ordered by."""
+        return self.epoch, self.step
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """Something that the program does, and the version that is there to be committed then."""
 
     kind: str
-    """step, rates, replace, remove, commit, synchronize, checkpoint, move, prefetch, intrude,
-    reopen or overwrite."""
+    """step, rates, replace, remove, commit, synchronize, checkpoint, rewind, move, prefetch,
+    intrude, reopen or overwrite."""
     value: Any = None
     version: int
     """Index of the version that this may commit, among those of the plan."""
@@ -192,6 +203,9 @@ class Model:
             return f"parameters {sorted(found)}, not {sorted(version.states)}"
         if store.step != version.step:
             return f"step {store.step}, not {version.step}"
+        committed = store._committer.committed if isinstance(store._committer, Committer) else None
+        if committed is not None and committed.epoch != version.epoch:
+            return f"epoch {committed.epoch}, not {version.epoch}"
         if version.step == 0:
             return self._parameter_difference(version)
         if restored and store.extra != version.extra:
@@ -227,6 +241,7 @@ class Plan:
         name: of this part of the run; gradients and extra depend on it.
         length: about how many actions.
         kinds: which there may be besides steps and commits, each as often as it is named.
+        keep_last: how many checkpoints are kept; None: all.
     """
 
     def __init__(
@@ -236,6 +251,7 @@ class Plan:
         name: str,
         length: int,
         kinds: Sequence[str],
+        keep_last: int | None = None,
     ) -> None:
         self.versions = list(versions)
         self.found = len(versions) - 1
@@ -243,6 +259,8 @@ class Plan:
         self.actions: list[Action] = []
         self._generator = generator
         self._name = name
+        self._keep_last = keep_last
+        self._published: list[tuple[str, Version]] = []  # Since this run began, in this part of it.
         while len(self.actions) < length:
             if self._now.step == 0 or generator.random() < 0.55:
                 self._train()
@@ -276,7 +294,29 @@ class Plan:
         if self.actions and self.actions[-1].kind == "checkpoint":
             return
         token = self._generator.randbytes(2).hex()
-        self._act("checkpoint", f"step-{self._now.step}-{token}")
+        epoch = f"epoch-{self._now.epoch}-" if self._now.epoch else ""
+        name = f"{epoch}step-{self._now.step}-{token}"
+        self._published.append((name, self._now))
+        self._act("checkpoint", name)
+
+    def _rewind(self) -> None:
+        """Back to a checkpoint that is there for sure; one is published if there is none."""
+        kept = [
+            (name, version)
+            for name, version in self._published
+            if self._keep_last is None
+            # Of two with the same step either may be removed first.
+            or (
+                version.order > self.versions[self.found].order
+                and sum(other.order >= version.order for _, other in self._published)
+                <= self._keep_last
+            )
+        ]
+        if not kept:
+            self._checkpoint()
+            return
+        name, version = self._generator.choice(kept)
+        self._act("rewind", name, replace(version, epoch=self._now.epoch + 1))
 
     def _move(self) -> None:
         """Each rank to a tier of its own."""
@@ -296,6 +336,7 @@ class Plan:
     def _overwrite(self) -> None:
         """Rarely: what comes before it is lost for what follows."""
         if self._generator.random() < 0.3:
+            self._published.clear()
             self._act("overwrite", None, beginning(self._now.world_size))
 
     def _replace(self) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from tests.simulation.disk import Disk, is_mark
@@ -17,6 +19,7 @@ from tests.simulation.plan import (
     PAGE_BYTES,
     PUBLISHING_KINDS,
     REMOVING_KINDS,
+    REWINDING_KINDS,
     SINGLE_COPY_KINDS,
     Action,
     Model,
@@ -133,6 +136,15 @@ class Settings:
     def removing(self) -> Settings:
         """Return these settings for a run that also removes parameters."""
         return replace(self, kinds=(*self.kinds, *REMOVING_KINDS))
+
+    def rewinding(self) -> Settings:
+        """Return these settings for a run that also goes back to its checkpoints."""
+        return replace(
+            self,
+            commit_every=self.commit_every or 1,
+            actions=self.actions + 6,
+            kinds=(*self.kinds, *REWINDING_KINDS),
+        )
 
 
 class _Impatient(RecordedStorage):
@@ -353,7 +365,7 @@ class Session:
         settle(store)
         self.before_action(rank, action)
         log.mark(rank, "doing", action.kind)
-        if action.kind in ("commit", "rates", "remove"):
+        if action.kind in ("commit", "rates", "remove", "rewind"):
             log.mark(rank, "begun", action.version)
         if action.kind == "step":
             log.mark(rank, "overwriting", action.version)
@@ -368,6 +380,11 @@ class Session:
             model.set_rates(action.value)
         elif action.kind == "commit":
             store.commit(action.value)
+        elif action.kind == "rewind":
+            self._rewind(store, action.value)
+            log.mark(rank, "committed", action.version)
+            version = plan.versions[action.version]
+            self._require_version(rank, version, "rewound", restored=True)
         elif action.kind == "move":
             with suppress(BudgetError, PeerFailed):  # Nothing was changed.
                 store.move(action.value[rank])
@@ -402,6 +419,13 @@ class Session:
             log.mark(rank, "committed", action.version)
             version = plan.versions[action.version]
             self._require_version(rank, version, "opened again", restored=True)
+
+    def _rewind(self, store: TierStore, child: str) -> None:
+        """Rewind to a checkpoint, which is read from a directory of the machine."""
+        with TemporaryDirectory() as directory:
+            for name, content in self.contents()[child].items():
+                (Path(directory) / name).write_bytes(content)
+            store.restore(directory, rewind=True)
 
     def _intrude(self, rank: int, number: int, mode: str) -> None:
         """Open the run as another process would; it is refused, and changes nothing."""

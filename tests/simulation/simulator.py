@@ -136,7 +136,12 @@ class Simulation:
         self._require_well(name, session, session.open())
         before = [beginning(self.settings.world_size)]
         plan = Plan(
-            before, random.Random(f"{name} plan"), name, self.settings.actions, self.settings.kinds
+            before,
+            random.Random(f"{name} plan"),
+            name,
+            self.settings.actions,
+            self.settings.kinds,
+            self.settings.keep_last,
         )
         self._perform(name, session, plan)
         return session, plan
@@ -168,7 +173,8 @@ class Simulation:
             if not found or not (deeper or only is not None):
                 restarted.end()
                 continue
-            again = Plan(found, generator, name, generator.randrange(1, 4), self.settings.kinds)
+            length, settings = generator.randrange(1, 4), self.settings
+            again = Plan(found, generator, name, length, settings.kinds, settings.keep_last)
             self._perform(name, restarted, again)
             yield from self._branches(name, restarted, again, None if only is None else only[1:])
 

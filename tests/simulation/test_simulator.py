@@ -107,6 +107,24 @@ def test_schedules_of_runs_that_lose_parameters() -> None:
         assert counts[f"removals of {world_size}"] > 10
 
 
+restore = TierStore.restore
+
+
+def test_schedules_of_runs_that_are_rewound() -> None:
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    for seed in range(12):
+        settings = Settings.drawn(random.Random(f"{seed} settings")).rewinding()
+        schedules = Simulation(seed, settings=settings, widths=(12, 3, 1)).schedules()
+        with mock.patch.object(TierStore, "restore", autospec=True, side_effect=restore) as made:
+            counts[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
+        rewinds = [call for call in made.call_args_list if call.kwargs.get("rewind")]
+        counts[f"rewinds of {settings.world_size}"] += len(rewinds)
+    for world_size in (1, 3):
+        assert counts[f"schedules of {world_size}"] > 50
+        assert counts[f"rewinds of {world_size}"] > 10
+
+
 def moved(seeds: range) -> Counter[str]:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
@@ -159,6 +177,14 @@ def test_every_crash_of_a_small_run_with_pages_in_memory(commit_every: int | Non
     memory = Memory(host_memory=2**15, device_memory=2**15)
     settings = small(commit_every, kinds=kinds, memories=(memory,))
     assert sum(1 for _ in Simulation(2, settings=settings).every_crash()) > 200
+
+
+@pytest.mark.parametrize("seed", [29, pytest.param(187, marks=pytest.mark.long)])
+def test_every_crash_of_a_small_run_that_is_rewound(seed: int) -> None:
+    """A step, a checkpoint, another step, and back; seed 187 goes on from there."""
+    settings = small(1, kinds=("rewind",), page_bytes=2**20)
+    simulation = Simulation(seed, settings=dataclasses.replace(settings, actions=6))
+    assert sum(1 for _ in simulation.every_crash()) > 500
 
 
 @pytest.mark.long
