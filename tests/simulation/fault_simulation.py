@@ -201,7 +201,15 @@ class FaultSimulation(Simulation):
         session = Session(Disk(folders=(FOLDER,)), self.settings, log, protocol)
         generator = random.Random(f"{self.seed} plan")
         before = [beginning(self.settings.world_size)]
-        plan = Plan(before, generator, str(self.seed), self.settings.actions, self.settings.kinds)
+        settings = self.settings
+        plan = Plan(
+            before,
+            generator,
+            str(self.seed),
+            settings.actions,
+            settings.kinds,
+            settings.keep_last,
+        )
         return session, plan
 
     def _faulty(
@@ -304,7 +312,8 @@ class FaultSimulation(Simulation):
             raise Violation(name, "restore() found no version", str(session.log))
         session.publishing, session.acknowledged = published_at(session, session.log.lengths())
         session.log.starts = session.log.lengths()
-        again = Plan(plan.versions[committed : found + 1], generator, name, 3, self.settings.kinds)
+        settings, versions = self.settings, plan.versions[committed : found + 1]
+        again = Plan(versions, generator, name, 3, settings.kinds, settings.keep_last)
         session.log.mark(0, "committed", again.found)
         self._require_well(name, session, session.perform(again))
         return again

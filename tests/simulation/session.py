@@ -421,9 +421,12 @@ class Session:
             self._require_version(rank, version, "opened again", restored=True)
 
     def _rewind(self, store: TierStore, child: str) -> None:
-        """Rewind to a checkpoint, which is read from a directory of the machine."""
+        """Rewind to a checkpoint, which is read from a directory of the machine.
+
+        The directory is empty if a fault has kept the checkpoint from being published.
+        """
         with TemporaryDirectory() as directory:
-            for name, content in self.contents()[child].items():
+            for name, content in self.contents().get(child, {}).items():
                 (Path(directory) / name).write_bytes(content)
             store.restore(directory, rewind=True)
 

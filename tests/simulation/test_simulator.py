@@ -115,11 +115,12 @@ def test_schedules_of_runs_that_are_rewound() -> None:
     counts: Counter[str] = Counter()
     for seed in range(12):
         settings = Settings.drawn(random.Random(f"{seed} settings")).rewinding()
-        schedules = Simulation(seed, settings=settings, widths=(12, 3, 1)).schedules()
-        with mock.patch.object(TierStore, "restore", autospec=True, side_effect=restore) as made:
-            counts[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
-        rewinds = [call for call in made.call_args_list if call.kwargs.get("rewind")]
-        counts[f"rewinds of {settings.world_size}"] += len(rewinds)
+        for simulation in (Simulation, FaultSimulation) if seed % 3 == 0 else (Simulation,):
+            schedules = simulation(seed, settings=settings, widths=(12, 3, 1)).schedules()
+            with mock.patch.object(TierStore, "restore", autospec=True, side_effect=restore) as got:
+                counts[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
+            rewinds = [call for call in got.call_args_list if call.kwargs.get("rewind")]
+            counts[f"rewinds of {settings.world_size}"] += len(rewinds)
     for world_size in (1, 3):
         assert counts[f"schedules of {world_size}"] > 50
         assert counts[f"rewinds of {world_size}"] > 10
