@@ -164,6 +164,23 @@ def test_scalars_are_those_of_the_checkpoint(opened: bool, tmp_path: Path) -> No
     toy.store.close()
 
 
+def test_scalars_that_began_after_the_checkpoint(tmp_path: Path) -> None:
+    """As of a parameter that had its first gradient later."""
+    toy = Toy(tmp_path / "run")
+    for step in (1, 2):
+        toy.step()
+        toy.store.scalars.update({name: {"count": step} for name in ("first", "second")[:step]})
+        toy.store.commit(extra=step)
+        toy.store.checkpoint(tmp_path / f"step-{step}")
+    toy.store.restore(tmp_path / "step-1", rewind=True)
+    assert toy.store.scalars == {"first": {"count": 1}}
+    toy.step()
+    toy.store.close()
+    toy = resumed(tmp_path / "run", 2)
+    assert toy.store.scalars == {"first": {"count": 1}}
+    toy.store.close()
+
+
 def test_twice(tmp_path: Path) -> None:
     toy = rewound(tmp_path)
     toy.step()

@@ -66,6 +66,8 @@ class CheckpointSource:
         groups: the param groups to load.
         scalars: parameter name -> the scalars to load, by name.
         peers: the ranks that load it together; each rank checks a part, without a collective.
+        is_earlier: whether parameters may have got their first scalars after the checkpoint; these
+            are not loaded. Otherwise scalars that are missing are an error.
 
     Raises:
         CorruptionError: the checkpoint is damaged.
@@ -80,6 +82,8 @@ class CheckpointSource:
         groups: Sequence[PagedGroup],
         scalars: Mapping[str, Mapping[str, float]],
         peers: Peers,
+        *,
+        is_earlier: bool,
     ) -> None:
         self._path = Path(path)
         contents = _checked(self._path, peers)
@@ -103,6 +107,7 @@ class CheckpointSource:
             if self.is_weights_alone
             else {scalar: values.scalar(self._names[name], scalar) for scalar in wanted}
             for name, wanted in scalars.items()
+            if not is_earlier or values.has_scalars(self._names[name])
         }
         self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
         counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]

@@ -103,13 +103,14 @@ class Restore:
         groups = table.groups[: len(manifest.hyperparameters)]
         # Those of a run that was just opened are in the commit alone.
         scalars = scalars_in(manifest, groups, renamed) | committer.scalars
-        source = self._checked_source(checkpoint, scalars)
+        source = self._checked_source(checkpoint, scalars, is_earlier=True)
         with self._replacing_pages({}):
             committer.begin_epoch(manifest)
+            committer.scalars = {}
             table.allocate_files(table.pages)
             self._fill(source)
-        committer.annotate(committer.extra)
-        commit()
+            committer.annotate(committer.extra)
+            commit()
         return source.step
 
     def from_resharded(self, checkpoint: Path, commit: Callable[[], None]) -> int:
@@ -210,24 +211,31 @@ class Restore:
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
 
-        source = self._checked_source(checkpoint, committer.scalars)
+        source = self._checked_source(checkpoint, committer.scalars, is_earlier=False)
         with self._usability.failing(interrupts=True):
             self._fill(source)
         return source.step
 
     def _checked_source(
-        self, checkpoint: str | os.PathLike[str], scalars: Mapping[str, Mapping[str, float]]
+        self,
+        checkpoint: str | os.PathLike[str],
+        scalars: Mapping[str, Mapping[str, float]],
+        *,
+        is_earlier: bool,
     ) -> CheckpointSource:
         """Return a checkpoint after checking it.
 
         Args:
             checkpoint: the directory.
             scalars: parameter name -> the scalars to load, by name.
+            is_earlier: see CheckpointSource.
         """
         from tierstore.checkpoint.load import CheckpointSource
 
         def checked_source() -> CheckpointSource:
-            source = CheckpointSource(checkpoint, self._table.groups, scalars, self._ranks)
+            source = CheckpointSource(
+                checkpoint, self._table.groups, scalars, self._ranks, is_earlier=is_earlier
+            )
             self._check(source.step, source.extra)
             return source
 

@@ -68,6 +68,10 @@ class CommittedValues:
         """The ``extra`` of the commit."""
         return tagged_json.decode(self._manifest.extra)
 
+    def has_scalars(self, name: str) -> bool:
+        """Return whether a parameter had scalars; not, for example, before its first gradient."""
+        return name in self._members and self._members[name][1] in self._scalars
+
     def scalar(self, name: str, scalar: str) -> float:
         """Return a scalar of a parameter.
 
@@ -110,6 +114,10 @@ class StockValues:
         if not 0 <= step < 2**63:
             raise CheckpointError(f"{self._entries.path} has the step {step}")
         return int(step)
+
+    def has_scalars(self, name: str) -> bool:
+        """Return True: an optimizer of PyTorch that has states of a parameter has its scalars."""
+        return True
 
     def scalar(self, name: str, scalar: str) -> float:
         """Return a scalar of a parameter; see CommittedValues."""
