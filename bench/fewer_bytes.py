@@ -178,6 +178,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
         low, high = (list(map(limit, beside)) for limit in (min, max))
         below.fill_between(steps, low, high, color=f"C{index}", alpha=0.2, linewidth=0)
     above.set(ylabel="validation loss, nats per byte", yscale="log")
+    above.yaxis.set_minor_formatter("{x:g}")  # Not as powers of ten.
     above.legend()
     below.set(xlabel="step", ylabel="less that of full states")
     figure.savefig(path)

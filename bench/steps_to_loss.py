@@ -177,6 +177,7 @@ def draw(path: Path, best: dict[str, list[Run]], reached: int | None) -> None:
     if reached is not None:
         axes.axvline(reached, color="#737373", linewidth=0.8, linestyle="--")
     axes.set(xlabel="step", ylabel="validation loss, nats per byte", yscale="log")
+    axes.yaxis.set_minor_formatter("{x:g}")  # Not as powers of ten.
     axes.legend()
     figure.savefig(path)
 
