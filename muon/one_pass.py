@@ -81,39 +81,31 @@ def adamw_(
     cautious: bool = False,
 ) -> None:
     """Do ``muon.update.adamw_``."""
-    kernels: Any = _kernels(grads[0].device) if grads else None
-    left = []
-    for row in zip(masters, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-        master, grad, exp_avg, exp_avg_sq, step = row
-        values, parameter, note = _parts(master)
-        # A learning rate that is a tensor decays some chunks in its own precision.
-        is_plain = cautious or isinstance(lr, torch.Tensor) or grad.numel() < _SMALL_NUMEL
-        fits = kernels is not None and not is_plain
-        if not fits or not kernels.fit(values, parameter, grad, exp_avg, exp_avg_sq):
-            left.append(row)
-            continue
-        changed = kernels.adamw_(
-            values,
-            parameter,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            maximize=maximize,
-            **_adamw_sizes(step, float(lr), betas=betas, eps=eps, weight_decay=weight_decay),
-        )
-        note(changed)
-    if left:
-        *columns, steps = zip(*left, strict=True)
-        plain.adamw_(
-            *columns,
-            steps=steps,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            cautious=cautious,
-        )
+    kernels = _kernels(grads[0].device) if grads else None
+    columns: Sequence[Sequence[Any]] = masters, grads, exp_avgs, exp_avg_sqs, steps
+    # A learning rate that is a tensor decays some chunks in its own precision.
+    if kernels is not None and not cautious and not isinstance(lr, torch.Tensor):
+        left = []
+        for row in zip(*columns, strict=True):
+            master, *others, step = row  # The others: gradient and both moments.
+            values, parameter, note = _parts(master)
+            if others[0].numel() < _SMALL_NUMEL or not kernels.fit(values, parameter, *others):
+                left.append(row)
+                continue
+            sizes = _adamw_sizes(step, lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            note(kernels.adamw_(values, parameter, *others, maximize=maximize, **sizes))
+        columns = list(zip(*left, strict=True)) or [()] * len(columns)
+    *tensors, steps = columns
+    plain.adamw_(
+        *tensors,
+        steps=steps,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        cautious=cautious,
+    )
 
 
 def _parts(

@@ -93,7 +93,7 @@ class Version:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What commits and checkpoints are ordered by."""
+        """The order of commits and checkpoints."""
         return self.epoch, self.step
 
 

@@ -7,7 +7,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -89,41 +89,33 @@ def test_schedules_of_further_faults(simulation: type[Simulation], fault: str) -
     assert checked[fault, TYPED] > 0
 
 
-remove = TierStore.remove
+REWRITTEN: dict[str, tuple[Callable[[Settings], Settings], Any, Callable[[Any], bool]]] = {
+    "lose parameters": (Settings.removing, TierStore.remove, lambda call: True),
+    "are rewound": (
+        Settings.rewinding,
+        TierStore.restore,
+        lambda call: bool(call.kwargs.get("rewind")),
+    ),
+}
 
 
-def test_schedules_of_runs_that_lose_parameters() -> None:
+@pytest.mark.parametrize(("changed", "method", "counts"), REWRITTEN.values(), ids=REWRITTEN)
+def test_schedules_of_runs_that(
+    changed: Callable[[Settings], Settings], method: Any, counts: Callable[[Any], bool]
+) -> None:
     torch.set_num_threads(1)
-    counts: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     for seed in range(12):
-        settings = Settings.drawn(random.Random(f"{seed} settings")).removing()
+        settings = changed(Settings.drawn(random.Random(f"{seed} settings")))
         for simulation in (Simulation, FaultSimulation) if seed % 3 == 0 else (Simulation,):
             schedules = simulation(seed, settings=settings, widths=(12, 3, 1)).schedules()
-            with mock.patch.object(TierStore, "remove", autospec=True, side_effect=remove) as made:
-                counts[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
-            counts[f"removals of {settings.world_size}"] += made.call_count
+            watch = mock.patch.object(TierStore, method.__name__, autospec=True, side_effect=method)
+            with watch as made:
+                found[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
+            found[f"calls of {settings.world_size}"] += sum(map(counts, made.call_args_list))
     for world_size in (1, 3):
-        assert counts[f"schedules of {world_size}"] > 50
-        assert counts[f"removals of {world_size}"] > 10
-
-
-restore = TierStore.restore
-
-
-def test_schedules_of_runs_that_are_rewound() -> None:
-    torch.set_num_threads(1)
-    counts: Counter[str] = Counter()
-    for seed in range(12):
-        settings = Settings.drawn(random.Random(f"{seed} settings")).rewinding()
-        for simulation in (Simulation, FaultSimulation) if seed % 3 == 0 else (Simulation,):
-            schedules = simulation(seed, settings=settings, widths=(12, 3, 1)).schedules()
-            with mock.patch.object(TierStore, "restore", autospec=True, side_effect=restore) as got:
-                counts[f"schedules of {settings.world_size}"] += sum(1 for _ in schedules)
-            rewinds = [call for call in got.call_args_list if call.kwargs.get("rewind")]
-            counts[f"rewinds of {settings.world_size}"] += len(rewinds)
-    for world_size in (1, 3):
-        assert counts[f"schedules of {world_size}"] > 50
-        assert counts[f"rewinds of {world_size}"] > 10
+        assert found[f"schedules of {world_size}"] > 50
+        assert found[f"calls of {world_size}"] > 10
 
 
 def moved(seeds: range) -> Counter[str]:
