@@ -1,14 +1,15 @@
-"""The update rules of muon.update, in one pass over memory where a GPU has kernels for them.
+"""The update rules of muon.update, in one pass over memory where the device has kernels for them.
 
-Both give the same bits. The kernels need Triton, which builds of torch for GPUs bring along, and a
-C compiler.
+Both give the same bits. Kernels for a GPU need Triton, which builds of torch for GPUs bring along,
+and a C compiler; those for a CPU are built with the package.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def momentum_(
 ) -> None:
     """Do ``muon.update.momentum_``."""
     kernels = _kernels(grad.device)
-    fits = kernels is not None and kernels.fit(grad, momentum_buffer, out)
+    fits = kernels is not None and _fit(kernels, grad, momentum_buffer, out)
     rule = kernels.momentum_ if fits else plain.momentum_
     rule(grad, momentum_buffer, momentum=momentum, nesterov=nesterov, out=out, maximize=maximize)
 
@@ -49,12 +50,13 @@ def muon_(
 ) -> None:
     """Do ``muon.update.muon_``."""
     kernels = _kernels(update.device)
-    values, parameter, note = _parts(master)
-    if kernels is not None and not cautious and kernels.fit(values, parameter):
+    values, parameter = _parts(master)
+    if kernels is not None and not cautious and _fit_masters(kernels, values, parameter):
         dense = update.contiguous()  # That of a tall matrix is a transposed view.
-        if kernels.fit(dense):
+        if _fit(kernels, values, dense):
             decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
-            note(kernels.muon_(values, parameter, dense, decay=decay, alpha=alpha))
+            changed = kernels.muon_(values, parameter, dense, decay=decay, alpha=alpha)
+            _note_write(master, changed)
             return
     plain.muon_(
         master,
@@ -87,13 +89,18 @@ def adamw_(
     if kernels is not None and not cautious and not isinstance(lr, torch.Tensor):
         left = []
         for row in zip(*columns, strict=True):
-            master, *others, step = row  # The others: gradient and both moments.
-            values, parameter, note = _parts(master)
-            if others[0].numel() < _SMALL_NUMEL or not kernels.fit(values, parameter, *others):
+            master, grad, *moments, step = row
+            values, parameter = _parts(master)
+            if (
+                grad.numel() < _SMALL_NUMEL
+                or not _fit_masters(kernels, values, parameter, *moments)
+                or not _fit(kernels, values, grad)
+            ):
                 left.append(row)
                 continue
             sizes = _adamw_sizes(step, lr, betas=betas, eps=eps, weight_decay=weight_decay)
-            note(kernels.adamw_(values, parameter, *others, maximize=maximize, **sizes))
+            changed = kernels.adamw_(values, parameter, grad, *moments, maximize=maximize, **sizes)
+            _note_write(master, changed)
         columns = list(zip(*left, strict=True)) or [()] * len(columns)
     *tensors, steps = columns
     plain.adamw_(
@@ -108,36 +115,67 @@ def adamw_(
     )
 
 
-def _parts(
-    master: AnyState,
-) -> tuple[AnyState, torch.Tensor | None, Callable[[Any], object]]:
-    """Return master, the parameter that is the master rounded or None, and what notes changes."""
+def _parts(master: AnyState) -> tuple[Any, torch.Tensor | None]:
+    """Return master, and the parameter that is the master rounded or None."""
     if isinstance(master, tierstore.RoundedMaster):
-        return master.master, master.parameter, master.note_changed
-    return master, None, lambda nothing: None
+        return master.master, master.parameter
+    return master, None
+
+
+def _fit(kernels: Any, *states: Any) -> bool:
+    """Return whether kernels take states, which have one shape; None stands for none."""
+    return bool(kernels.fit(*states)) and len({s.shape for s in states if s is not None}) == 1
+
+
+def _fit_masters(
+    kernels: Any, values: Any, parameter: torch.Tensor | None, *moments: AnyState
+) -> bool:
+    """Return whether kernels take masters with their moments: in float32, parameters in less."""
+    return (
+        all(getattr(state, "dtype", None) == torch.float32 for state in (values, *moments))
+        and (parameter is None or parameter.dtype != torch.float32)
+        and _fit(kernels, values, parameter, *moments)
+    )
+
+
+def _note_write(master: Any, changed: torch.Tensor | None) -> None:
+    """Tell the store what kernels found changed, and autograd that they wrote.
+
+    Args:
+        master: what they wrote, of which they had only the address.
+        changed: whether elements of the parameter were changed; None if not.
+    """
+    values, parameter = _parts(master)
+    if changed is not None:
+        master.note_changed(changed)
+    torch.autograd.graph.increment_version(values if parameter is None else parameter)
 
 
 @functools.cache
 def _kernels(device: torch.device) -> Any:
-    """Return muon.gpu_kernels if its kernels run on a device, else None."""
-    if device.type != "cuda":
+    """Return the module of kernels that run on a device, or None."""
+    name = {"cpu": "muon.cpu_kernels", "cuda": "muon.gpu_kernels"}.get(device.type)
+    if name is None:
         return None
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
+    kernels = None
     try:
-        from muon import gpu_kernels
-
-        are_equal = _agree(gpu_kernels, device)
+        kernels = importlib.import_module(name)
+        are_equal = _agree(kernels, device)
         problem: object = "other bits than torch"
-    except Exception as error:  # Triton or the compiler may be absent, or too old for the GPU.
+    except Exception as error:
+        # Triton or a compiler may be absent, or too old for the GPU; nothing native may be built.
         are_equal, problem = False, error
     if not are_equal:
         logger.warning("steps on %s take more passes over memory: %s", device, problem)
-    return gpu_kernels if are_equal else None
+    return kernels if are_equal else None
 
 
 def _agree(kernels: Any, device: torch.device) -> bool:
     """Return whether kernels give the bits of the plain rules, for a few numbers."""
     random = torch.Generator(device).manual_seed(0)
-    numbers = torch.randn((5, 4099), generator=random, device=device)
+    numbers = torch.randn((5, 4099), generator=random, device=device, dtype=torch.float32)
     grad, buffer, update = numbers[0].bfloat16(), numbers[1].bfloat16(), numbers[2].bfloat16()
     found = []
     for rules in (kernels, plain):

@@ -196,7 +196,7 @@ def fused_adamw_(
     weight_decay: float,
     maximize: bool = False,
 ) -> None:
-    """Do one step as ``torch.optim.AdamW(fused=True)``: faster than adamw_(), rounded differently.
+    """Do one step as ``torch.optim.AdamW(fused=True)``, which is rounded differently.
 
     Last bits depend on where a parameter is cut: the kernel rounds the elements that do not fill a
     vector of the processor in another way. Arguments are those of ``adamw_``.

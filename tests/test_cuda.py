@@ -11,11 +11,9 @@ import torch
 
 import muon
 import tierstore
-from muon import one_pass
 from tests.muon.test_encoded_states import OPTIONS as ENCODED
 from tests.support import encoded_training, training
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+from tests.support.devices import needs_cuda
 
 STEPS = 8
 PAGE_BYTES = 10000
@@ -158,69 +156,6 @@ def test_moving_between_all_tiers(tmp_path: Path) -> None:
             optimizer.step()
         found = training.snapshot(optimizer, parameters)
         training.assert_identical({name: t.cpu() for name, t in found.items()}, expected)
-
-
-RULES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "nesterov=False": {"nesterov": False, "momentum": 0.3},
-    "float32 momentum": {"momentum_dtype": torch.float32},
-    "maximize": {"maximize": True},
-}
-
-
-@needs_cuda
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_kernels_of_one_pass_give_the_bits_of_torch(
-    dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parameters are changed in between, also to numbers that are not finite."""
-    shapes = {"wide": (256, 513), "tall": (520, 264), "embedding": (1031, 129)}
-
-    def train() -> dict[str, torch.Tensor]:
-        generator = torch.Generator("cuda").manual_seed(0)
-
-        def random(shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-        parameters = {name: torch.nn.Parameter(random(shape)) for name, shape in shapes.items()}
-        adamw = {key: value for key, value in rule.items() if key == "maximize"}
-        groups = [
-            {
-                "params": [(name, parameters[name]) for name in ("wide", "tall")],
-                "algorithm": "muon",
-                **rule,
-            },
-            {
-                "params": [("embedding", parameters["embedding"])],
-                "algorithm": "adamw",
-                "weight_decay": 0.1,
-                **adamw,
-            },
-        ]
-        optimizer = muon.Muon(groups)
-        for step in range(4):
-            for parameter in parameters.values():
-                parameter.grad = random(tuple(parameter.shape)) * 10.0 ** (step - 2)
-            if step == 2:
-                with torch.no_grad(), warnings.catch_warnings():
-                    for parameter in parameters.values():
-                        parameter[3, 5:9] = torch.tensor([0.0, 7.5, float("inf"), float("nan")])
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # Of the change.
-                optimizer.step()
-        found = optimizer.store.read_states()
-        states = {f"{n}.{s}": t for n, of_one in found.items() for s, t in of_one.items()}
-        return states | dict(parameters)
-
-    found = train()
-    monkeypatch.setattr(one_pass, "_kernels", lambda device: None)
-    torch.testing.assert_close(found, train(), rtol=0, atol=0, equal_nan=True)
-
-
-@needs_cuda
-def test_kernels_of_one_pass_run() -> None:
-    assert one_pass._kernels(torch.device("cuda", 0)) is not None
 
 
 @needs_cuda

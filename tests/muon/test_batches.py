@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muon
 from muon.newton_schulz import numel_needed, orthogonalize_all
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+from tests.support.devices import needs_cuda
 
 SHAPES = [(20, 30), (7, 7), (20, 30), (30, 20), (1, 5), (7, 7), (20, 30)]
 

@@ -11,11 +11,10 @@ import torch
 import muon
 import tierstore
 from tests.support import training
+from tests.support.devices import needs_cuda
 
 STEPS = 8
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.85, 0.97), "eps": 1e-7, "weight_decay": 0.05}
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
 def train(

@@ -1,0 +1,170 @@
+"""Time of the elementwise rules: kernels of one pass, compared with operations of torch.
+
+Both have the same bits, which is checked. ``torch.optim.AdamW(fused=True)`` is another single pass,
+rounded differently. The state is larger than the caches of most processors, as in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from measuring import JsonOption, SmallOption, ratio_text, rotated, spread, write_report
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from step import now_s
+
+import tierstore
+from muon import one_pass, update
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+BYTES = {"momentum": 2 + 4 + 4, "weights": 8 + 4 + 4, "AdamW": 24 + 4 + 2}
+"""Bytes per element that a rule reads and writes in one pass, with the tensors of State."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Parameters of one run of the benchmark."""
+
+    rows: int
+    columns: int
+    rounds: int
+
+
+PLANS = {
+    "small": Plan(rows=64, columns=2048, rounds=2),
+    "default": Plan(rows=4096, columns=4096, rounds=15),
+}
+
+
+class State:
+    """A bfloat16 parameter with its gradient, master, momentum and moments."""
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        random = torch.Generator(device).manual_seed(0)
+        shape = plan.rows, plan.columns
+
+        def numbers() -> torch.Tensor:
+            return torch.randn(shape, generator=random, device=device)
+
+        self.grad = numbers().bfloat16()
+        self.values = numbers()
+        self.parameter = self.values.bfloat16()
+        self.momentum = numbers().bfloat16()
+        self.out = numbers()
+        self.means, self.mean_sqs = numbers(), numbers().square()
+
+    def step(self, rule: str, rules: Any) -> None:
+        """Do one rule of ``muon.one_pass`` or ``muon.update``; "fused AdamW" is of the latter."""
+        master = tierstore.RoundedMaster(self.values, self.parameter, lambda changed: None)
+        if rule == "momentum":
+            rules.momentum_(self.grad, self.momentum, momentum=0.95, nesterov=True, out=self.out)
+        elif rule == "weights":
+            rules.muon_(master, self.out, lr=0.02, adjusted_lr=0.02, weight_decay=0.1)
+        else:
+            adamw_ = rules.adamw_ if rule == "AdamW" else rules.fused_adamw_
+            moments = [self.means], [self.mean_sqs]
+            adamw_([master], [self.grad], *moments, steps=[1.0], **ADAMW)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all that a step changes."""
+        changed = [self.values, self.parameter, self.momentum, self.out]
+        return [*changed, self.means, self.mean_sqs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the result: medians over all rounds. Ratios: extremes and quartiles."""
+
+    rule: str
+    operations_ns: float
+    """Nanoseconds per element with operations of torch."""
+    kernel_ns: float
+    gb_per_s: float
+    """Memory that the kernel reads and writes."""
+    ratio: tuple[float, ...]
+    """Time of the kernel over that of the operations."""
+    again: tuple[float, ...]
+    """Time of a second turn of the operations over that of the first."""
+    fused_ratio: tuple[float, ...] | None
+    """Time of the kernel over that of torch's fused AdamW."""
+
+
+def measure(rule: str, plan: Plan, device: str) -> Row:
+    """Measure one rule in turns."""
+    by_kernel, by_operations = State(plan, device), State(plan, device)
+    by_kernel.step(rule, one_pass)
+    by_operations.step(rule, update)
+    if not all(map(torch.equal, by_kernel.tensors(), by_operations.tensors())):
+        raise SystemExit(f"the kernel of {rule} has other bits than the operations of torch")
+    turns: dict[str, Callable[[], None]] = {
+        "kernel": lambda: by_kernel.step(rule, one_pass),
+        "operations": lambda: by_operations.step(rule, update),
+        "operations again": lambda: by_operations.step(rule, update),
+    }
+    if rule == "AdamW":
+        turns["fused"] = lambda: by_operations.step("fused AdamW", update)
+        turns["fused"]()  # Loads it.
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for number in track(range(plan.rounds), description=rule):
+        for name in rotated([*turns], number):
+            began_s = now_s()
+            turns[name]()
+            seconds[name].append(now_s() - began_s)
+
+    def ratio(name: str, bound: str) -> tuple[float, ...]:
+        return spread([a / b for a, b in zip(seconds[name], seconds[bound], strict=True)])
+
+    numel = plan.rows * plan.columns
+    middle = {name: statistics.median(taken) for name, taken in seconds.items()}
+    return Row(
+        rule=rule,
+        operations_ns=middle["operations"] / numel * 1e9,
+        kernel_ns=middle["kernel"] / numel * 1e9,
+        gb_per_s=BYTES[rule] * numel / middle["kernel"] / 1e9,
+        ratio=ratio("kernel", "operations"),
+        again=ratio("operations again", "operations"),
+        fused_ratio=ratio("kernel", "fused") if rule == "AdamW" else None,
+    )
+
+
+def report(rows: list[Row], device: str) -> Table:
+    """Return the rules as a table."""
+    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    table = Table(title=f"Elementwise rules on {device}{threads}, medians (quartiles)")
+    table.add_column("rule")
+    for heading in ("operations ns", "kernel ns", "GB/s", "of operations", "operations again"):
+        table.add_column(heading, justify="right")
+    table.add_column("of fused AdamW", justify="right")
+    for row in rows:
+        table.add_row(
+            row.rule,
+            f"{row.operations_ns:.2f}",
+            f"{row.kernel_ns:.2f}",
+            f"{row.gb_per_s:.1f}",
+            *(ratio_text(ratio) for ratio in (row.ratio, row.again, row.fused_ratio)),
+        )
+    return table
+
+
+def main(
+    small: SmallOption = False,
+    json_path: JsonOption = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Compare kernels of one pass with operations of torch."""
+    plan = PLANS["small" if small else "default"]
+    if one_pass._kernels(torch.device(device)) is None:
+        raise SystemExit(f"there are no kernels for {device} here")
+    rows = [measure(rule, plan, device) for rule in BYTES]
+    Console(width=120).print(report(rows, device))
+    write_report(json_path, plan=asdict(plan), device=device, rows=[asdict(row) for row in rows])
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,50 @@
+"""Kernels of native/cpu_kernels.cpp. Tensors are addresses; a bool says that one is bfloat16."""
+
+def momentum(
+    grad: int,
+    grad_is_bfloat16: bool,
+    buffer: int,
+    buffer_is_bfloat16: bool,
+    out: int,
+    out_is_bfloat16: bool,
+    numel: int,
+    momentum: float,
+    nesterov: bool,
+    maximize: bool,
+    threads: int,
+) -> None: ...
+def muon(
+    master: int,
+    parameter: int,
+    update: int,
+    update_is_bfloat16: bool,
+    numel: int,
+    decay: float,
+    alpha: float,
+    threads: int,
+) -> bool: ...
+def moments(
+    grad: int,
+    grad_is_bfloat16: bool,
+    mean: int,
+    mean_sq: int,
+    radicand: int,
+    numel: int,
+    beta1: float,
+    beta2: float,
+    maximize: bool,
+    threads: int,
+) -> None: ...
+def adamw(
+    master: int,
+    parameter: int,
+    mean: int,
+    mean_sq: int,
+    root: int,
+    numel: int,
+    decay: float,
+    divisor: float,
+    eps: float,
+    size: float,
+    threads: int,
+) -> bool: ...

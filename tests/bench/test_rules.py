@@ -1,0 +1,27 @@
+"""Elementwise rules as kernels and as operations of torch, measured as a user measures them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.bench_runs import run_benchmark
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="kernels for a CPU need AVX2",
+)
+def test_small_run(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = run_benchmark("rules.py", "--small", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["rule"] for row in rows] == ["momentum", "weights", "AdamW"]
+    for row in rows:
+        assert row["rule"] in done.stdout
+        assert row["ratio"] == sorted(row["ratio"])
+        assert row["kernel_ns"] > 0
