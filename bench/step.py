@@ -9,6 +9,7 @@ before each step and take turns; the bound runs twice in each round to show the 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from measuring import (
     DirectoryOption,
     JsonOption,
     SmallOption,
+    cpu_seconds,
     medians,
     ratio_text,
     rotated,
@@ -44,7 +46,8 @@ import muon
 import tierstore
 
 AGAIN = " again"
-BATCH = 256
+# Few, because a CPU without instructions for bfloat16 multiplies it 24 times slower than float32.
+BATCH = 16
 BUFFERS = 4
 ADAMW_STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 MUON_STATES = {"momentum_buffer": torch.bfloat16}
@@ -89,6 +92,8 @@ PLANS = {
 class Turn:
     """One training step, in seconds."""
 
+    cpu_s: float
+    """Processor time of all threads, until the step is durable."""
     backward_s: float
     """Forward and backward."""
     step_s: float
@@ -105,6 +110,9 @@ class Row:
 
     case: str
     rounds: int
+    cpu_s: float
+    added_cpu_s: float
+    """Median of what the case takes more than the bound in the same round."""
     backward_s: float
     step_s: float
     drain_s: float
@@ -206,7 +214,7 @@ class Contender:
 
     def turn(self) -> Turn:
         """Do one training step and wait until the disk is idle again."""
-        times_s = [now_s()]
+        began_cpu_s, times_s = cpu_seconds(), [now_s()]
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         gpu_bytes = torch.cuda.memory_allocated()
@@ -224,10 +232,17 @@ class Contender:
         if is_paged:
             self.store.synchronize()
         times_s.append(now_s())
+        cpu_s = cpu_seconds() - began_cpu_s
         self._gpu_bytes = torch.cuda.max_memory_allocated() - gpu_bytes
         self._model.zero_grad()
         backward_s, step_s, drain_s, commit_s = (b - a for a, b in pairwise(times_s))
-        return Turn(backward_s=backward_s, step_s=step_s, drain_s=drain_s, commit_s=commit_s)
+        return Turn(
+            cpu_s=cpu_s,
+            backward_s=backward_s,
+            step_s=step_s,
+            drain_s=drain_s,
+            commit_s=commit_s,
+        )
 
 
 def open_store(directory: Path, stack: ExitStack, page_bytes: int) -> tierstore.TierStore:
@@ -247,7 +262,9 @@ def contender(
 ) -> Contender:
     """Return a contender that steps all parameters by one algorithm."""
     group = {"params": list(model.named_parameters()), "algorithm": algorithm}
-    optimizer = muon.Muon([group], store=store, prefetch_in_backward=prefetch_in_backward)
+    optimizer = muon.Muon(
+        [group], store=store, prefetch_in_backward=prefetch_in_backward, ns_dtype="auto"
+    )
     return Contender(model, optimizer)
 
 
@@ -307,7 +324,17 @@ def compare(
     for case, taken in turns.items():
         ratios = [seconds(a) / seconds(b) for a, b in zip(taken, turns[bound], strict=True)]
         moved = contenders[case.removesuffix(AGAIN)].bytes_per_step()
-        rows.append(Row(case=case, rounds=rounds, ratio=spread(ratios), **moved, **medians(taken)))
+        added = [a.cpu_s - b.cpu_s for a, b in zip(taken, turns[bound], strict=True)]
+        rows.append(
+            Row(
+                case=case,
+                rounds=rounds,
+                added_cpu_s=statistics.median(added),
+                ratio=spread(ratios),
+                **moved,
+                **medians(taken),
+            )
+        )
     paged = [*contenders.values()][-1]
     return Comparison(
         title=title,
@@ -329,7 +356,9 @@ def report(comparison: Comparison) -> Table:
     what = "step + drain" if comparison.drained else "step"
     for heading in ("case", "backward s", "step s", "drain s", "flush and commit s"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
-    for heading in (f"{what}, of {comparison.bound}", "read, written B", "MB", "GPU MB"):
+    for heading in (f"{what}, of {comparison.bound}", "CPU s, added"):
+        table.add_column(heading, justify="right")
+    for heading in ("read, written B", "MB", "GPU MB"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
         moved = (row.read_bytes, row.written_bytes)
@@ -337,6 +366,7 @@ def report(comparison: Comparison) -> Table:
             row.case,
             *(f"{s:.3f}" for s in (row.backward_s, row.step_s, row.drain_s, row.commit_s)),
             ratio_text(row.ratio, digits=3),
+            f"{row.cpu_s:.2f}, {row.added_cpu_s:+.3f}",
             ", ".join(f"{nbytes / comparison.parameters:.1f}" for nbytes in moved),
             f"{row.host_bytes / 1e6:.0f}",
             f"{row.gpu_bytes / 1e6:.0f}",

@@ -1,14 +1,17 @@
 """Sweeps that compute nothing, compared with fio that reads and writes as many bytes.
 
-Such a sweep measures paging: transfers, checksums, and copies between masters and parameters.
-Sweeps and fio take turns, and fio runs twice in each round to show the noise. States of several
-sizes under one ``host_memory`` show which costs grow with the state.
+Such a sweep measures paging: transfers and checksums. Sweeps and fio take turns, and fio runs twice
+in each round to show the noise. A sweep that is committed waits until the disk keeps what the one
+before it wrote, since a page has two files, and is compared with fio until the disk keeps what it
+wrote. States of several sizes under one ``host_memory`` show which costs grow with the
+state.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import shutil
 import statistics
 import time
@@ -189,7 +192,8 @@ class Row:
     rounds: int
     mib_per_s: float
     ratio: tuple[float, ...] | None
-    """Speed over the mean of both runs of fio in the same round: extremes and quartiles."""
+    """Speed over the mean of both runs of fio in the same round, durable ones for what is
+    committed: extremes and quartiles."""
     cpu_s_per_gib: float
     thread_s_per_gib: float
     stall: float
@@ -236,15 +240,41 @@ def begin(directory: Path, plan: Plan, state_bytes: int, *, commits: bool) -> Id
     return idle
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fio:
+    """Speeds of one run of fio."""
+
+    mib_per_s: float
+    durable_mib_per_s: float
+    """Until the disk keeps what was written."""
+
+
+LIKE = {"sweep": "mib_per_s", "sweep, every step committed": "durable_mib_per_s"}
+"""Speed of fio that each kind of sweep is compared with."""
+
+
+def measure_durable(pages: Pages) -> Fio:
+    """Read and write as many bytes with fio, and make them durable."""
+    speed = measure_fio(pages, "mixed")
+    began_s = time.perf_counter()
+    for name in pages.names["write"]:
+        with (pages.directory / name).open("rb") as file:
+            os.fdatasync(file.fileno())
+    synced_s = time.perf_counter() - began_s
+    moved_mib = 2 * len(pages.names["write"]) * pages.page_bytes / MIB
+    durable_mib_per_s = moved_mib / (moved_mib / speed.mib_per_s + synced_s)
+    return Fio(mib_per_s=speed.mib_per_s, durable_mib_per_s=durable_mib_per_s)
+
+
 def measure_beside_fio(
     directory: Path, plan: Plan
-) -> tuple[dict[str, list[Taken]], list[tuple[float, float]]]:
-    """Return the turns of each kind of sweep, and both speeds of fio in each round."""
+) -> tuple[dict[str, list[Taken]], list[tuple[Fio, Fio]]]:
+    """Return the turns of each kind of sweep, and both runs of fio in each round."""
     taken: dict[str, list[Taken]] = {}
-    fio_mib_per_s: list[tuple[float, float]] = []
+    fio: list[tuple[Fio, Fio]] = []
     turns: dict[str, Callable[[], Any]] = {}
     with ExitStack() as stack:
-        for case, commits in (("sweep", False), ("sweep, every step committed", True)):
+        for case, commits in zip(LIKE, (False, True), strict=True):
             run = directory / f"run-{commits}"
             idle = begin(run, plan, plan.state_bytes, commits=commits)
             stack.enter_context(idle.store)
@@ -254,23 +284,23 @@ def measure_beside_fio(
             pages = Pages(directory / "fio", plan.page_bytes, idle.store.stats().pages)
             with closing(open_storage(pages.directory)) as storage:
                 pages.create(storage)
-            turns["fio"] = turns["fio again"] = partial(measure_fio, pages, "mixed")
+            turns["fio"] = turns["fio again"] = partial(measure_durable, pages)
         for index in track(range(plan.rounds), description="beside fio"):
             results = {case: turns[case]() for case in rotated([*turns], index)}
             for case in taken:
                 taken[case].append(results[case])
             if "fio" in turns:
-                fio_mib_per_s.append((results["fio"].mib_per_s, results["fio again"].mib_per_s))
-    return taken, fio_mib_per_s
+                fio.append((results["fio"], results["fio again"]))
+    return taken, fio
 
 
-def rows_of(taken: dict[str, list[Taken]], fio_mib_per_s: list[tuple[float, float]]) -> list[Row]:
+def rows_of(taken: dict[str, list[Taken]], fio: list[tuple[Fio, Fio]]) -> list[Row]:
     """Return one row for each kind of sweep."""
     rows = []
     for case, turns in taken.items():
         ratios = [
-            turn.mib_per_s / statistics.mean(fio)
-            for turn, fio in zip(turns, fio_mib_per_s, strict=False)
+            turn.mib_per_s / statistics.mean(getattr(run, LIKE[case]) for run in runs)
+            for turn, runs in zip(turns, fio, strict=False)
         ]
         ratio = spread(ratios) if ratios else None
         rows.append(Row(case=case, rounds=len(turns), ratio=ratio, **medians(turns)))
@@ -332,7 +362,7 @@ def measure_growth(directory: Path, plan: Plan) -> list[Growth]:
     return growths
 
 
-def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]) -> Table:
+def report(plan: Plan, rows: list[Row], fio: list[tuple[Fio, Fio]]) -> Table:
     """Return the comparison with fio as a table."""
     table = Table(
         title=f"Sweeps over {format_bytes(plan.state_bytes)} that compute nothing, medians"
@@ -354,10 +384,11 @@ def report(plan: Plan, rows: list[Row], fio_mib_per_s: list[tuple[float, float]]
             f"{row.drain_s * 1e3:.1f}",
             f"{row.synchronize_s * 1e3:.1f}",
         )
-    if fio_mib_per_s:
-        speed = statistics.median(first for first, _ in fio_mib_per_s)
-        itself = ratio_text(spread([again / first for first, again in fio_mib_per_s]))
-        table.add_row("fio, again over first", f"{speed:.0f}", itself)
+    for case, like in LIKE.items() if fio else ():
+        speeds = [(getattr(first, like), getattr(again, like)) for first, again in fio]
+        speed = statistics.median(first for first, _ in speeds)
+        itself = ratio_text(spread([again / first for first, again in speeds]))
+        table.add_row(f"fio like {case}, again over first", f"{speed:.0f}", itself)
     return table
 
 
@@ -389,14 +420,14 @@ def main(
     """Compare sweeps that compute nothing with fio, and with sweeps over other sizes."""
     plan = PLANS["small" if small else "default"]
     with scratch_folder(directory) as scratch:
-        taken, fio_mib_per_s = measure_beside_fio(scratch, plan)
+        taken, fio = measure_beside_fio(scratch, plan)
     with scratch_folder(directory) as scratch:
         growths = measure_growth(scratch, plan)
-    rows = rows_of(taken, fio_mib_per_s)
+    rows = rows_of(taken, fio)
     console = Console(width=120)
-    console.print(report(plan, rows, fio_mib_per_s))
+    console.print(report(plan, rows, fio))
     console.print(report_growth(growths))
-    if not fio_mib_per_s:
+    if not fio:
         typer.echo("fio is not installed: no comparison")
     write_report(
         json_path,
@@ -404,7 +435,7 @@ def main(
         rows=[asdict(row) for row in rows],
         growth=[asdict(growth) for growth in growths],
         turns={case: [asdict(turn) for turn in turns] for case, turns in taken.items()},
-        fio_mib_per_s=fio_mib_per_s,
+        fio=[[asdict(run) for run in runs] for runs in fio],
     )
 
 

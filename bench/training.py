@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -143,9 +144,18 @@ class Contender(ABC):
 
 
 class Ours(Contender):
-    """tierstore, with a commit of each step and checksums on reading."""
+    """tierstore, with a commit of each step and checksums on reading.
 
-    def __init__(self, plan: Plan, rule: str, directory: Path) -> None:
+    Args:
+        plan: as of a contender, and so are ``rule`` and ``directory``.
+        rule: see there.
+        directory: see there.
+        options: arguments of Muon.
+    """
+
+    def __init__(
+        self, plan: Plan, rule: str, directory: Path, options: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(plan, rule, directory)
         self.model.to(torch.bfloat16)
         self.store = tierstore.TierStore(
@@ -162,7 +172,12 @@ class Ours(Contender):
             named = list(self.model.named_parameters())
             groups = [{"params": named, "algorithm": "adamw", "weight_decay": WEIGHT_DECAY}]
         self.optimizer = muon.Muon(
-            groups, lr=LR, store=self.store, ns_dtype="auto", prefetch_in_backward=True
+            groups,
+            lr=LR,
+            store=self.store,
+            ns_dtype="auto",
+            prefetch_in_backward=True,
+            **(options or {}),
         )
 
     @override

@@ -43,7 +43,7 @@ def test_small_run(tmp_path: Path) -> None:
     assert [(row["rule"], row["contender"]) for row in report["rows"]] == [
         (rule, contender)
         for rule in ("muon", "adamw")
-        for contender in ("DeepSpeed", "ours", "ours again")
+        for contender in ("DeepSpeed", "ours", "ours again", "ours, fewest bytes")
     ]
     for row in report["rows"]:
         assert row["whole_ratio"] == sorted(row["whole_ratio"])
