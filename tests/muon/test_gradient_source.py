@@ -158,6 +158,14 @@ def test_a_function_that_gives_another_tensor_each_time_is_refused(steps_with: s
         optimizer.step()
 
 
+def test_an_error_of_the_function_names_the_parameter() -> None:
+    params = pair(torch.float32)
+    optimizer = muon.Muon([("first", params[0]), ("second", params[1])], gradient=lambda p: p.main)
+    with pytest.raises(AttributeError) as caught:
+        optimizer.step()
+    assert caught.value.__notes__[-1] == "in the function that gives the gradient of 'first'"
+
+
 def test_no_function_is_refused() -> None:
     with pytest.raises(ValueError, match="gradient must be a function of a parameter, got 5"):
         muon.Muon(pair(torch.float32), gradient=5)  # type: ignore[arg-type]

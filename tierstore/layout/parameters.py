@@ -238,7 +238,11 @@ class PagedParameter:
     def grad(self) -> torch.Tensor | None:
         """The gradient; waits for one that is on the way to host memory."""
         if self.gradient is not None:
-            return self.gradient(self.tensor)
+            try:
+                return self.gradient(self.tensor)
+            except Exception as error:
+                error.add_note(f"in the function that gives the gradient of {self.name!r}")
+                raise
         grad = self.tensor.grad
         return grad.host if isinstance(grad, HostGradient) else grad
 
