@@ -147,10 +147,10 @@ class Ours(Contender):
     """tierstore, with a commit of each step and checksums on reading.
 
     Args:
-        plan: as of a contender, and so are ``rule`` and ``directory``.
-        rule: see there.
-        directory: see there.
-        options: arguments of Muon.
+        plan: see Contender.
+        rule: see Contender.
+        directory: see Contender.
+        options: more arguments of Muon; None for none.
     """
 
     def __init__(

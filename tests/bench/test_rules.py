@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-import torch
-
 from tests.support.bench_runs import run_benchmark
+from tests.support.devices import needs_avx2
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="kernels for a CPU need AVX2",
-)
+@needs_avx2
 def test_small_run(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     done = run_benchmark("rules.py", "--small", "--json", str(path))

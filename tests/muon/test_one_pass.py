@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import muon
 import tierstore
 from muon import cpu_kernels, one_pass, update
-from tests.support.devices import needs_cuda
+from tests.support.devices import needs_avx2, needs_cuda
 
 SHAPES = {"wide": (256, 513), "tall": (520, 264), "embedding": (1031, 129)}
 RULES: dict[str, dict[str, Any]] = {
@@ -25,10 +25,6 @@ RULES: dict[str, dict[str, Any]] = {
     "float32 momentum": {"momentum_dtype": torch.float32},
     "maximize": {"maximize": True},
 }
-needs_avx2 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="kernels for a CPU need AVX2",
-)
 DEVICES = [pytest.param("cpu", marks=needs_avx2), pytest.param("cuda", marks=needs_cuda)]
 
 
