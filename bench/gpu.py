@@ -188,10 +188,9 @@ def make_contenders(
     return {
         "on the GPU": contender(open_in_memory(plan.page_bytes)),
         "in host memory": contender(open_in_memory(plan.page_bytes, "host")),
-        "on NVMe": contender(open_streamed("nvme"), prefetch_in_backward=True),
+        "on NVMe": contender(open_streamed("nvme")),
         "on NVMe, stepped on the host": contender(
             open_streamed("host", compute="host", free_gradients="backward"),
-            prefetch_in_backward=True,
             ns_dtype="auto",
         ),
     }

@@ -258,7 +258,7 @@ def contender(
     algorithm: str,
     store: tierstore.TierStore | None,
     *,
-    prefetch_in_backward: bool = False,
+    prefetch_in_backward: bool = True,
 ) -> Contender:
     """Return a contender that steps all parameters by one algorithm."""
     group = {"params": list(model.named_parameters()), "algorithm": algorithm}
@@ -285,11 +285,11 @@ def make_contenders(
         "in memory": contender(make(), algorithm, None),
         "I/O alone": Contender(model, idle),
         "on NVMe": contender(make(), algorithm, open_store(directory / "nvme", stack, page_bytes)),
-        "on NVMe, read ahead in backward": contender(
+        "on NVMe, read in the step": contender(
             make(),
             algorithm,
-            open_store(directory / "prefetch", stack, page_bytes),
-            prefetch_in_backward=True,
+            open_store(directory / "late", stack, page_bytes),
+            prefetch_in_backward=False,
         ),
     }
 
@@ -301,7 +301,6 @@ def muon_beside_adamw(directory: Path, stack: ExitStack, plan: Plan) -> dict[str
             Matrices(plan),
             name.lower(),
             open_store(directory / name, stack, plan.adamw_page_bytes),
-            prefetch_in_backward=True,
         )
         for name in ("AdamW", "Muon")
     }

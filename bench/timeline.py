@@ -92,7 +92,7 @@ def profile_training(directory: Path, plan: Plan, trace: Path) -> None:
     with tierstore.TierStore(
         directory / "run", host_memory=8 * plan.page_bytes, page_bytes=plan.page_bytes, buffers=4
     ) as store:
-        optimizer = muon.Muon(muon.param_groups(model), store=store, prefetch_in_backward=True)
+        optimizer = muon.Muon(muon.param_groups(model), store=store)
 
         def train() -> None:
             with record_function("forward"):

@@ -176,7 +176,6 @@ class Ours(Contender):
             lr=LR,
             store=self.store,
             ns_dtype="auto",
-            prefetch_in_backward=True,
             **(options or {}),
         )
 

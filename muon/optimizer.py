@@ -116,7 +116,8 @@ class Muon(torch.optim.Optimizer):
             gradients that another library keeps, or that are summed up in float32. A step calls it
             several times for a parameter, and gets the same tensor each time. ``zero_grad()`` and
             ``torch.amp.GradScaler`` are about ``.grad`` alone.
-        prefetch_in_backward: call prefetch() with the first gradient of each step.
+        prefetch_in_backward: call prefetch() with the first gradient of each step. step() raises
+            what fails.
         nonfinite: what step() does if a gradient on any rank has an element that is NaN or
             infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
             not step. "allow": step, as ``torch.optim`` does.
@@ -154,7 +155,7 @@ class Muon(torch.optim.Optimizer):
         qk_clip: QKClip | None = None,
         statistics_every: int | None = None,
         gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
-        prefetch_in_backward: bool = False,
+        prefetch_in_backward: bool = True,
         nonfinite: str = "raise",
         missing: str = "zeros",
     ) -> None:
@@ -205,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         self._gather_memory = tierstore.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
         self._use_store(tierstore.TierStore(None) if store is None else store)
-        self._prefetches = prefetch_in_backward
+        self._prefetches = prefetch_in_backward and store is not None
         self._prefetched = False
         self._may_be_slow = True
         self._restored_rates: list[float] = []  # Of each attached group, until the next step.
@@ -992,8 +993,8 @@ def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:
     def prefetch(parameter: torch.Tensor) -> None:
         alive = optimizer()
         if alive is not None and not alive._prefetched:
-            # The model may be trained further after the store is closed.
-            with contextlib.suppress(tierstore.StoreClosedError):
+            # step() raises the same. And the model may be trained further without the store.
+            with contextlib.suppress(tierstore.TierstoreError):
                 alive.prefetch()
 
     return prefetch

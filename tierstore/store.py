@@ -452,9 +452,10 @@ class TierStore:
     def prefetch(self) -> None:
         """Start to read pages for the next sweep, as far as buffers are free; return at once.
 
+        The sweep raises what fails: a write of the last step, or these reads.
+
         Raises:
-            StorageError: a write of the last step failed; or a read could not begin, and may be
-                retried.
+            StoreClosedError, StoreFailedError, RunDirectoryError: the store cannot be used.
         """
         self._usability.require_restored()
         with self._states.only_reading():

@@ -145,7 +145,7 @@ def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> Non
     options = ("--store-memory", "1MiB", "--buffers", "3", "--page-bytes", "8KiB")
     code, out, _ = call(
         *("plan", small, *DRIVES, *options, "--commit-every", "none", "--momentum-dtype"),
-        *("int8", "--prefetch", "--emit-config", calls, "--json", "--master", "remainder"),
+        *("int8", "--emit-config", calls, "--json", "--master", "remainder"),
         *("--moments-dtype", "bfloat16"),
     )
     assert code == 0

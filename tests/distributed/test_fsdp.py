@@ -18,23 +18,19 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "store", "options"),
+    ("settings", "store"),
     [
-        ("fp32", {"compute": "host", "free_gradients": True}, {}),
-        ("bf16", {}, {"prefetch_in_backward": True}),
-        ("offloaded", {"free_gradients": True}, {"prefetch_in_backward": True}),
-        ("kept", {}, {}),
+        ("fp32", {"compute": "host", "free_gradients": True}),
+        ("bf16", {}),
+        ("offloaded", {"free_gradients": True}),
+        ("kept", {}),
     ],
 )
 def test_fsdp_gets_what_one_process_gets_of_its_gradients(
-    settings: str,
-    store: dict[str, Any],
-    options: dict[str, Any],
-    pool: RankPool,
-    tmp_path: Path,
+    settings: str, store: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
     """Parameters of which some ranks have no rows; clipped and accumulated gradients."""
-    pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store, options)
+    pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
 
 
 @pytest.mark.parametrize("kept", [None, False])

@@ -182,7 +182,7 @@ def test_state_dicts_and_schedulers_go_on() -> None:
 def test_a_removed_parameter_is_not_kept_alive(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path) as store:
         named = {name: parameter(seed) for seed, name in enumerate(("kept", "removed"))}
-        optimizer = muon.Muon(list(named.items()), store=store, prefetch_in_backward=True)
+        optimizer = muon.Muon(list(named.items()), store=store)
         for each in named.values():
             each.grad = torch.ones_like(each)
         optimizer.step()

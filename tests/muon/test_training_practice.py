@@ -90,13 +90,11 @@ def test_adapters_alone_are_trained_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("free_gradients", [False, True])
-def test_recomputed_activations_and_prefetch_in_backward(
-    free_gradients: bool, tmp_path: Path
-) -> None:
+def test_recomputed_activations_and_reads_in_backward(free_gradients: bool, tmp_path: Path) -> None:
     plain, model = (Net(recomputes=recomputes).requires_grad_() for recomputes in (False, True))
     train(plain, optimizer_of(plain), batches(4))
     with tierstore.TierStore(tmp_path, free_gradients=free_gradients, **STREAMED) as store:
-        train(model, optimizer_of(model, store, prefetch_in_backward=True), batches(4))
+        train(model, optimizer_of(model, store), batches(4))
         assert all(map(torch.equal, values(model), values(plain)))
         assert store.stats().bytes_read > 0
 

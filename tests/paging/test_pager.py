@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,8 +297,10 @@ def test_device_memory_is_refused_with_compute_on_the_host(tmp_path: Path) -> No
 # ----------------------------------------------------------------------------- prefetching
 
 
-def begun_run(**options: Any) -> tuple[Toy, FaultyStorage]:
-    storage = FaultyStorage(MemoryStorage())
+def begun_run(
+    on_operation: Callable[[str, str, str], None] | None = None, **options: Any
+) -> tuple[Toy, FaultyStorage]:
+    storage = FaultyStorage(MemoryStorage(), on_operation=on_operation)
     toy = Toy(storage, **options)
     toy.step()
     toy.store.synchronize()
@@ -373,8 +376,9 @@ def test_a_prefetch_that_cannot_begin_can_be_retried(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "read", refuse)
-        with pytest.raises(tierstore.StorageError):
-            toy.store.prefetch()
+        toy.store.prefetch()
+        with pytest.raises(tierstore.StorageError, match="no descriptor"):
+            toy.step()
     toy.store.prefetch()
     toy.step()
     toy.assert_at(2)
@@ -412,18 +416,52 @@ def test_the_first_gradient_prefetches(tmp_path: Path) -> None:
     model(torch.ones(2, 16)).sum().backward()  # The hook of a closed store does nothing.
 
 
-def prefetch_for_a_minute(store: tierstore.TierStore) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        store.prefetch()
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_failed_transfer_raises_in_the_step_and_not_in_backward(operation: str) -> None:
+    model = torch.nn.Linear(16, 16, bias=False)  # One page, so that a step waits for no write.
+    storage = FaultyStorage(MemoryStorage())
+    with tierstore.TierStore(storage, page_bytes=4096, buffers=2) as store:
+        optimizer = muon.Muon([{"params": model.parameters(), "algorithm": "adamw"}], store=store)
+
+        def backward() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).square().mean().backward()
+
+        backward()
+        optimizer.step()
+        store.synchronize()
+        backward()
+        if operation == "write":
+            storage.arm(Fault("error", "write", probability=1.0))
+            optimizer.step()  # Returns with writes in flight.
+        else:
+            optimizer.step()
+            storage.arm(Fault("error", "read", probability=1.0))
+        backward()
+        with pytest.raises(tierstore.StorageError):
+            optimizer.step()
+        storage.disarm()
+        assert optimizer.restore() in (1, 2)
+        backward()
+        optimizer.step()
 
 
-def test_a_failed_write_raises_at_the_next_call_and_is_not_committed() -> None:
-    toy, storage = begun_run(buffers=2)
+def test_a_failed_write_raises_in_the_next_step_and_is_not_committed() -> None:
+    begun = threading.Event()
+
+    def note(operation: str, *_: str) -> None:
+        if operation == "write":
+            begun.set()
+
+    toy, storage = begun_run(note, buffers=2)
+    begun.clear()
     storage.arm(Fault("error", "write", call=1))
     toy.step()  # Returns with writes in flight, which threads begin.
+    assert begun.wait(60)
+    for _ in range(1000):  # The first may come before the write has ended.
+        toy.store.prefetch()
     with pytest.raises(tierstore.StorageError):
-        prefetch_for_a_minute(toy.store)
+        toy.step()
     with pytest.raises(tierstore.StoreFailedError):
         toy.step()
     storage.disarm()

@@ -154,7 +154,7 @@ def test_answers_stand_in_order() -> None:
     assert _Elements(page).headings == [
         "The drives last 116 days",
         "The job fits",
-        "A step takes 77.8 s",
+        "A step takes 77.7 s",
         "Paging is free from 6.46M tokens a step",
         "Algorithms beside each other",
         "Assumed",

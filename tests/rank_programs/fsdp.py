@@ -126,9 +126,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(
-    settings: str, directory: Path, store: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
+def train(settings: str, directory: Path, store: Mapping[str, Any]) -> None:
     """Forward, backward and step, resumed in between; clipped, and accumulated once."""
     model = sharded(**SETTINGS[settings])
     dtype = SETTINGS[settings].get("dtype", torch.float32)
@@ -136,7 +134,7 @@ def train(
     steps = iter(range(1, 7))
     for resume in (False, True):
         with tierstore.TierStore(directory, resume=resume, **STREAMED, **store) as opened:
-            optimizer = optimizer_of(model, opened, **options)
+            optimizer = optimizer_of(model, opened)
             if resume:
                 for parameter in model.parameters():
                     parameter.detach().zero_()
@@ -240,7 +238,7 @@ def wrapped(kind: str, directory: Path) -> None:
     if kind == "compiled":
         model = cast(nn.Module, torch.compile(inner, backend="eager"))
     with tierstore.TierStore(directory, **STREAMED) as store:
-        optimizer = optimizer_of(model, store, prefetch_in_backward=True)
+        optimizer = optimizer_of(model, store)
         reference = Reference(inner)
         for step in range(1, 4):
             # To run what is compiled takes long.

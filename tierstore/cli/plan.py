@@ -93,9 +93,6 @@ def plan(
     buffers: Annotated[int | None, typer.Option(help="buffers of each store.")] = None,
     commit_every: Annotated[str, typer.Option(help="commit_every: a number, or none.")] = "1",
     compute: Annotated[str, typer.Option(help="device or host.")] = "device",
-    prefetch: Annotated[
-        bool, typer.Option("--prefetch", help="prefetch_in_backward of the optimizer.")
-    ] = False,
     checkpoints: Annotated[int, typer.Option(help="Published checkpoints that are kept.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
     endurance: Annotated[
@@ -147,7 +144,6 @@ def plan(
             steps=steps,
             endurance=_number("--endurance", endurance) / 100,
             wear=_used(measured) if used is None else _number("--used", used) / 100,
-            prefetch=prefetch,
             store=_store(store_memory, device_memory, page_bytes, buffers, commit_every, compute),
             optimizer=_optimizer(momentum_dtype, moments_dtype, master, gather_memory),
         )

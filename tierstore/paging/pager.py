@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-from tierstore.errors import StorageError
+from tierstore.errors import StorageError, TierstoreError
 from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Device, DeviceBuffer
 from tierstore.paging.page import Content, Motion, Needed, Page, PageFiles, PageWrite
@@ -177,17 +177,23 @@ class Pager:
     def prefetch(self, pages: Iterable[Page]) -> None:
         """Start to read what a step needs of these pages, as far as buffers are free.
 
-        A stream over the same pages then begins with these reads. Never blocks.
+        A stream over the same pages then begins with these reads. It raises what fails here: a lost
+        write stays among the writes, and a read that could not begin is begun again. Blocks only
+        after such a failure.
         """
-        self._reclaim()
-        for page in pages:
-            if page.motion is Motion.READING or (page.motion is Motion.AT_REST and page.in_memory):
-                continue
-            is_readable = page.motion is Motion.AT_REST and page.content is not Content.FRESH
-            if not is_readable or not self._has_buffer(page, self._reserved):
-                return
-            self._early.append(page)
-            self._swap_in(page, Needed.STEP)
+        try:
+            self._reclaim()
+            for page in pages:
+                rests = page.motion is Motion.AT_REST
+                if page.motion is Motion.READING or (rests and page.in_memory):
+                    continue
+                is_readable = rests and page.content is not Content.FRESH
+                if not is_readable or not self._has_buffer(page, self._reserved):
+                    return
+                self._early.append(page)
+                self._swap_in(page, Needed.STEP)
+        except TierstoreError:
+            self.drop_early()
 
     def drop_early(self) -> None:
         """Take back the buffers of pages that prefetch() read."""

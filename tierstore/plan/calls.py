@@ -27,10 +27,7 @@ def calls_of(found: Plan, directories: Sequence[str] = ()) -> str:
         for one in fields(StoreOptions)
         if getattr(store, one.name) != one.default or one.name == "host_memory"
     )
-    optimizer = found.call
-    if found.job.prefetch:
-        optimizer = f"{optimizer[:-1]}, prefetch_in_backward=True)"
-    lines = [f"store = tierstore.TierStore(\n    {place},{given}\n)", f"optimizer = {optimizer}"]
+    lines = [f"store = tierstore.TierStore(\n    {place},{given}\n)", f"optimizer = {found.call}"]
     imports = ["import tierstore"]
     package = found.call.partition(".")[0]
     if package.isidentifier():

@@ -59,8 +59,6 @@ class Job:
     """Share of the rated life of the drives that the run may use."""
     wear: float = 0.0
     """Share of it that is used already."""
-    prefetch: bool = False
-    """True if reads begin during backward (``prefetch_in_backward``)."""
     store: StoreOptions = field(default_factory=StoreOptions)
     """Arguments of the store of each rank."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)

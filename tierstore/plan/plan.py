@@ -250,10 +250,6 @@ class _Planner:
                 continue
             if _traffic(smaller) < _traffic(ranks):
                 yield self._change(text, narrower, algorithm, self.rates)
-        if not job.prefetch and self.rates.disk is not None:
-            yield self._change(
-                "reads begin in backward", replace(job, prefetch=True), algorithm, self.rates
-            )
 
     def _change(self, text: str, job: Job, algorithm: str, rates: Rates) -> Change:
         time, wear = self.time(self.lay_out(job, algorithm)[0], rates)

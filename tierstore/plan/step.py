@@ -174,7 +174,7 @@ def time_step(ranks: Ranks, rates: Rates, model_s: float) -> StepTime:
     times = StepTimes(
         steps=cycle * max(2, -(-4 // cycle)),  # The last one commits.
         model_s=model_s,
-        prefetch_s=model_s * 2 / 3 if job.prefetch else 0.0,  # Backward is two thirds of it.
+        prefetch_s=model_s * 2 / 3,  # Reads begin in backward, which is two thirds of it.
         commit_every=None if every is None else cycle,
         commit_s=rates.commit_s,
         on_gpu=on_gpu,
