@@ -283,7 +283,8 @@ class Muon(torch.optim.Optimizer):
             prefetch = _prefetcher(weakref.ref(self))
             for parameter in param_group["params"]:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(prefetch)
+                    hook = parameter.register_post_accumulate_grad_hook(prefetch)
+                    weakref.finalize(self, hook.remove)
 
     def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys, and check it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -120,3 +121,13 @@ def test_two_optimizers_of_one_process(tmp_path: Path) -> None:
     for model, other in zip(models, whole, strict=True):
         assert all(map(torch.equal, values(model), values(other)))
     assert not torch.equal(values(whole[0])[-1], values(whole[1])[-1])
+
+
+def test_an_optimizer_that_is_gone_leaves_no_hook(tmp_path: Path) -> None:
+    model = Net()
+    with tierstore.TierStore(tmp_path, **STREAMED) as store:
+        optimizer = optimizer_of(model, store)
+        assert all(p._post_accumulate_grad_hooks for p in model.parameters() if p.requires_grad)
+        del optimizer
+        gc.collect()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
