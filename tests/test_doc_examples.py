@@ -231,7 +231,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/optimizers.md-2": of_encoded_states,
     "docs/guide/planning.md": of_planning,
     "docs/guide/ranks.md": of_ranks,
-    "docs/guide/ranks.md-1": of_sharding,
+    "docs/guide/ranks.md-2": of_sharding,
     "docs/guide/routing.md": of_routing,
     "docs/guide/tiers.md": of_tiers,
 }

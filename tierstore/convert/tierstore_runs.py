@@ -69,34 +69,50 @@ class _Found(NamedTuple):
 
 
 def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
-    """Read the parts of one run, or of one published checkpoint.
+    """Read the parts of a run or of a checkpoint, or those of one for each stage of a pipeline.
 
     Raises:
-        CorruptionError: it is damaged.
-        CheckpointError: it lacks ranks, or a rank is in two parts, or nothing was committed.
-        RunLockedError: a process uses the run.
+        CorruptionError: one is damaged.
+        CheckpointError: one lacks ranks, or a rank is in two parts, or nothing was committed.
+        RunLockedError: a process uses a run.
     """
     kinds = {kind_of(path) for path in paths}
     if len(kinds) > 1:
         raise CheckpointError(f"{paths[0]} and the other sources are not parts of one checkpoint")
     of_run = kinds == {"run"}
+    by_run: dict[str | None, list[Path]] = defaultdict(list)
+    for path in paths:
+        by_run[_run_id(path, of_run=of_run) if len(paths) > 1 else None].append(path)
+    return [_read_parts(parts, reading, of_run=of_run) for parts in by_run.values()]
+
+
+def _run_id(path: Path, *, of_run: bool) -> str | None:
+    """Return the id of the run that a part belongs to; None if its files are damaged."""
+    reader = Reader(path)
+    if of_run:
+        ids = [rank.identity.run_id for rank in read_ranks(reader) if rank.identity is not None]
+    else:
+        ids = [commit.manifest.run_id for commit in read_published(reader, reader.list())[1]]
+    return next(iter(ids), None)
+
+
+def _read_parts(paths: Sequence[Path], reading: Reading, *, of_run: bool) -> Contents:
+    """Read the parts of one run or published checkpoint."""
     found = _read_runs(paths, reading) if of_run else _read_published(paths, reading)
     _require_complete([commit for _, commit, _ in found], paths)
     if of_run:
         groups = found[0].commit.groups
         names = {spec.name: spec.name for group in groups for spec in group}
-        return [replace(_contents(found, names), wrapped=reading.wrapped)]
+        return replace(_contents(found, names), wrapped=reading.wrapped)
     names, model = _unpaged(found, paths)
     paged = _contents(found, names)
-    return [
-        replace(
-            paged,
-            entries=[*paged.entries, *model.entries],
-            values=model.values,
-            aliases=model.aliases,
-            lost=model.lost,
-        )
-    ]
+    return replace(
+        paged,
+        entries=[*paged.entries, *model.entries],
+        values=model.values,
+        aliases=model.aliases,
+        lost=model.lost,
+    )
 
 
 # --------------------------------------------------------------------------------- runs
