@@ -196,3 +196,65 @@ def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
     found = train(tmp_path / "resumed", 5)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def sft_trainer_of(directory: Path, store: tierstore.TierStore, steps: int) -> Any:
+    """Return a trainer of trl on the store, with a tokenizer that has a word for each character."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    from muon.integrations.huggingface import MuonFactory
+    from tierstore.integrations.huggingface import StoreTrainer
+
+    class OwnTrainer(StoreTrainer, SFTTrainer):
+        pass
+
+    texts = [f"The square of {number} is {number * number}." for number in range(64)]
+    words = ["<pad>", "<eos>", *sorted(set("".join(texts)))]
+    numbers = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    set_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    arguments = {"max_steps": steps, "save_steps": 3, "report_to": "none", "use_cpu": True}
+    return OwnTrainer(
+        model=LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(words), num_attention_heads=2, attention_dropout=0.1, **config
+            )
+        ),
+        args=SFTConfig(
+            output_dir=str(directory),
+            bf16=False,
+            max_length=32,
+            per_device_train_batch_size=4,
+            lr_scheduler_type="constant",
+            **arguments,
+        ),
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        ),
+        store=store,
+        optimizer_cls_and_kwargs=(
+            MuonFactory,
+            {"store": store, "lr": 0.02, "ns_dtype": torch.float32},
+        ),
+    )
+
+
+def test_a_trainer_of_trl(tmp_path: Path) -> None:
+    def train(directory: Path, steps: int) -> dict[str, torch.Tensor]:
+        with tierstore.TierStore(directory / "run", resume=True) as store:
+            trainer = sft_trainer_of(directory, store, steps)
+            trainer.train()
+            assert store.step == steps
+            return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+    expected = train(tmp_path / "whole", 6)
+    train(tmp_path / "resumed", 4)
+    found = train(tmp_path / "resumed", 6)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
