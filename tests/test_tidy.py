@@ -26,7 +26,7 @@ LEVELS = (
     "paging inspection",
     "checkpoint probe",
     "convert plan store",
-    "cli integrations",
+    "averaged_model cli integrations",
     "__main__",
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}

@@ -26,6 +26,7 @@ from tierstore.errors import (
 from tierstore.units import parse_bytes
 
 if TYPE_CHECKING:
+    from tierstore.averaged_model import AveragedModel
     from tierstore.checkpoint.publication import Publication
     from tierstore.layout.chunks import Chunk
     from tierstore.layout.encodings import EncodedState
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 
 # Imported when first asked for, so that a command that needs no torch does not wait for it.
 _NAMES = {
+    "averaged_model": ("AveragedModel",),
     "checkpoint.publication": ("Publication",),
     "layout.chunks": ("Chunk",),
     "layout.encodings": ("EncodedState",),
@@ -69,6 +71,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AveragedModel",
     "BudgetError",
     "CheckpointError",
     "Chunk",

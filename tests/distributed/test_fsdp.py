@@ -33,6 +33,17 @@ def test_fsdp_gets_what_one_process_gets_of_its_gradients(
     pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_averages_of_the_weights(kind: str, pool: RankPool, tmp_path: Path) -> None:
+    pool.run(3, "tests.rank_programs.fsdp:averages", kind, tmp_path)
+
+
+def test_averages_placed_otherwise_are_refused(pool: RankPool) -> None:
+    for message in pool.run(2, "tests.rank_programs.fsdp:averaged_otherwise"):
+        assert "'scale' is torch.float32 [1], (Shard(dim=0),)" in message
+        assert "and torch.float32 [1], a plain tensor in the averaged model" in message
+
+
 @pytest.mark.parametrize("kept", [None, False])
 def test_a_forward_without_a_backward(kept: bool | None, pool: RankPool, tmp_path: Path) -> None:
     """An evaluation, then step() or restore(), then a forward: that sees what was written."""

@@ -24,12 +24,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
 
 import muon
 import tierstore
 from tests.support.attempts import attempt
 from tests.support.references import assert_same
 from tierstore.ranks.peers import Alone
+from tierstore.storage.memory import MemoryStorage
 
 STREAMED: dict[str, Any] = {"page_bytes": 4096, "buffers": 5, "peer_timeout": 30.0}
 # Rows of which 3 ranks have uneven parts, and some of them none.
@@ -157,6 +159,48 @@ def train(settings: str, directory: Path, store: Mapping[str, Any]) -> None:
             for key, states in reference.state_dict["state"].items():
                 for name, tensor in states.items():
                     assert torch.equal(whole(saved[key][name]), tensor)
+
+
+def averages(kind: str, directory: Path) -> None:
+    """Averages of sharded or replicated weights, resumed in between, and evaluated."""
+    for resume in (False, True):
+        model, module = (Net() if kind == "ddp" else sharded() for _ in range(2))
+        trained = DistributedDataParallel(model) if kind == "ddp" else model
+        options = STREAMED | {"resume": resume}
+        with (
+            tierstore.TierStore(directory / "run", **options) as store,
+            tierstore.TierStore(directory / "averages", **options) as of_averages,
+        ):
+            optimizer = optimizer_of(model, store)
+            averaged = tierstore.AveragedModel(model, module, of_averages, decay=0.7, every=2)
+            start = optimizer.restore()
+            averaged.restore(start)
+            if not resume:
+                average = swa_utils.get_ema_multi_avg_fn(0.7)
+                reference = swa_utils.AveragedModel(Net(), multi_avg_fn=average)
+            for step in range(start + 1, start + 4):
+                trained(tokens_of(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                averaged.update(store.step)
+                store.commit()
+                weights = Net()
+                for mine, other in zip(weights.parameters(), model.parameters(), strict=True):
+                    mine.data = whole(other)
+                if step % 2 == 0:
+                    reference.update_parameters(weights)
+            expected = reference.module.parameters()
+            for found, value in zip(module.parameters(), expected, strict=True):
+                assert torch.equal(whole(found), value)
+            tokens = torch.arange(7)
+            with torch.no_grad():
+                assert torch.equal(module(tokens), reference.module(tokens))
+
+
+def averaged_otherwise() -> str:
+    """What is said of averages that are not sharded as the model is."""
+    with tierstore.TierStore(MemoryStorage(), **STREAMED) as store:
+        return attempt(lambda: tierstore.AveragedModel(sharded(), Net(), store))
 
 
 def gathered(directory: Path, options: Mapping[str, Any]) -> str:

@@ -1,0 +1,266 @@
+"""Running averages of the weights of a model, in pages of their own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.compiling import not_compiled
+from tierstore.layout.dtensors import describe_placement, local_tensor
+from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_name
+from tierstore.paging.views import ChunkView
+from tierstore.store import TierStore
+
+
+class AveragedModel:
+    """An exponential moving average of the weights of a model, for evaluation and checkpoints.
+
+    Each ``every`` steps an average becomes ``decay * average + (1 - decay) * weight``; the first
+    time it becomes the weight. Averages are in float32 or wider: those of narrower parameters are
+    masters in pages, rounded into the parameters of ``averaged``. Pages are read, written and
+    committed at these steps alone. The operations are those of
+    ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``.
+
+    A resumed run ends with the averages of one that was not interrupted, if its weights are the
+    same bits: averages are durable before update() returns, and an update that the pages have is
+    not made again. With several ranks all of them make each call together.
+
+    Args:
+        model: the model that is trained. Its trained parameters are those of now, as for an
+            optimizer.
+        averaged: another model with the same trained parameters (names, shapes, dtypes,
+            placements) and buffers, for example a deepcopy. Its plain tensors may lie on another
+            device. Frozen parameters stay as they are, buffers are copied at each update.
+        store: a store with a directory and a ``commit_every``, for the averages alone.
+        decay: weight of the past, from 0 to 1. It may differ from run to run.
+        every: steps from one update to the next; the same in all of a run.
+
+    Raises:
+        ValueError: an argument is out of range, the models differ, or the store has no directory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        averaged: nn.Module,
+        store: TierStore,
+        *,
+        decay: float = 0.999,
+        every: int = 1,
+    ) -> None:
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay must be from 0 to 1, got {decay!r}")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every must be a whole number above 0, got {every!r}")
+        if store.stats().engine == "none":
+            raise ValueError("averages need a store with a directory; this one has none")
+        self.module = averaged
+        """The model with the averages."""
+        self.store = store
+        self._model = model
+        self._decay = decay
+        self._every = every
+        self._weights = _trained(model)
+        self._averages = _averages_of(self._weights, averaged)
+        _require_same_buffers(model, averaged)
+        self._seen = 0  # The last step that update() was called for.
+        # What commits keep with the averages: the step of the run that they are of.
+        self._kept = kept = {"step": 0, "every": every}
+        store.provide_extra(lambda: dict(kept))
+        # During an update: the weights that are averaged, as gradients.
+        self._now = now = dict[str, torch.Tensor]()
+        parameters = [
+            PagedParameter(
+                name=name,
+                tensor=tensor,
+                elementwise=True,
+                gradient=functools.partial(_weight_of, now, name),
+            )
+            for name, tensor in self._averages.items()
+        ]
+        store.attach([PagedGroup(parameters=parameters, hyperparameters={})])
+
+    @not_compiled
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights into the averages, if that is due. Call it after each step.
+
+        Call it before the step is committed, so that no commit of the run is ahead of the averages.
+        Returns when they are durable. Weights on another device are copied, all at once.
+
+        Args:
+            step: the number of steps of the run, as ``optimizer.store.step``.
+
+        Raises:
+            ValueError: an update is missing since the last one, the run went back, or other
+                parameters are trained now. Nothing was changed.
+            StorageError, CorruptionError: pages could not be read or written; the store has failed,
+                and restore() goes back to the averages before, if there are.
+        """
+        if step < self._seen:
+            raise ValueError(
+                f"update() was called for step {self._seen}, and now for step {step}: after "
+                "restore() of the run, call restore() of the averages"
+            )
+        self._seen = step
+        with self.store.calling("update()", patient=True):
+            if step % self._every == 0 and step > self._kept["step"]:
+                self._take(step)
+            if self.store.committed_step < self.store.step:  # Also after an interrupt.
+                self.store.synchronize()
+
+    def _take(self, step: int) -> None:
+        last = self._kept["step"]
+        if last and step - last > self._every:
+            raise ValueError(
+                f"the averages are of step {last}, and this is step {step}: call update() after "
+                f"each step, or at least after every {self._every}"
+            )
+        changed = _trained(self._model).keys() ^ self._weights.keys()
+        if changed:
+            raise ValueError(
+                f"parameter {min(changed)!r} was frozen or unfrozen after this AveragedModel was "
+                "made: make another, on a new store"
+            )
+        begins = self.store.step == 0
+        try:
+            for name, average in self._averages.items():
+                self._now[name] = self._weights[name].detach().to(average.device)
+            with self.store.sweep() as pages:
+                for page in pages:
+                    for shard in page.shards:
+                        for chunk in shard.chunks:
+                            self._average(chunk, begins=begins)
+                self._kept["step"] = step
+        finally:
+            self._now.clear()
+        buffers = _buffers(self._model)
+        for name, buffer in _buffers(self.module).items():
+            buffer.copy_(buffers[name])
+
+    def _average(self, chunk: ChunkView, *, begins: bool) -> None:
+        assert chunk.grad is not None
+        if begins:
+            chunk.master.copy_(chunk.grad)
+        else:
+            chunk.master.lerp_(chunk.grad.to(chunk.master.dtype), 1 - self._decay)
+
+    def restore(
+        self,
+        step: int,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        rewind: bool = False,
+    ) -> None:
+        """Go back to the committed averages, to go on from a step of the run.
+
+        Without a commit the averages begin with the next update.
+
+        Args:
+            step: what ``restore()`` of the run returned.
+            checkpoint: averages that ``store.checkpoint()`` published, to begin from them.
+            rewind: with ``checkpoint``, go on from it in this run of averages.
+
+        Raises:
+            ValueError: the averages lack an update before ``step``, or have another ``every``, or
+                these are no averages. Nothing was changed.
+            CheckpointError, RunDirectoryError, RunMismatchError, CorruptionError, StorageError: as
+                ``TierStore.restore()``.
+
+        Warns:
+            UserWarning: the averages are ahead of the run.
+        """
+
+        def check(updates: int, extra: Any) -> None:
+            if not updates and checkpoint is None:
+                return
+            if not isinstance(extra, dict) or not extra.keys() >= self._kept.keys():
+                raise ValueError(
+                    f"{checkpoint or 'the store'} holds no averages of an AveragedModel"
+                )
+            if extra["every"] != self._every:
+                raise ValueError(
+                    f"the averages have an update every {extra['every']} steps: pass "
+                    f"every={extra['every']} instead of {self._every}"
+                )
+            if step - extra["step"] >= self._every:
+                raise ValueError(
+                    f"the averages are of step {extra['step']}, the run is at step {step}, and "
+                    f"every {self._every} steps there is an update: restore averages of the steps "
+                    "between, or begin new ones with overwrite=True"
+                )
+
+        updates = self.store.restore(checkpoint, rewind=rewind, check=check)
+        last = self.store.extra["step"] if updates else 0
+        self._kept["step"], self._seen = last, step
+        if last > step:
+            warnings.warn(
+                f"the averages are of step {last}, and the run is at step {step}, as after a kill: "
+                f"they change again after step {last}. If you rewound the run, rewind the averages "
+                "likewise",
+                stacklevel=2,
+            )
+
+
+def _weight_of(
+    now: Mapping[str, torch.Tensor], name: str, average: torch.Tensor
+) -> torch.Tensor | None:
+    return now.get(name)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name, without the parts of names that wrappers add."""
+    named = model.named_parameters()
+    return {unwrapped_name(n, without_module=False): p for n, p in named if p.requires_grad}
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = model.named_buffers()
+    return {unwrapped_name(name, without_module=False): buffer for name, buffer in named}
+
+
+def _averages_of(weights: dict[str, nn.Parameter], averaged: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the averaged model that stand for trained weights, by name."""
+    named = averaged.named_parameters()
+    found = {unwrapped_name(name, without_module=False): average for name, average in named}
+    for name in (*weights, *(_trained(averaged).keys() - weights.keys())):
+        given, expected = _description(found.get(name)), _description(weights.get(name))
+        if given != expected:
+            raise ValueError(
+                f"parameter {name!r} is {expected} in the model and {given} in the averaged model: "
+                "pass a deepcopy of the model (of model.module for DDP), or another model that is "
+                "built and sharded likewise"
+            )
+        if _share_memory(found[name], weights[name]):
+            raise ValueError(
+                f"parameter {name!r} has the same memory in both models: pass a deepcopy of the "
+                "model"
+            )
+    return {name: found[name] for name in weights}
+
+
+def _require_same_buffers(model: nn.Module, averaged: nn.Module) -> None:
+    theirs, ours = ({n: list(b.shape) for n, b in _buffers(m).items()} for m in (model, averaged))
+    for name in theirs.keys() | ours.keys():
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"buffer {name!r} has shape {theirs.get(name)} in the model and {ours.get(name)} "
+                "in the averaged model: pass a deepcopy of the model"
+            )
+
+
+def _description(parameter: nn.Parameter | None) -> str:
+    if parameter is None:
+        return "absent"
+    return f"{parameter.dtype} {list(parameter.shape)}, {describe_placement(parameter)}"
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = local_tensor(one), local_tensor(other)
+    return one.numel() > 0 and (one.device, one.data_ptr()) == (other.device, other.data_ptr())
