@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,29 +172,38 @@ def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
         def step(self, closure: None = None) -> None:
             super().step()
 
+    def make(directory: Path, store: tierstore.TierStore, steps: int) -> Any:
+        made = trainer_of(directory, store)
+        arguments = {"max_steps": steps, "save_strategy": "no", "report_to": "none"}
+        return OwnTrainer(
+            model=made.model,
+            args=Seq2SeqTrainingArguments(
+                output_dir=str(directory),
+                use_cpu=True,
+                lr_scheduler_type="constant",
+                **arguments,
+            ),
+            train_dataset=made.train_dataset,
+            store=store,
+            optimizers=(OwnLion(made.model.named_parameters(), store), None),
+        )
+
+    assert_resumes(make, tmp_path)
+
+
+def assert_resumes(make: Callable[[Path, tierstore.TierStore, int], Any], folder: Path) -> None:
+    """Train with a trainer that is made for a number of steps, at once and in two parts."""
+
     def train(directory: Path, steps: int) -> dict[str, torch.Tensor]:
         with tierstore.TierStore(directory / "run", resume=True) as store:
-            made = trainer_of(directory, store)
-            arguments = {"max_steps": steps, "save_strategy": "no", "report_to": "none"}
-            trainer = OwnTrainer(
-                model=made.model,
-                args=Seq2SeqTrainingArguments(
-                    output_dir=str(directory),
-                    use_cpu=True,
-                    lr_scheduler_type="constant",
-                    **arguments,
-                ),
-                train_dataset=made.train_dataset,
-                store=store,
-                optimizers=(OwnLion(made.model.named_parameters(), store), None),
-            )
+            trainer = make(directory, store, steps)
             trainer.train()
             assert store.step == steps
-            return {name: value.clone() for name, value in made.model.state_dict().items()}
+            return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
-    expected = train(tmp_path / "whole", 5)
-    train(tmp_path / "resumed", 3)
-    found = train(tmp_path / "resumed", 5)
+    expected = train(folder / "whole", 5)
+    train(folder / "resumed", 3)
+    found = train(folder / "resumed", 5)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
@@ -246,15 +256,4 @@ def sft_trainer_of(directory: Path, store: tierstore.TierStore, steps: int) -> A
 
 
 def test_a_trainer_of_trl(tmp_path: Path) -> None:
-    def train(directory: Path, steps: int) -> dict[str, torch.Tensor]:
-        with tierstore.TierStore(directory / "run", resume=True) as store:
-            trainer = sft_trainer_of(directory, store, steps)
-            trainer.train()
-            assert store.step == steps
-            return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-    expected = train(tmp_path / "whole", 6)
-    train(tmp_path / "resumed", 4)
-    found = train(tmp_path / "resumed", 6)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert_resumes(sft_trainer_of, tmp_path)

@@ -198,7 +198,7 @@ def averages(kind: str, directory: Path) -> None:
 
 
 def averaged_otherwise() -> str:
-    """What is said of averages that are not sharded as the model is."""
+    """Return the refusal of averages that are not sharded as the model is."""
     with tierstore.TierStore(MemoryStorage(), **STREAMED) as store:
         return attempt(lambda: tierstore.AveragedModel(sharded(), Net(), store))
 

@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor
 
 import muon
 import tierstore
+from tests.rank_programs.fsdp import Tensors, whole
 
 WIDTH = 32
-Tensors = dict[str, torch.Tensor]
 
 
 class Net(nn.Module):
@@ -70,8 +69,3 @@ def train(directory: Path, steps: int) -> Tensors:
             found |= {f"{name}.{state}": whole(value) for state, value in tensors.items()}
     dist.barrier()
     return found
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.detach()
-    return found.full_tensor() if isinstance(found, DTensor) else found
