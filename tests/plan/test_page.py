@@ -155,7 +155,7 @@ def test_answers_stand_in_order() -> None:
         "The drives last 116 days",
         "The job fits",
         "A step takes 77.7 s",
-        "Paging is free from 6.46M tokens a step",
+        "Paging is free from 6.41M tokens a step",
         "Algorithms beside each other",
         "Assumed",
     ]
