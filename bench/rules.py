@@ -1,4 +1,4 @@
-"""Time of the elementwise rules: kernels of one pass, compared with operations of torch.
+"""Time of the elementwise rules: kernels in place of operations of torch.
 
 Both have the same bits, which is checked. ``torch.optim.AdamW(fused=True)`` is another single pass,
 rounded differently. The state is larger than the caches of most processors, as in training.
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -21,9 +22,13 @@ from step import now_s
 
 import tierstore
 from muon import one_pass, update
+from muon.rounding import rounded
+from tierstore.layout import encoding_kernels
+from tierstore.layout.encodings import ENCODINGS, EncodedState, StoredTensor
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-BYTES = {"momentum": 2 + 4 + 4, "weights": 8 + 4 + 4, "AdamW": 24 + 4 + 2}
+ENCODED = "AdamW, 8 bits"
+BYTES = {"momentum": 2 + 4 + 4, "weights": 8 + 4 + 4, "AdamW": 24 + 4 + 2, ENCODED: 10 + 2}
 """Bytes per element that a rule reads and writes in one pass, with the tensors of State."""
 
 
@@ -58,6 +63,22 @@ class State:
         self.momentum = numbers().bfloat16()
         self.out = numbers()
         self.means, self.mean_sqs = numbers(), numbers().square()
+        self.chunk = tierstore.Chunk((0, 0), shape)
+        self.encoded = [
+            self._encoded("master", "24bit", self.values),
+            self._encoded("exp_avg", "int8", self.means),
+            self._encoded("exp_avg_sq", "uint8_root", self.mean_sqs),
+        ]
+
+    def _encoded(self, state: str, encoding: str, values: torch.Tensor) -> EncodedState:
+        def zeros(stored: StoredTensor) -> torch.Tensor:
+            sizes = stored.chunk(self.chunk).sizes
+            return torch.zeros(sizes, dtype=stored.dtype, device=values.device)
+
+        form = ENCODINGS[encoding]
+        made = form.over(state, {stored.name: zeros(stored) for stored in form.stored(state)})
+        made.write(values)
+        return made
 
     def step(self, rule: str, rules: Any) -> None:
         """Do one rule of ``muon.one_pass`` or ``muon.update``; "fused AdamW" is of the latter."""
@@ -66,6 +87,10 @@ class State:
             rules.momentum_(self.grad, self.momentum, momentum=0.95, nesterov=True, out=self.out)
         elif rule == "weights":
             rules.muon_(master, self.out, lr=0.02, adjusted_lr=0.02, weight_decay=0.1)
+        elif rule == ENCODED:
+            own, *means = self.encoded
+            at_random = ([rounded(mean, "", self.chunk.sizes, self.chunk)] for mean in means)
+            rules.adamw_([own], [self.grad], *at_random, steps=[1.0], **ADAMW)
         else:
             adamw_ = rules.adamw_ if rule == "AdamW" else rules.fused_adamw_
             moments = [self.means], [self.mean_sqs]
@@ -74,7 +99,8 @@ class State:
     def tensors(self) -> list[torch.Tensor]:
         """Return all that a step changes."""
         changed = [self.values, self.parameter, self.momentum, self.out]
-        return [*changed, self.means, self.mean_sqs]
+        stored = [tensor for state in self.encoded for tensor in state.stored.values()]
+        return [*changed, self.means, self.mean_sqs, *stored]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +124,22 @@ class Row:
 def measure(rule: str, plan: Plan, device: str) -> Row:
     """Measure one rule in turns."""
     by_kernel, by_operations = State(plan, device), State(plan, device)
+
+    def operate() -> None:
+        with (
+            mock.patch.object(encoding_kernels, "fit", return_value=False),
+            mock.patch.object(one_pass, "kernels_for", return_value=None),
+        ):
+            by_operations.step(rule, update)
+
     by_kernel.step(rule, one_pass)
-    by_operations.step(rule, update)
+    operate()
     if not all(map(torch.equal, by_kernel.tensors(), by_operations.tensors())):
         raise SystemExit(f"the kernel of {rule} has other bits than the operations of torch")
     turns: dict[str, Callable[[], None]] = {
         "kernel": lambda: by_kernel.step(rule, one_pass),
-        "operations": lambda: by_operations.step(rule, update),
-        "operations again": lambda: by_operations.step(rule, update),
+        "operations": operate,
+        "operations again": operate,
     }
     if rule == "AdamW":
         turns["fused"] = lambda: by_operations.step("fused AdamW", update)
@@ -159,7 +193,7 @@ def main(
 ) -> None:
     """Compare kernels of one pass with operations of torch."""
     plan = PLANS["small" if small else "default"]
-    if one_pass._kernels(torch.device(device)) is None:
+    if one_pass.kernels_for(torch.device(device)) is None:
         raise SystemExit(f"there are no kernels for {device} here")
     rows = [measure(rule, plan, device) for rule in BYTES]
     Console(width=120).print(report(rows, device))

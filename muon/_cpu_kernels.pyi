@@ -48,3 +48,6 @@ def adamw(
     size: float,
     threads: int,
 ) -> bool: ...
+def random_bits(
+    rows: int, out: int, rows_numel: int, first_column: int, columns: int, threads: int
+) -> None: ...

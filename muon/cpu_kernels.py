@@ -134,6 +134,21 @@ def adamw_(
     return torch.tensor(True) if is_changed else None
 
 
+def random_bits(rows: torch.Tensor, first: int, columns: int) -> torch.Tensor:
+    """Return 16 random bits for each element, as ``muon.rounding.Chances`` does: int32.
+
+    Args:
+        rows: int32, contiguous: a number for each row.
+        first: the first column.
+        columns: how many.
+    """
+    bits = torch.empty((*rows.shape, columns), dtype=torch.int32, device="cpu")
+    _cpu_kernels.random_bits(
+        rows.data_ptr(), bits.data_ptr(), rows.numel(), first, columns, _threads(bits.numel())
+    )
+    return bits
+
+
 def _typed(tensor: torch.Tensor) -> tuple[int, bool]:
     """Return the address, and whether the elements are bfloat16."""
     return tensor.data_ptr(), tensor.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ import torch
 
 import tierstore
 from muon import update as plain
-from muon.encoded import AnyState
+from muon.encoded import AnyState, opened
 
 logger = logging.getLogger("muon")
 
@@ -33,7 +33,19 @@ def momentum_(
     maximize: bool = False,
 ) -> None:
     """Do ``muon.update.momentum_``."""
-    kernels = _kernels(grad.device)
+    if _is_encoded(momentum_buffer):
+        for grad_piece, state, out_piece in plain.pieces(grad, momentum_buffer, out):
+            with opened([state]) as [buffer]:
+                momentum_(
+                    grad_piece,
+                    buffer,
+                    momentum=momentum,
+                    nesterov=nesterov,
+                    out=out_piece,
+                    maximize=maximize,
+                )
+        return
+    kernels = kernels_for(grad.device)
     fits = kernels is not None and _fit(kernels, grad, momentum_buffer, out)
     rule = kernels.momentum_ if fits else plain.momentum_
     rule(grad, momentum_buffer, momentum=momentum, nesterov=nesterov, out=out, maximize=maximize)
@@ -49,7 +61,18 @@ def muon_(
     cautious: bool = False,
 ) -> None:
     """Do ``muon.update.muon_``."""
-    kernels = _kernels(update.device)
+    options: dict[str, Any] = {
+        "lr": lr,
+        "adjusted_lr": adjusted_lr,
+        "weight_decay": weight_decay,
+        "cautious": cautious,
+    }
+    if _is_encoded(master):
+        for update_piece, state in plain.pieces(update, master):
+            with opened([state]) as [piece]:
+                muon_(piece, update_piece, **options)
+        return
+    kernels = kernels_for(update.device)
     values, parameter = _parts(master)
     if kernels is not None and not cautious and _fit_masters(kernels, values, parameter):
         dense = update.contiguous()  # That of a tall matrix is a transposed view.
@@ -58,14 +81,7 @@ def muon_(
             changed = kernels.muon_(values, parameter, dense, decay=decay, alpha=alpha)
             _note_write(master, changed)
             return
-    plain.muon_(
-        master,
-        update,
-        lr=lr,
-        adjusted_lr=adjusted_lr,
-        weight_decay=weight_decay,
-        cautious=cautious,
-    )
+    plain.muon_(master, update, **options)
 
 
 def adamw_(
@@ -83,7 +99,15 @@ def adamw_(
     cautious: bool = False,
 ) -> None:
     """Do ``muon.update.adamw_``."""
-    kernels = _kernels(grads[0].device) if grads else None
+    options: dict[str, Any] = {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+        "cautious": cautious,
+    }
+    kernels = kernels_for(grads[0].device) if grads else None
     columns: Sequence[Sequence[Any]] = masters, grads, exp_avgs, exp_avg_sqs, steps
     # A learning rate that is a tensor decays some chunks in its own precision.
     if kernels is not None and not cautious and not isinstance(lr, torch.Tensor):
@@ -91,28 +115,31 @@ def adamw_(
         for row in zip(*columns, strict=True):
             master, grad, *moments, step = row
             values, parameter = _parts(master)
-            if (
-                grad.numel() < _SMALL_NUMEL
-                or not _fit_masters(kernels, values, parameter, *moments)
-                or not _fit(kernels, values, grad)
+            if grad.numel() < _SMALL_NUMEL:
+                left.append(row)
+            elif any(map(_is_encoded, (master, *moments))):
+                for piece in plain.pieces(grad, master, *moments):
+                    _adamw_encoded(*piece, step=step, **options)
+            elif not _fit_masters(kernels, values, parameter, *moments) or not _fit(
+                kernels, values, grad
             ):
                 left.append(row)
-                continue
-            sizes = _adamw_sizes(step, lr, betas=betas, eps=eps, weight_decay=weight_decay)
-            changed = kernels.adamw_(values, parameter, grad, *moments, maximize=maximize, **sizes)
-            _note_write(master, changed)
+            else:
+                sizes = _adamw_sizes(step, lr, betas=betas, eps=eps, weight_decay=weight_decay)
+                changed = kernels.adamw_(
+                    values, parameter, grad, *moments, maximize=maximize, **sizes
+                )
+                _note_write(master, changed)
         columns = list(zip(*left, strict=True)) or [()] * len(columns)
     *tensors, steps = columns
-    plain.adamw_(
-        *tensors,
-        steps=steps,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=maximize,
-        cautious=cautious,
-    )
+    plain.adamw_(*tensors, steps=steps, **options)
+
+
+def _adamw_encoded(grad: torch.Tensor, *states: AnyState, step: float, **options: Any) -> None:
+    """Do adamw_() for a piece of which states are encoded."""
+    with opened([_parts(state)[0] for state in states]) as decoded:
+        master = states[0] if isinstance(states[0], tierstore.RoundedMaster) else decoded[0]
+        adamw_([master], [grad], decoded[1:2], decoded[2:], steps=[step], **options)
 
 
 def _parts(master: AnyState) -> tuple[Any, torch.Tensor | None]:
@@ -120,6 +147,11 @@ def _parts(master: AnyState) -> tuple[Any, torch.Tensor | None]:
     if isinstance(master, tierstore.RoundedMaster):
         return master.master, master.parameter
     return master, None
+
+
+def _is_encoded(state: AnyState) -> bool:
+    """Return whether a state is not a tensor, nor a master that is one."""
+    return not isinstance(_parts(state)[0], torch.Tensor)
 
 
 def _fit(kernels: Any, *states: Any) -> bool:
@@ -152,7 +184,7 @@ def _note_write(master: Any, changed: torch.Tensor | None) -> None:
 
 
 @functools.cache
-def _kernels(device: torch.device) -> Any:
+def kernels_for(device: torch.device) -> Any:
     """Return the module of kernels that run on a device, or None."""
     name = {"cpu": "muon.cpu_kernels", "cuda": "muon.gpu_kernels"}.get(device.type)
     if name is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import tierstore
+from muon import one_pass
 from muon.encoded import AnyState
 
 _BITS = 16
@@ -53,8 +54,12 @@ class Chances:
         x = rows.mul(_GOLDEN_64).add_(int.from_bytes(digest, "little", signed=True))
         x = x.bitwise_xor_(x >> 29).mul_(_MIX_64).bitwise_right_shift_(32).to(torch.int32)
         if shape:
-            begin = chunk.offsets[-1]
-            columns = torch.arange(begin, begin + chunk.sizes[-1], device=device)
+            begin, size = chunk.offsets[-1], chunk.sizes[-1]
+            kernels = one_pass.kernels_for(device) if device.type == "cpu" else None
+            if kernels is not None:
+                bits: torch.Tensor = kernels.random_bits(x, begin, size)
+                return bits
+            columns = torch.arange(begin, begin + size, device=device)
             x = x[..., None] ^ columns.mul_(_GOLDEN_32).to(torch.int32)
         # The finalizer of a 32-bit hash: https://nullprogram.com/blog/2018/07/31/.
         for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B, 32))):

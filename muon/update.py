@@ -43,7 +43,7 @@ def momentum_(
         maximize: follow the gradient upwards: ``grad`` is negated.
     """
     wide_grad_dtype = torch.promote_types(grad.dtype, torch.float32)
-    for grad_piece, state, out_piece in _pieces(grad, momentum_buffer, out):
+    for grad_piece, state, out_piece in pieces(grad, momentum_buffer, out):
         with opened([state]) as [buffer]:
             wide = torch.promote_types(wide_grad_dtype, buffer.dtype)
             wide_grad = grad_piece.to(wide)  # (rows, columns)
@@ -77,7 +77,7 @@ def muon_(
         cautious: decay only elements that the update does not move away from zero.
     """
     decay, alpha = float(1 - lr * weight_decay), -float(adjusted_lr)
-    for update_piece, state in _pieces(update, master):
+    for update_piece, state in pieces(update, master):
         with opened([state]) as [values]:
             if cautious:
                 _decay_cautiously_(values, update_piece, decay)
@@ -232,7 +232,7 @@ def _batches(
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of several sequences of tensors in batches, each as a list per sequence.
 
-    Small tensors are joined and large ones cut as by _pieces(), so that the temporaries of a batch
+    Small tensors are joined and large ones cut as by pieces(), so that the temporaries of a batch
     stay in the cache. The tensors of one row have one shape.
 
     Yields:
@@ -242,7 +242,7 @@ def _batches(
     rows: list[tuple[Any, ...]] = []
     numel = 0
     for index, row in enumerate(zip(grads, *columns, strict=True)):
-        for piece in _pieces(*row):
+        for piece in pieces(*row):
             if rows and numel + piece[0].numel() > _PIECE_ELEMENTS:
                 yield indices, *map(list, zip(*rows, strict=True))
                 indices, rows, numel = [], [], 0
@@ -253,7 +253,7 @@ def _batches(
         yield indices, *map(list, zip(*rows, strict=True))
 
 
-def _pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
+def pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
     """Yield the same rows of all tensors, few enough that temporaries stay in the cache.
 
     On a CPU, larger temporaries would be allocated from the system and returned each time, which

@@ -228,6 +228,24 @@ bool adamw(std::uintptr_t master_at, std::uintptr_t parameter_at, std::uintptr_t
                           reinterpret_cast<const float *>(root_at));
 }
 
+// 16 random bits for each element of a matrix: a 32-bit hash of a number of the row and the column
+// (https://nullprogram.com/blog/2018/07/31/).
+void random_bits(std::uintptr_t rows_at, std::uintptr_t out_at, std::int64_t rows,
+                 std::int64_t first_column, std::int64_t columns, int threads) {
+    const auto *of_rows = reinterpret_cast<const std::uint32_t *>(rows_at);
+    auto *out = reinterpret_cast<std::uint32_t *>(out_at);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t column = 0; column < columns; ++column) {
+            const auto index = static_cast<std::uint32_t>(first_column + column);
+            std::uint32_t x = of_rows[row] ^ (index * 0x9e3779b1u);
+            x = (x ^ (x >> 16)) * 0x7feb352du;
+            x = (x ^ (x >> 15)) * 0x846ca68bu;
+            out[row * columns + column] = x >> 16;
+        }
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_cpu_kernels, module) {
@@ -236,4 +254,5 @@ NB_MODULE(_cpu_kernels, module) {
     module.def("muon", &muon, release());
     module.def("moments", &moments, release());
     module.def("adamw", &adamw, release());
+    module.def("random_bits", &random_bits, release());
 }

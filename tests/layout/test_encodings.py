@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.layout.encodings import Int8State, SplitMaster
+from tests.support.devices import needs_avx2
+from tierstore.layout import encoding_kernels
+from tierstore.layout.encodings import EncodedState, Int8State, RootState, SplitMaster
 
 # The largest numbers, zeros, infinities, NaNs of few bits, ties, and numbers below the normal ones.
 AWKWARD = [
@@ -184,3 +186,115 @@ def test_remainders_of_elements_that_were_changed_are_dropped() -> None:
     assert bool(state.drop_remainders(before))
     assert torch.equal(state.read(), torch.tensor([1 / 3, 2.0, 1 / 3]))
     assert not bool(state.drop_remainders(parameter.clone()))
+
+
+def powers() -> np.ndarray:
+    """Return the values of RootState in a block of scale 1: whole numbers to the fourth."""
+    squares = np.arange(256, dtype=np.float32) ** 2
+    found: np.ndarray = squares * squares
+    return found
+
+
+def root_numbers(ratios: np.ndarray, chances: np.ndarray | None) -> np.ndarray:
+    """Return the numbers of ratios by the definition, without a root."""
+    bounds = powers()
+    below = np.clip(np.searchsorted(bounds, ratios, "right") - 1, 0, 254)
+    parts = (ratios - bounds[below]) / (bounds[below + 1] - bounds[below])
+    rises = parts > (np.float32(0.5) if chances is None else chances)
+    found: np.ndarray = np.where(ratios > 0, np.maximum(below + rises, 1), 0)
+    return found
+
+
+@pytest.mark.parametrize("by_kernel", [pytest.param(True, marks=needs_avx2), False])
+@pytest.mark.parametrize("chance", [None, 0.0, 0.5, 65535 / 65536])
+def test_a_root_beside_a_whole_number_is_the_formula(
+    chance: float | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some roots of torch are a unit off, which must not change what they are cut off to."""
+    if not by_kernel:
+        monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
+    steps = np.arange(-8, 9, dtype=np.int32)[:, None]
+    near = (powers()[1:].view(np.int32) + steps).view(np.float32)
+    ratios = np.minimum(near, powers()[-1]).T.copy()  # (255, 17)
+    ratios[:, -1] = powers()[-1]  # So the scale is 1.
+    state = RootState("v", torch.zeros(ratios.shape, dtype=torch.uint8), torch.zeros(255, 1))
+    chances = None if chance is None else np.full(ratios.shape, chance, np.float32)
+    state.write(torch.from_numpy(ratios), None if chances is None else torch.from_numpy(chances))
+    assert (state.stored["v_scale"] == 1).all()
+    assert np.array_equal(state.stored["v_uint8"].numpy(), root_numbers(ratios, chances))
+
+
+def encoded_state(kind: str, shape: tuple[int, ...]) -> EncodedState:
+    """Return a state with zeros."""
+    blocks = torch.zeros((*shape[:-1], -(-shape[-1] // 256)))
+    if kind == "int8":
+        return Int8State("m", torch.zeros(shape, dtype=torch.int8), blocks)
+    if kind == "root":
+        return RootState("m", torch.zeros(shape, dtype=torch.uint8), blocks)
+    remainder = torch.zeros(shape, dtype=torch.int8 if kind == "split 8" else torch.int16)
+    return SplitMaster(torch.zeros(shape, dtype=torch.bfloat16), remainder)
+
+
+@needs_avx2
+@pytest.mark.parametrize("kind", ["int8", "root", "split 8", "split 16"])
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    columns=st.integers(1, 700),
+    seed=st.integers(0, 2**32 - 1),
+    exponent=st.floats(-44, 37),
+    awkward=st.lists(st.sampled_from(AWKWARD), max_size=5),
+    is_random=st.booleans(),
+)
+def test_kernels_have_the_bits_of_operations(
+    kind: str,
+    rows: int,
+    columns: int,
+    seed: int,
+    exponent: float,
+    awkward: list[int],
+    is_random: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn((rows, columns), generator=generator) * 10**exponent
+    if kind == "root":
+        values.square_()
+    flat = values.view(-1)
+    count = min(len(awkward), values.numel())
+    if count:
+        flat[torch.randperm(len(flat), generator=generator)[:count]] = masters(awkward)[:count]
+    chances = None
+    if is_random and "split" not in kind:
+        numbers = torch.randint(0, 1 << 16, values.shape, generator=generator)
+        chances = numbers.to(torch.float32) / (1 << 16)
+    found = []
+    for fit in (encoding_kernels.fit, lambda *tensors: False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(encoding_kernels, "fit", fit)
+            state = encoded_state(kind, (rows, columns))
+            state.write(values, chances)
+            found.append([*(tensor.clone() for tensor in state.stored.values()), state.read()])
+    for kernel, operations in zip(*found, strict=True):
+        assert np.array_equal(
+            kernel.contiguous().view(torch.uint8).numpy(),
+            operations.contiguous().view(torch.uint8).numpy(),
+        )
+
+
+@needs_avx2
+def test_tensors_that_kernels_do_not_take() -> None:
+    """Transposed ones, chances of another shape, and other dtypes."""
+    values = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    state = encoded_state("int8", (300, 256))
+    state.write(values.T.contiguous().T, torch.full((256,), 0.5))
+    expected = encoded_state("int8", (300, 256))
+    expected.write(values, torch.full((300, 256), 0.5))
+    assert torch.equal(state.read(), expected.read())
+    state.write(values, torch.zeros(300, 256).double())
+    expected.write(values, torch.zeros(300, 256))
+    assert torch.equal(state.read(), expected.read())
+    state.write(values.double())
+    expected.write(values)
+    assert torch.equal(state.read(), expected.read())
+    with pytest.raises(RuntimeError):
+        state.write(values[:299])

@@ -17,6 +17,7 @@ import muon
 import tierstore
 from muon import cpu_kernels, one_pass, update
 from tests.support.devices import needs_avx2, needs_cuda
+from tierstore.layout import encoding_kernels
 
 SHAPES = {"wide": (256, 513), "tall": (520, 264), "embedding": (1031, 129)}
 RULES: dict[str, dict[str, Any]] = {
@@ -24,6 +25,12 @@ RULES: dict[str, dict[str, Any]] = {
     "nesterov=False": {"nesterov": False, "momentum": 0.3},
     "float32 momentum": {"momentum_dtype": torch.float32},
     "maximize": {"maximize": True},
+}
+FEWER_BYTES: dict[str, dict[str, Any]] = {
+    "8 bits": {"master": "24bit", "momentum_dtype": torch.int8, "moments_dtype": torch.int8},
+    "16 bits": {"master": "remainder", "moments_dtype": torch.bfloat16},
+    "moments alone": {"moments_dtype": torch.int8},
+    "maximize": {"moments_dtype": torch.int8, "momentum_dtype": torch.int8, "maximize": True},
 }
 DEVICES = [pytest.param("cpu", marks=needs_avx2), pytest.param("cuda", marks=needs_cuda)]
 
@@ -38,7 +45,11 @@ def threads() -> Iterator[None]:
 
 
 def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Train four steps; parameters are changed in between, also to what is not finite."""
+    """Train four steps; parameters are changed in between, also to what is not finite.
+
+    Returns:
+        The states as pages keep them, and the parameters.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
@@ -46,19 +57,22 @@ def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, to
         return numbers.to(dtype)
 
     parameters = {name: torch.nn.Parameter(random(shape)) for name, shape in SHAPES.items()}
-    adamw = {key: value for key, value in rule.items() if key == "maximize"}
+    of_muon = {key: value for key, value in rule.items() if key != "moments_dtype"}
+    of_adamw = {
+        key: value for key, value in rule.items() if key in ("maximize", "master", "moments_dtype")
+    }
     groups = [
         {
             "params": [(name, parameters[name]) for name in ("wide", "tall")],
             "algorithm": "muon",
             "ns_dtype": torch.float32,
-            **rule,
+            **of_muon,
         },
         {
             "params": [("embedding", parameters["embedding"])],
             "algorithm": "adamw",
             "weight_decay": 0.1,
-            **adamw,
+            **of_adamw,
         },
     ]
     optimizer = muon.Muon(groups)
@@ -85,13 +99,26 @@ def test_a_training_has_the_bits_of_torch(
     device: str, dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = train(device, dtype, rule)
-    monkeypatch.setattr(one_pass, "_kernels", lambda device: None)
+    monkeypatch.setattr(one_pass, "kernels_for", lambda device: None)
+    torch.testing.assert_close(found, train(device, dtype, rule), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", FEWER_BYTES.values(), ids=FEWER_BYTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("threads")
+def test_states_in_fewer_bytes_have_the_bits_of_torch(
+    device: str, dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = train(device, dtype, rule)
+    monkeypatch.setattr(one_pass, "kernels_for", lambda device: None)
+    monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
     torch.testing.assert_close(found, train(device, dtype, rule), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_run(device: str) -> None:
-    assert one_pass._kernels(torch.device(device)) is not None
+    assert one_pass.kernels_for(torch.device(device)) is not None
 
 
 @needs_avx2
@@ -186,12 +213,13 @@ def test_each_rule_has_the_bits_of_torch(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("master", [None, "remainder"])
 def test_a_backward_after_the_step_is_refused_as_with_torch_optim(
-    device: str, dtype: torch.dtype, algorithm: str
+    device: str, dtype: torch.dtype, algorithm: str, master: str | None
 ) -> None:
     """autograd finds that a weight that it kept has changed."""
     weight = torch.nn.Parameter(torch.randn((300, 300), device=device).to(dtype))
-    group = {"params": [("weight", weight)], "algorithm": algorithm}
+    group = {"params": [("weight", weight)], "algorithm": algorithm, "master": master}
     optimizer = muon.Muon([group], ns_dtype=torch.float32)
     weight.grad = torch.ones_like(weight)
     values = torch.randn((300, 1), device=device, requires_grad=True)
@@ -207,12 +235,12 @@ def test_steps_go_on_where_no_kernels_are_built(
 ) -> None:
     expected = train("cpu", torch.bfloat16, {})
     monkeypatch.setitem(sys.modules, "muon.cpu_kernels", None)  # As if it could not be imported.
-    one_pass._kernels.cache_clear()
+    one_pass.kernels_for.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "muon"):
             found = train("cpu", torch.bfloat16, {})
     finally:
-        one_pass._kernels.cache_clear()
+        one_pass.kernels_for.cache_clear()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     [message] = caplog.messages
     assert message.startswith("steps on cpu take more passes over memory: ")
@@ -224,14 +252,14 @@ def test_steps_go_on_where_no_kernels_are_built(
 def test_the_default_dtype_does_not_matter(dtype: torch.dtype, before_first_use: bool) -> None:
     expected = train("cpu", torch.bfloat16, {})
     if before_first_use:
-        one_pass._kernels.cache_clear()
+        one_pass.kernels_for.cache_clear()
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         found = train("cpu", torch.bfloat16, {})
     finally:
         torch.set_default_dtype(default)
-    assert one_pass._kernels(torch.device("cpu")) is not None
+    assert one_pass.kernels_for(torch.device("cpu")) is not None
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

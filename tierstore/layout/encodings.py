@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 import torch
 from typing_extensions import override
 
+from tierstore.layout import encoding_kernels
 from tierstore.layout.chunks import Chunk
 
 MASTER = "master"
@@ -132,6 +133,7 @@ class SplitMaster(EncodedState):
     __slots__ = ("_parameter", "_remainder")
 
     def __init__(self, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+        assert parameter.shape == remainder.shape
         self._parameter = parameter
         self._remainder = remainder
 
@@ -142,6 +144,8 @@ class SplitMaster(EncodedState):
 
     @override
     def read(self) -> torch.Tensor:
+        if encoding_kernels.fit(self._parameter, self._remainder):
+            return encoding_kernels.decode_split(self._parameter, self._remainder)
         high = self._parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         low = self._remainder.to(torch.int32)
         if self._shift:
@@ -157,6 +161,9 @@ class SplitMaster(EncodedState):
     @override
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
         assert chances is None  # A parameter rounds as its master says.
+        if _fit([values], self._parameter, self._remainder):
+            encoding_kernels.encode_split(values, self._parameter, self._remainder)
+            return
         # The lower bits of a NaN may be all that it has, and rounded it may be a number.
         numbers = torch.nan_to_num(values, math.nan, math.inf, -math.inf).copysign_(values)
         bits = numbers.view(torch.int32)
@@ -218,7 +225,11 @@ class _BlockState(EncodedState):
 
     __slots__ = ("_name", "_numbers", "_scales")
 
+    _CODE: ClassVar[str]
+    """Name for ``tierstore.layout.encoding_kernels``."""
+
     def __init__(self, name: str, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        assert scales.shape == (*numbers.shape[:-1], -(-numbers.shape[-1] // BLOCK_COLUMNS))
         self._name = name
         self._numbers = numbers
         self._scales = scales
@@ -231,6 +242,8 @@ class _BlockState(EncodedState):
 
     @override
     def read(self) -> torch.Tensor:
+        if encoding_kernels.fit(self._numbers, self._scales):
+            return encoding_kernels.decode_blocks(self._CODE, self._numbers, self._scales)
         values = self._decoded(self._numbers.to(torch.float32))
         for of_blocks, scales in _blocks(values, self._scales):
             of_blocks.mul_(scales)
@@ -238,6 +251,10 @@ class _BlockState(EncodedState):
 
     @override
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
+        given = [values] if chances is None else [values, chances]
+        if _fit(given, self._numbers) and encoding_kernels.fit(self._scales):
+            encoding_kernels.encode_blocks(self._CODE, values, chances, self._numbers, self._scales)
+            return
         ratios = torch.empty_like(values)
         pairs = zip(_blocks(values, self._scales), _blocks(ratios, self._scales), strict=True)
         for (of_blocks, scales), (target, _) in pairs:
@@ -294,6 +311,8 @@ class Int8State(_BlockState):
 
     __slots__ = ()
 
+    _CODE = "int8"
+
     @override
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
         return largest / torch.full((), 127.0, device=largest.device)
@@ -314,11 +333,14 @@ class RootState(_BlockState):
     The scale is the largest value by 255^4. The distance of neighbours is 1.6% of the largest
     value there, 5% of a hundredth of it, and 28% of a hundred-thousandth. A value above 0 is never
     rounded to 0, by whose root Adam would divide, unless the largest value in its block is about
-    1e-35 or less. All operations are exact or rounded as IEEE 754 says, so that a value has one
-    number wherever it is computed.
+    1e-35 or less. A value has one number wherever it is computed: all operations but roots are
+    exact or rounded as IEEE 754 says, and a root that is a unit off does not matter, since a value
+    beside a fourth power is rounded to it from below and from above.
     """
 
     __slots__ = ()
+
+    _CODE = "root"
 
     @override
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
@@ -335,6 +357,15 @@ class RootState(_BlockState):
         parts = values.sub(low).div_(high.sub_(low))  # Between the two neighbours, in [0, 1].
         rises = parts.gt_(0.5 if chances is None else chances)  # 0 or 1.
         return below.add_(rises).clamp_min_(1).mul_(values.gt_(0))
+
+
+def _fit(given: Sequence[torch.Tensor], *stored: torch.Tensor) -> bool:
+    """Return whether a kernel encodes what is given: all in float32, each element one of stored."""
+    return (
+        all(tensor.dtype == torch.float32 for tensor in given)
+        and len({tensor.shape for tensor in (*given, *stored)}) == 1
+        and encoding_kernels.fit(*given, *stored)
+    )
 
 
 def _block_tensors(state: str, dtype: torch.dtype) -> Sequence[StoredTensor]:

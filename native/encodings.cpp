@@ -1,0 +1,212 @@
+// The encodings of tierstore/layout/encodings.py in one pass over memory, with the bits of torch's
+// operations.
+//
+// Each operation is exact or rounded as IEEE 754 says, and -ffp-contract=off joins none, so the
+// compiler may vectorize the loops as it likes. Roots of torch may be rounded in another way, which
+// changes no number; see RootState. Addresses come from
+// tierstore/layout/encoding_kernels.py, which checks dtypes and layout. Tensors do not overlap.
+// Threads are those of torch: the functions of OpenMP are found in the library that torch has
+// loaded.
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr std::int32_t kInfinity = 0x7f800000;  // Larger magnitudes are NaNs.
+constexpr std::int32_t kMagnitude = 0x7fffffff;
+constexpr std::int64_t kBlock = 256;  // Columns that have one scale.
+
+inline std::int32_t bits_of(float value) {
+    std::int32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+template <class T>
+T *at(std::uintptr_t address) {
+    return reinterpret_cast<T *>(address);
+}
+
+// SplitMaster: a parameter of 16 bits, and a remainder of 16 or 8.
+
+template <class Remainder>
+constexpr int kShift = 16 - 8 * static_cast<int>(sizeof(Remainder));  // Bits that it does not have.
+
+template <class Remainder>
+void decode_split_part(const std::int16_t *parameter, const Remainder *remainder, std::int32_t *out,
+                       std::int64_t numel) {
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const std::int32_t high = parameter[i] * 0x10000;
+        const std::int32_t sum = high + remainder[i] * (1 << kShift<Remainder>);
+        out[i] = (sum & kMagnitude) <= kInfinity ? sum : high;
+    }
+}
+
+template <class Remainder>
+void encode_split_part(const std::int32_t *values, std::int16_t *parameter, Remainder *remainder,
+                       std::int64_t numel) {
+    constexpr int shift = kShift<Remainder>;
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const std::int32_t sign = values[i] & ~kMagnitude;
+        const bool is_nan = (values[i] & kMagnitude) > kInfinity;
+        const std::uint32_t number = is_nan ? sign | 0x7fc00000 : values[i];
+        const std::uint32_t bits = number + (1u << shift >> 1);
+        remainder[i] = static_cast<Remainder>(bits >> shift);
+        parameter[i] = static_cast<std::int16_t>((bits + 0x8000) >> 16);
+    }
+}
+
+// Calls part(first element, elements) for parts of a tensor, in threads.
+template <class Part>
+void in_parallel(std::int64_t numel, int threads, Part part) {
+    constexpr std::int64_t size = 4096;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (std::int64_t begin = 0; begin < numel; begin += size) {
+        part(begin, std::min(size, numel - begin));
+    }
+}
+
+template <class Remainder>
+void decode_split(std::uintptr_t parameter, std::uintptr_t remainder, std::uintptr_t values,
+                  std::int64_t numel, int threads) {
+    in_parallel(numel, threads, [=](std::int64_t begin, std::int64_t count) {
+        decode_split_part(at<std::int16_t>(parameter) + begin, at<Remainder>(remainder) + begin,
+                          at<std::int32_t>(values) + begin, count);
+    });
+}
+
+template <class Remainder>
+void encode_split(std::uintptr_t values, std::uintptr_t parameter, std::uintptr_t remainder,
+                  std::int64_t numel, int threads) {
+    in_parallel(numel, threads, [=](std::int64_t begin, std::int64_t count) {
+        encode_split_part(at<std::int32_t>(values) + begin, at<std::int16_t>(parameter) + begin,
+                          at<Remainder>(remainder) + begin, count);
+    });
+}
+
+// Int8State and RootState: the numbers of a block are those of its values divided by a scale.
+
+struct Int8 {
+    using Number = std::int8_t;
+    static constexpr float kLargest = 127;  // What the largest magnitude of a block becomes.
+
+    static float decode(float number) { return number; }
+
+    static float nearest(float ratio) { return limited(std::nearbyint(ratio)); }
+
+    static float by_chance(float ratio, float chance) { return limited(std::floor(ratio + chance)); }
+
+   private:
+    static float limited(float number) { return std::min(std::max(number, -127.0f), 127.0f); }
+};
+
+struct Root {
+    using Number = std::uint8_t;
+    static constexpr float kLargest = 255.0 * 255 * 255 * 255;
+
+    static float decode(float number) {
+        const float square = number * number;
+        return square * square;
+    }
+
+    static float nearest(float ratio) { return by_chance(ratio, 0.5f); }
+
+    static float by_chance(float ratio, float chance) {
+        const float below = std::min(std::floor(std::sqrt(std::sqrt(ratio))), 254.0f);
+        const float low = decode(below);
+        const float part = (ratio - low) / (decode(below + 1) - low);
+        const float number = std::max(below + (part > chance ? 1.0f : 0.0f), 1.0f);
+        return ratio > 0 ? number : 0.0f;
+    }
+};
+
+template <class Code>
+void decode_block(const typename Code::Number *numbers, float scale, float *values,
+                  std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = Code::decode(numbers[i]) * scale;
+}
+
+// Returns the scale.
+template <class Code>
+float encode_block(const float *values, const float *chances, typename Code::Number *numbers,
+                   std::int64_t count) {
+    std::int32_t largest = 0;  // Magnitudes are in the order of their bits, NaNs last.
+    for (std::int64_t i = 0; i < count; ++i) {
+        largest = std::max(largest, bits_of(values[i]) & kMagnitude);
+    }
+    float scale;
+    std::memcpy(&scale, &largest, sizeof scale);
+    scale = largest < kInfinity ? scale / Code::kLargest : std::numeric_limits<float>::quiet_NaN();
+    const float divisor = scale > 0 ? scale : 1.0f;
+    auto number = [=](std::int64_t i, auto rounded) {
+        const float ratio = values[i] / divisor;
+        const bool is_finite = (bits_of(ratio) & kMagnitude) < kInfinity;
+        const float code = rounded(is_finite ? ratio : 0.0f, i);
+        numbers[i] = static_cast<typename Code::Number>(static_cast<std::int32_t>(code));
+    };
+    if (chances == nullptr) {
+        for (std::int64_t i = 0; i < count; ++i) {
+            number(i, [](float ratio, std::int64_t) { return Code::nearest(ratio); });
+        }
+    } else {
+        for (std::int64_t i = 0; i < count; ++i) {
+            number(i, [=](float ratio, std::int64_t at) {
+                return Code::by_chance(ratio, chances[at]);
+            });
+        }
+    }
+    return scale;
+}
+
+// Calls body(first element, elements, index) for each block, in threads.
+template <class Body>
+void by_blocks(std::int64_t rows, std::int64_t columns, int threads, Body body) {
+    const std::int64_t blocks = (columns + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (std::int64_t index = 0; index < rows * blocks; ++index) {
+        const std::int64_t begin = index % blocks * kBlock;
+        body(index / blocks * columns + begin, std::min(kBlock, columns - begin), index);
+    }
+}
+
+template <class Code>
+void decode_blocks(std::uintptr_t numbers, std::uintptr_t scales, std::uintptr_t values,
+                   std::int64_t rows, std::int64_t columns, int threads) {
+    by_blocks(rows, columns, threads, [=](std::int64_t begin, std::int64_t count, std::int64_t index) {
+        decode_block<Code>(at<typename Code::Number>(numbers) + begin, at<float>(scales)[index],
+                           at<float>(values) + begin, count);
+    });
+}
+
+template <class Code>
+void encode_blocks(std::uintptr_t values, std::uintptr_t chances, std::uintptr_t numbers,
+                   std::uintptr_t scales, std::int64_t rows, std::int64_t columns, int threads) {
+    by_blocks(rows, columns, threads, [=](std::int64_t begin, std::int64_t count, std::int64_t index) {
+        const float *of_block = chances == 0 ? nullptr : at<float>(chances) + begin;
+        at<float>(scales)[index] =
+            encode_block<Code>(at<float>(values) + begin, of_block,
+                               at<typename Code::Number>(numbers) + begin, count);
+    });
+}
+
+}  // namespace
+
+NB_MODULE(_encodings, module) {
+    using release = nb::call_guard<nb::gil_scoped_release>;
+    module.def("decode_split_16", &decode_split<std::int16_t>, release());
+    module.def("decode_split_8", &decode_split<std::int8_t>, release());
+    module.def("encode_split_16", &encode_split<std::int16_t>, release());
+    module.def("encode_split_8", &encode_split<std::int8_t>, release());
+    module.def("decode_int8", &decode_blocks<Int8>, release());
+    module.def("decode_root", &decode_blocks<Root>, release());
+    module.def("encode_int8", &encode_blocks<Int8>, release());
+    module.def("encode_root", &encode_blocks<Root>, release());
+}

@@ -1,0 +1,111 @@
+"""Encodings as native kernels for a CPU: one pass over memory, with the bits of torch's operations.
+
+Tensors are what fit() takes, of one shape and of the dtypes that ``tierstore.layout.encodings``
+gives them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+_THREAD_NUMEL = 1 << 16
+"""Elements for which one more thread pays."""
+
+
+def fit(*tensors: torch.Tensor) -> bool:
+    """Return whether there are kernels for these tensors.
+
+    Not for subclasses, which may have no memory of their own, nor for freed tensors.
+    """
+    return _kernels() is not None and all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+        for tensor in tensors
+    )
+
+
+def decode_split(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the masters of a bfloat16 parameter and a remainder of int16 or int8."""
+    values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    _of_bits("decode_split", remainder)(
+        parameter.data_ptr(),
+        remainder.data_ptr(),
+        values.data_ptr(),
+        values.numel(),
+        _threads(values),
+    )
+    return values
+
+
+def encode_split(values: torch.Tensor, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Split float32 masters into a parameter and a remainder."""
+    _of_bits("encode_split", remainder)(
+        values.data_ptr(),
+        parameter.data_ptr(),
+        remainder.data_ptr(),
+        values.numel(),
+        _threads(values),
+    )
+    torch.autograd.graph.increment_version(parameter)
+
+
+def decode_blocks(code: str, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values of numbers with a scale for each block of columns.
+
+    Args:
+        code: "int8" or "root".
+        numbers: of 8 bits, shape (..., columns).
+        scales: float32, shape (..., blocks).
+    """
+    values = torch.empty(numbers.shape, dtype=torch.float32, device="cpu")
+    decode = getattr(_kernels(), f"decode_{code}")
+    decode(numbers.data_ptr(), scales.data_ptr(), values.data_ptr(), *_sizes(values))
+    return values
+
+
+def encode_blocks(
+    code: str,
+    values: torch.Tensor,
+    chances: torch.Tensor | None,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Encode float32 values, with chances at random; see decode_blocks()."""
+    getattr(_kernels(), f"encode_{code}")(
+        values.data_ptr(),
+        0 if chances is None else chances.data_ptr(),
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        *_sizes(values),
+    )
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Return the native module, or None where it is not built or the processor lacks AVX2."""
+    try:
+        from tierstore.layout import _encodings
+    except ImportError:
+        return None
+    return _encodings if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else None
+
+
+def _of_bits(name: str, remainder: torch.Tensor) -> Any:
+    return getattr(_kernels(), f"{name}_{8 * remainder.itemsize}")
+
+
+def _sizes(values: torch.Tensor) -> tuple[int, int, int]:
+    """Return rows, columns and threads."""
+    *rows, columns = values.shape
+    return math.prod(rows), columns, _threads(values)
+
+
+def _threads(values: torch.Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + values.numel() // _THREAD_NUMEL)
