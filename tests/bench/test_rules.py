@@ -15,7 +15,7 @@ def test_small_run(tmp_path: Path) -> None:
     done = run_benchmark("rules.py", "--small", "--json", str(path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
-    assert [row["rule"] for row in rows] == ["momentum", "weights", "AdamW"]
+    assert [row["rule"] for row in rows] == ["momentum", "weights", "AdamW", "AdamW, 8 bits"]
     for row in rows:
         assert row["rule"] in done.stdout
         assert row["ratio"] == sorted(row["ratio"])
