@@ -47,6 +47,7 @@ CASES: list[Case] = [
     (3, "rows", "auto", torch.bfloat16),
     (2, "columns", "auto", torch.float32),
     (4, "hsdp", "auto", torch.bfloat16),
+    (3, "uneven", "auto", torch.float32),
 ]
 # What begins from the checkpoint of each.
 BEGUN: list[Case] = [
@@ -55,6 +56,7 @@ BEGUN: list[Case] = [
     (2, "copies", "flat", torch.bfloat16),
     (4, "rows", "auto", torch.float32),
     (3, "copies", "by_parameter", torch.bfloat16),
+    (2, "uneven", "auto", torch.float32),
 ]
 
 
@@ -263,6 +265,16 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks(
     found = pool.run(3, "tests.rank_programs.checkpoints:fail_to_begin", job, good)
     assert sorted(kind for kind, _ in found) == ["CorruptionError", "PeerFailed", "PeerFailed"]
     assert all("rank-00000.page-000000" in text for _, text in found)
+
+
+def test_an_uneven_parameter_that_is_not_trained_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    work = "tests.rank_programs.checkpoints:publish_with_an_uneven_frozen_parameter"
+    for text in pool.run(2, work, tmp_path):
+        assert text == (
+            "CheckpointError: 'bias' of the model is not trained, and ranks hold uneven parts of "
+            "it, which PyTorch cannot gather: keep it whole on each rank"
+        )
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -31,7 +31,8 @@ LAYOUTS = [
     (1, "rows"),
     (2, "columns"),
     *((3, layout) for layout in ("rows", "columns", "copies", "fsdp")),
-    *((4, layout) for layout in ("hsdp", "fsdp and tp", "experts")),
+    *((4, layout) for layout in ("hsdp", "fsdp and tp", "experts", "uneven")),
+    *((world_size, "uneven") for world_size in (2, 3)),
 ]
 MORE_LAYOUTS = [
     *((1, layout) for layout in ("columns", "copies", "fsdp")),

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from tests.rank_programs.training import Case
+from tests.rank_programs.training import SHAPES, Case
 from tests.support.rank_pool import RankPool
 from tests.support.training import Shapes
 
@@ -35,6 +37,8 @@ ROWS: Shapes = {
 STACKED: list[Any] = [
     pytest.param(4, "fsdp and tp", {}, marks=long),
     (4, "experts", {}),
+    (3, "uneven", {}),
+    (4, "uneven", {}),
 ]
 
 
@@ -61,6 +65,19 @@ def test_helpers_of_torch(
 ) -> None:
     case = Case(layout=layout, options=options)
     pool.run(ranks, "tests.rank_programs.states:helpers", case, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("shapes", [SHAPES, ROWS], ids=["all", "rows"])
+def test_states_of_uneven_parts_are_saved_by_stock_pytorch(
+    ranks: int, shapes: Shapes, pool: RankPool, tmp_path: Path
+) -> None:
+    case = Case(layout="uneven", shapes=shapes)
+    found = pool.run(ranks, "tests.rank_programs.states:save_by_stock", case, tmp_path / "saved")
+    loaded = {name: torch.full_like(tensor, 7) for name, tensor in found[0].items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "saved")
+    for name, tensor in found[0].items():
+        assert torch.equal(loaded[name], tensor), name
 
 
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])

@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muon
 import tierstore
+from tests.rank_programs.training import unevenly
 from tests.support import stock_reader
+from tests.support.attempts import attempt
 from tests.support.published import PAGE_BYTES, make_groups
 from tests.support.toy import verified
 from tierstore.storage.folder import LocalFolder
@@ -87,21 +89,43 @@ def replicated_rows(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def by_columns(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    cut: dict[nn.Parameter, nn.Parameter] = {}
+def _replace_parameters(model: nn.Module, place: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in cut:
-                whole = distribute_tensor(parameter.data, mesh, [Shard(parameter.ndim - 1)])
-                cut[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module._parameters[name] = None if parameter is None else cut[parameter]
+            if parameter is not None:
+                if parameter not in placed:
+                    placed[parameter] = place(parameter)
+                    placed[parameter].requires_grad_(parameter.requires_grad)
+                module._parameters[name] = placed[parameter]
+
+
+def by_columns(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def place(parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(parameter.ndim - 1)]))
+
+    _replace_parameters(model, place)
+
+
+def unevenly_by_rows(model: nn.Module) -> None:
+    """Frozen parameters stay whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def place(parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.requires_grad:
+            return parameter
+        return unevenly(parameter.data, mesh, [Shard(0)], seed=parameter.numel())
+
+    _replace_parameters(model, place)
 
 
 LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {
     "copies": lambda model: None,
     "rows": by_rows,
     "columns": by_columns,
+    "uneven": unevenly_by_rows,
     "hsdp": replicated_rows,
 }
 
@@ -113,7 +137,16 @@ def train_step(model: nn.Module, optimizer: muon.Muon, step: int) -> None:
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, DTensor):
-            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            [place] = parameter.__create_chunk_list__()
+            chunk = tierstore.Chunk(tuple(place.offsets), tuple(place.sizes))
+            gradient = DTensor.from_local(
+                chunk.select(gradient),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         parameter.grad = gradient
     optimizer.step()
 
@@ -351,3 +384,15 @@ def copied_pages(job: Job, failing: int | None) -> tuple[int, str]:
             return 0, f"{type(error).__name__}: {error}"
         assert publication.done
     return publication.bytes_copied, ""
+
+
+def publish_with_an_uneven_frozen_parameter(directory: Path) -> str:
+    """Return what publishing raises."""
+    model = nn.Linear(4, 6)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.bias = unevenly(model.bias.data, mesh, [Shard(0)], seed=1).requires_grad_(False)
+    with tierstore.TierStore(directory / "run", peer_timeout=60.0) as store:
+        optimizer = muon.Muon([{"params": [("weight", model.weight)]}], store=store)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return attempt(lambda: store.checkpoint(directory / "checkpoint", model=model))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muon
 import tierstore
@@ -49,6 +50,34 @@ def _large_for_whole_steps(rank: int) -> tuple[Any, dict[str, Any]]:
     return tensor, {"group": blocks, "gather_memory": 64}
 
 
+def _listed(*chunks: tuple[int, int]) -> Callable[[int], tuple[Any, dict[str, Any]]]:
+    """Let three ranks list these rows, given as (start, count), of 6; rank 2 has nothing."""
+
+    def make(rank: int) -> tuple[Any, dict[str, Any]]:
+        start, count = chunks[rank]
+        own = DTensor.from_local(
+            torch.ones(count, 4),
+            DeviceMesh("cpu", [0, 1, 2]),
+            [Shard(0)],
+            run_check=False,
+            shape=(6, 4),
+            stride=(4, 1),
+        )
+        parameter = torch.nn.Parameter(own)
+        place = ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((count, 4)))
+        parameter._local_tensor.__create_chunk_list__ = lambda: [place]
+        return parameter, {}
+
+    return make
+
+
+def _several_chunks(rank: int) -> tuple[Any, dict[str, Any]]:
+    parameter, options = _listed((0, 2), (2, 2), (4, 2))(rank)
+    lists = parameter._local_tensor.__create_chunk_list__()
+    parameter._local_tensor.__create_chunk_list__ = lambda: lists * (1 + (rank == 1))
+    return parameter, options
+
+
 KINDS: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "on some ranks": _on_some_ranks,
     "other values": _other_values,
@@ -57,13 +86,17 @@ KINDS: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "other statistics": _other_statistics,
     "a row without a column": _row_without_a_column,
     "large for whole steps": _large_for_whole_steps,
+    "parts that overlap": _listed((0, 4), (3, 3), (6, 0)),
+    "parts in another order": _listed((4, 2), (0, 4), (6, 0)),
+    "parts that leave rows out": _listed((0, 3), (3, 2), (6, 0)),
+    "several chunks": _several_chunks,
 }
 
 
 def refusal(kind: str) -> tuple[str, str]:
     """Return class and text of what the first step raises on this rank of three."""
     tensor, options = KINDS[kind](dist.get_rank())
-    parameter = torch.nn.Parameter(tensor)
+    parameter = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor)
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
         group = {"params": [("matrix", parameter)], **options.pop("group", {})}
         optimizer = muon.Muon([group], store=store, **options)

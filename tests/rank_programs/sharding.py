@@ -132,13 +132,14 @@ def place() -> list[Placed]:
 
 def _look(case: str, tensor: DTensor) -> Placed:
     local = tensor.detach().to_local()
+    world_size = dist.get_world_size()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return Placed(
-        world_size=dist.get_world_size(),
+        world_size=world_size,
         case=case,
         shape=tuple(tensor.shape),
-        sharding=holding_of(tensor, range(dist.get_world_size())).sharding,
+        sharding=holding_of(tensor, range(world_size), [None] * world_size).sharding,
         coordinate=tuple(coordinate),
         local_shape=tuple(local.shape),
         local_values=[int(value) for value in local.flatten().tolist()],

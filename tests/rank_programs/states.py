@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -150,6 +151,25 @@ def round_trip(case: Case, directory: Path) -> None:
         ours.assert_state(saved, again.optimizer.state_dict())
         reread = store.read_states(["embedding", "bias", "nothing"])
         assert list(reread) == ["embedding", "bias", "nothing"]
+
+
+def save_by_stock(case: Case, directory: Path) -> dict[str, torch.Tensor]:
+    """Save the states of three steps by dcp.save(); return the whole ones by name."""
+    reference = Training(whole_case(case), None)
+    reference.step(1, 2, 3)
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        ours = Training(case, store)
+        ours.step(1, 2, 3)
+        dcp.save(_flat(ours.optimizer.state_dict()), checkpoint_id=directory)
+    return _flat(reference.optimizer.state_dict())
+
+
+def _flat(state_dict: StateDict) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}.{state}": tensor
+        for key, states in state_dict["state"].items()
+        for state, tensor in states.items()
+    }
 
 
 def helpers(case: Case, directory: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -317,8 +318,58 @@ def _experts(wholes: Tensors) -> Tensors:
     return placed
 
 
+def _uneven(wholes: Tensors) -> Tensors:
+    """Rows cut anywhere, and every second parameter's columns by other ranks then."""
+    world_size = dist.get_world_size()
+    one = init_device_mesh("cpu", (world_size,))
+    two = init_device_mesh("cpu", (2, world_size // 2)) if world_size % 2 == 0 else one
+    placed: Tensors = {}
+    for index, (name, whole) in enumerate(wholes.items()):
+        if not whole.ndim:
+            placed[name] = distribute_tensor(whole, one, [Replicate()])
+        elif index % 2 and whole.ndim > 1 and two.ndim == 2:
+            placed[name] = unevenly(whole, two, [Shard(whole.ndim - 1), Shard(0)], seed=index)
+        else:
+            placed[name] = unevenly(whole, one, [Shard(0)], seed=index)
+    return placed
+
+
+def unevenly(
+    whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement], seed: int
+) -> nn.Parameter:
+    """Return a parameter cut at places that a seed decides, some ranks may have nothing.
+
+    As Megatron-FSDP does, the local tensor has functions that tell what it holds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    offsets, sizes = [0] * whole.ndim, list(whole.shape)
+    for placement, size, index in zip(
+        placements, mesh.shape, mesh.get_coordinate() or (), strict=True
+    ):
+        assert isinstance(placement, Shard)
+        extent = whole.shape[placement.dim]
+        cuts = torch.randint(extent + 1, (size - 1,), generator=generator).sort().values.tolist()
+        bounds = [0, *cuts, extent]
+        offsets[placement.dim] = bounds[index]
+        sizes[placement.dim] = bounds[index + 1] - bounds[index]
+    chunk = tierstore.Chunk(tuple(offsets), tuple(sizes))
+    own = DTensor.from_local(
+        chunk.select(whole).contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    parameter = nn.Parameter(own, requires_grad=whole.is_floating_point())
+    place = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    parameter._local_tensor.__create_chunk_list__ = lambda: [place]
+    return parameter
+
+
 LAYOUTS: dict[str, Layout] = {
     "plain": _plain,
+    "uneven": _uneven,
     "rows": _distributed(_rows),
     "columns": _distributed(_columns),
     "copies": _distributed(lambda whole: Replicate()),

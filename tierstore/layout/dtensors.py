@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tierstore.layout.sharding import Holding, Sharded, Sharding, whole_on
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.sharding import Holding, Sharded, Sharding, uneven, whole_on
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -83,7 +84,37 @@ def placed_as(
         spec = type(spec)(spec.mesh, placements, tensor_meta=meta)
     # from_local() would copy to the device of the mesh.
     make = cast("Callable[..., DTensor]", DTensor)
-    return make(local, spec, requires_grad=False)
+    placed = make(local, spec, requires_grad=False)
+    if listed := listed_chunk(parameter):
+        dimensions = enumerate(zip(listed.offsets, listed.sizes, strict=True))
+        runs = [(0, whole.shape[d]) if d in copied else run for d, run in dimensions]
+        _list_chunk(placed, Chunk(tuple(run[0] for run in runs), tuple(run[1] for run in runs)))
+    return placed
+
+
+def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
+    """Let a DTensor tell ``torch.distributed.checkpoint`` what this rank holds; see listed_chunk().
+
+    The functions are those for which DTensor asks its local tensor.
+    """
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    place = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+
+    def write_items(name: str, written: DTensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(written.to_local())
+        data = TensorWriteData(place, properties, written.size())
+        index = MetadataIndex(name, place.offsets)
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
+
+    local: Any = tensor._local_tensor
+    local.__create_chunk_list__ = lambda: [place]
+    local.__create_write_items__ = write_items
 
 
 def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -106,17 +137,40 @@ def _placement(tensor: torch.Tensor) -> tuple[Sequence[Placement], object] | Non
     return dtensor.placements, dtensor.device_mesh
 
 
-def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
+def listed_chunk(tensor: torch.Tensor) -> Chunk | None:
+    """Return what this rank holds of a DTensor that is not cut evenly; None of other tensors.
+
+    Its local tensor has a function ``__create_chunk_list__``, as Megatron-FSDP adds it and
+    ``torch.distributed.checkpoint`` asks for it.
+
+    Raises:
+        ValueError: it holds several chunks.
+    """
+    create = is_dtensor(tensor) and getattr(
+        cast("DTensor", tensor)._local_tensor, "__create_chunk_list__", None
+    )
+    if not create:
+        return None
+    chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in create()]
+    if len(chunks) > 1:
+        raise ValueError(f"its chunk list has {len(chunks)} chunks on this rank, expected one")
+    return chunks[0] if chunks else Chunk((0,) * tensor.ndim, (0,) * tensor.ndim)
+
+
+def holding_of(
+    tensor: torch.Tensor, global_ranks: Sequence[int], listed: Sequence[Chunk | None]
+) -> Holding:
     """Return the ranks that hold a tensor, and its sharding over them.
 
     Args:
         tensor: plain, or a DTensor.
         global_ranks: rank of the job -> its global rank, which a mesh names. The returned
             ranks are ranks of the job.
+        listed: rank of the job -> what listed_chunk() returned there.
 
     Raises:
-        ValueError: a placement is neither Shard nor Replicate, or the mesh has a rank outside
-            the job.
+        ValueError: a placement is neither Shard nor Replicate, the mesh has a rank outside
+            the job, or listed chunks do not follow each other.
     """
     if not is_dtensor(tensor):
         return whole_on(range(len(global_ranks)))
@@ -130,7 +184,11 @@ def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
         mesh_shape=tuple(dtensor.device_mesh.shape),
         placements=tuple(map(_placement_of, dtensor.placements)),
     )
-    return Holding(ranks=tuple(ranks[number] for number in numbers), sharding=sharding)
+    held = tuple(ranks[number] for number in numbers)
+    chunks = [listed[rank] for rank in held]
+    if any(chunks):
+        sharding = uneven(sharding, tensor.shape, chunks)
+    return Holding(ranks=held, sharding=sharding)
 
 
 def _placement_of(placement: Placement) -> Sharded | None:

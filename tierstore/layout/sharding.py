@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from tierstore.layout.chunks import Chunk, flat_range_chunks
 class Sharded:
     """Ranks along a dimension of the mesh hold consecutive parts of one dimension of the tensor.
 
-    The cut is that of ``torch.chunk``: the last ranks may hold less than the others, or nothing.
+    The cut is that of ``torch.chunk``, in which the last ranks may hold less than the others, or
+    nothing, unless ``bounds`` say otherwise.
     """
 
     dim: int
@@ -35,6 +36,9 @@ class Sharded:
     dimensions of the mesh that cut ``dim`` into ``split_factor`` shards. FSDP2 places tensor
     parallel parameters like this.
     """
+
+    bounds: tuple[int, ...] | None = None
+    """Rank r holds the indices [bounds[r], bounds[r + 1])."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
@@ -66,6 +70,12 @@ class Sharding:
         if min(self.mesh_shape, default=1) < 1:
             raise ValueError(f"every dimension of the mesh needs a rank, got {self}")
         for dim in sorted({placement.dim for placement in self.placements if placement}):
+            placements = [self.placements[mesh_dim] for mesh_dim, _ in _cuts(self, dim)]
+            if len(placements) > 1 and any(p and p.bounds for p in placements):
+                raise ValueError(
+                    f"dimension {dim} is cut several times, and not evenly: redistribute the "
+                    f"tensor to one Shard of it. Got {self}"
+                )
             if _cut_order(self, dim) is None and len(_cuts(self, dim)) > 1:
                 raise ValueError(
                     f"the indices of dimension {dim} that a rank holds are ambiguous: the split "
@@ -201,7 +211,11 @@ def _dimension_runs(
     if order is not None:
         run = range(extent)
         for mesh_dim in order:
-            run = _shard(run, coordinate[mesh_dim], sharding.mesh_shape[mesh_dim])
+            index, placement = coordinate[mesh_dim], sharding.placements[mesh_dim]
+            if placement and placement.bounds:
+                run = run[placement.bounds[index] : placement.bounds[index + 1]]
+            else:
+                run = _shard(run, index, sharding.mesh_shape[mesh_dim])
         return [run] if run else []
     ((mesh_dim, split_factor),) = _cuts(sharding, dim)
     runs: list[range] = []
@@ -346,6 +360,50 @@ def _keeps_rows_together(shape: tuple[int, ...], sharding: Sharding, count: int)
         for run in _dimension_runs(sharding, coordinate, 0, shape[0])
     ]
     return all(run.start % count == run.stop % count == 0 for run in runs)
+
+
+def uneven(sharding: Sharding, shape: Sequence[int], chunks: Sequence[Chunk | None]) -> Sharding:
+    """Return a sharding of the same mesh that is cut where these chunks meet.
+
+    Example: three ranks hold rows 0 to 5, none, and 5 to 12; then the bounds are (0, 5, 5, 12).
+
+    Args:
+        sharding: the dimensions that are cut.
+        shape: of the tensor.
+        chunks: what each rank holds, in row-major order of the mesh; None: nothing.
+
+    Raises:
+        ValueError: the chunks of ranks along a dimension of the mesh do not follow each other.
+    """
+    positions = np.arange(len(chunks)).reshape(sharding.mesh_shape)
+    placements: list[Sharded | None] = []
+    for mesh_dim, placement in enumerate(sharding.placements):
+        if placement is None:
+            placements.append(None)
+            continue
+        bounds = [0]
+        for index in range(sharding.mesh_shape[mesh_dim]):
+            held = [chunks[int(at)] for at in positions.take(index, mesh_dim).flat]
+            runs = {
+                (chunk.offsets[placement.dim], chunk.sizes[placement.dim])
+                for chunk in held
+                if chunk and chunk.numel
+            }
+            if any(start != bounds[-1] for start, _ in runs) or len(runs) > 1:
+                raise ValueError(
+                    f"by their chunk lists, (start, length) of the ranks with index {index} of "
+                    f"dimension {mesh_dim} of the mesh are {sorted(runs)} in dimension "
+                    f"{placement.dim}, and the ranks before them end at {bounds[-1]}: parts must "
+                    "follow each other in the order of the ranks"
+                )
+            bounds.append(bounds[-1] + sum(size for _, size in runs))
+        if math.prod(shape) and bounds[-1] != shape[placement.dim]:
+            raise ValueError(
+                f"the chunk lists of its ranks end at {bounds[-1]} of dimension {placement.dim}, "
+                f"which has {shape[placement.dim]} elements"
+            )
+        placements.append(replace(placement, bounds=tuple(bounds)))
+    return replace(sharding, placements=tuple(placements))
 
 
 def whole_on(ranks: Sequence[int]) -> Holding:

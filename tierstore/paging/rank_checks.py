@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 import xxhash
 
 from tierstore.errors import NonFiniteGradientError, RunMismatchError
-from tierstore.layout.dtensors import holding_of, local_tensor
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.dtensors import holding_of, listed_chunk, local_tensor
 from tierstore.layout.ownership import SharedParameter, SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
 from tierstore.layout.sharding import Holding, stacked, whole_on
@@ -30,7 +32,7 @@ from tierstore.paging.gradients import (
     named_by,
     sample_of,
 )
-from tierstore.ranks.peers import Peers, Ranks, agree, together
+from tierstore.ranks.peers import Peers, Ranks, agree
 from tierstore.run import tagged_json
 from tierstore.run.manifest import pack_scalars
 
@@ -56,12 +58,20 @@ def describe_groups(ranks: Ranks, groups: Sequence[PagedGroup]) -> list[list[Sha
         RunMismatchError: the ranks have different parameters; the message names the first.
         PeerFailed: a ValueError on another rank.
     """
-    shared = together(
-        ranks,
-        "describe the parameters",
-        lambda: [[_describe(member, ranks) for member in group.parameters] for group in groups],
-    )
-    digests = ranks.gather(xxhash.xxh3_128_hexdigest(repr(shared).encode()))
+    members = [member for group in groups for member in group.parameters]
+    rank_listed = agree(ranks, "find shards that are not cut evenly", lambda: _listed(members))
+    shared: list[list[SharedParameter]] = []
+
+    def describe() -> str:
+        for group in groups:
+            listed = (
+                (member, [of_rank.get(member.name) for of_rank in rank_listed])
+                for member in group.parameters
+            )
+            shared.append([_describe(member, ranks, chunks) for member, chunks in listed])
+        return xxhash.xxh3_128_hexdigest(repr(shared).encode())
+
+    digests = agree(ranks, "describe the parameters", describe)
     if len(set(digests)) > 1:
         shared = [
             [_combined(parameters) for parameters in zip_longest(*rank_groups)]
@@ -241,11 +251,38 @@ def _first_difference(rank_values: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
-    """Return the spec of a parameter and the ranks that hold it, as far as this rank knows."""
-    spec = parameter.spec
+def _listed(members: Sequence[PagedParameter]) -> dict[str, Chunk]:
+    """Return the chunks of this rank that only chunk lists tell, by name of the parameter."""
+    found = {}
+    for member in members:
+        with _named_error(member.name):
+            if chunk := listed_chunk(member.tensor):
+                found[member.name] = chunk
+    return found
+
+
+@contextlib.contextmanager
+def _named_error(name: str) -> Iterator[None]:
+    """Name the parameter in a ValueError."""
     try:
-        holding = _holding(parameter, ranks)
+        yield
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r} cannot be paged: {error}") from error
+
+
+def _describe(
+    parameter: PagedParameter, ranks: Ranks, listed: Sequence[Chunk | None]
+) -> SharedParameter:
+    """Return the spec of a parameter and the ranks that hold it, as far as this rank knows.
+
+    Args:
+        parameter: the parameter.
+        ranks: all ranks.
+        listed: of each rank, as holding_of() takes them.
+    """
+    spec = parameter.spec
+    with _named_error(spec.name):
+        holding = _holding(parameter, ranks, listed)
         if ranks.rank not in holding.ranks:
             raise ValueError(
                 f"its mesh has ranks {list(holding.ranks)} and not this rank, {ranks.rank}: ranks "
@@ -268,8 +305,6 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
             )
         if spec.column_block > 1:
             _require_whole_blocks(spec, holding, ranks.rank)
-    except ValueError as error:
-        raise ValueError(f"parameter {spec.name!r} cannot be paged: {error}") from error
     return shared_parameter(parameter, holding)
 
 
@@ -297,9 +332,9 @@ def shared_parameter(parameter: PagedParameter, holding: Holding) -> SharedParam
     )
 
 
-def _holding(parameter: PagedParameter, ranks: Ranks) -> Holding:
+def _holding(parameter: PagedParameter, ranks: Ranks, listed: Sequence[Chunk | None]) -> Holding:
     if ranks.world_size > 1:
-        return holding_of(parameter.tensor, ranks.global_ranks)
+        return holding_of(parameter.tensor, ranks.global_ranks, listed)
     # A replica of ranks outside of this job of one is stepped as a parameter of this rank alone.
     local, shape = local_tensor(parameter.tensor).shape, parameter.tensor.shape
     if local != shape:
