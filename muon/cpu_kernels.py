@@ -1,4 +1,6 @@
-"""Update rules as native kernels for a CPU: one pass over memory, with the bits of muon.update.
+"""Native kernels for a CPU: update rules in one pass over memory, and random bits.
+
+They have the bits of muon.update and muon.rounding.
 
 Tensors are contiguous, in memory of the CPU, of float32 or bfloat16; see fit(). Masters and moments
 are float32.

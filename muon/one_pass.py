@@ -33,7 +33,7 @@ def momentum_(
     maximize: bool = False,
 ) -> None:
     """Do ``muon.update.momentum_``."""
-    if _is_encoded(momentum_buffer):
+    if _needs_opening(momentum_buffer):
         for grad_piece, state, out_piece in plain.pieces(grad, momentum_buffer, out):
             with opened([state]) as [buffer]:
                 momentum_(
@@ -67,7 +67,7 @@ def muon_(
         "weight_decay": weight_decay,
         "cautious": cautious,
     }
-    if _is_encoded(master):
+    if _needs_opening(master):
         for update_piece, state in plain.pieces(update, master):
             with opened([state]) as [piece]:
                 muon_(piece, update_piece, **options)
@@ -117,7 +117,7 @@ def adamw_(
             values, parameter = _parts(master)
             if grad.numel() < _SMALL_NUMEL:
                 left.append(row)
-            elif any(map(_is_encoded, (master, *moments))):
+            elif any(map(_needs_opening, (master, *moments))):
                 for piece in plain.pieces(grad, master, *moments):
                     _adamw_encoded(*piece, step=step, **options)
             elif not _fit_masters(kernels, values, parameter, *moments) or not _fit(
@@ -149,8 +149,8 @@ def _parts(master: AnyState) -> tuple[Any, torch.Tensor | None]:
     return master, None
 
 
-def _is_encoded(state: AnyState) -> bool:
-    """Return whether a state is not a tensor, nor a master that is one."""
+def _needs_opening(state: AnyState) -> bool:
+    """Return whether a step computes with what opened() gives, not with the state itself."""
     return not isinstance(_parts(state)[0], torch.Tensor)
 
 

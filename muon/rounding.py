@@ -35,11 +35,13 @@ class Chances:
         self._shape = shape
         self._chunk = chunk
 
-    def __getitem__(self, rows: slice) -> Chances:
-        start, stop, _ = rows.indices(self._chunk.sizes[0])
-        offsets = (self._chunk.offsets[0] + start, *self._chunk.offsets[1:])
-        sizes = (stop - start, *self._chunk.sizes[1:])
-        return Chances(self._key, self._shape, tierstore.Chunk(offsets, sizes))
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Chances:
+        offsets, sizes = list(self._chunk.offsets), list(self._chunk.sizes)
+        for dimension, part in enumerate(index if isinstance(index, tuple) else (index,)):
+            start, stop, _ = part.indices(sizes[dimension])
+            offsets[dimension] += start
+            sizes[dimension] = stop - start
+        return Chances(self._key, self._shape, tierstore.Chunk(tuple(offsets), tuple(sizes)))
 
     def bits(self, device: torch.device) -> torch.Tensor:
         """Return 16 random bits for each element: int32, of the shape of the chunk."""

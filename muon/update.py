@@ -253,16 +253,28 @@ def _batches(
         yield indices, *map(list, zip(*rows, strict=True))
 
 
-def pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
+def pieces(first: torch.Tensor, *others: AnyState, dimension: int = 0) -> Iterator[tuple[Any, ...]]:
     """Yield the same rows of all tensors, few enough that temporaries stay in the cache.
 
     On a CPU, larger temporaries would be allocated from the system and returned each time, which
     takes several times as long as the computation. Tensors on a GPU are yielded whole.
+
+    Args:
+        first: tells the shape.
+        others: of the same shape.
+        dimension: the first that is cut; the next one is if its rows are too large, but not the
+            last.
     """
     tensors = (first, *others)
     if not first.is_cpu or first.numel() <= _PIECE_ELEMENTS:
         yield tensors
         return
-    rows = max(1, _PIECE_ELEMENTS * len(first) // first.numel())
-    for start in range(0, len(first), rows):
-        yield tuple(tensor[start : start + rows] for tensor in tensors)  # (rows, ...) of each
+    size = first.shape[dimension]
+    rows = max(1, _PIECE_ELEMENTS * size // first.numel())
+    for start in range(0, size, rows):
+        part = (*(slice(None),) * dimension, slice(start, start + rows))
+        piece = tuple(tensor[part] for tensor in tensors)
+        if dimension < first.ndim - 2:
+            yield from pieces(*piece, dimension=dimension + 1)
+        else:
+            yield piece

@@ -3,10 +3,11 @@
 //
 // Each operation is exact or rounded as IEEE 754 says, and -ffp-contract=off joins none, so the
 // compiler may vectorize the loops as it likes. Roots of torch may be rounded in another way, which
-// changes no number; see RootState. Addresses come from
-// tierstore/layout/encoding_kernels.py, which checks dtypes and layout. Tensors do not overlap.
-// Threads are those of torch: the functions of OpenMP are found in the library that torch has
-// loaded.
+// changes no number; see RootState.
+//
+// Addresses come from tierstore/layout/encoding_kernels.py, which checks the layout. Tensors do not
+// overlap. Threads are those of torch: the functions of OpenMP are found in the library that torch
+// has loaded.
 
 #include <nanobind/nanobind.h>
 
@@ -44,9 +45,10 @@ template <class Remainder>
 void decode_split_part(const std::int16_t *parameter, const Remainder *remainder, std::int32_t *out,
                        std::int64_t numel) {
     for (std::int64_t i = 0; i < numel; ++i) {
-        const std::int32_t high = parameter[i] * 0x10000;
-        const std::int32_t sum = high + remainder[i] * (1 << kShift<Remainder>);
-        out[i] = (sum & kMagnitude) <= kInfinity ? sum : high;
+        const auto high = static_cast<std::uint32_t>(parameter[i]) << 16;
+        const auto low = static_cast<std::uint32_t>(remainder[i]) << kShift<Remainder>;
+        const auto sum = static_cast<std::int32_t>(high + low);
+        out[i] = (sum & kMagnitude) <= kInfinity ? sum : static_cast<std::int32_t>(high);
     }
 }
 
@@ -102,7 +104,9 @@ struct Int8 {
 
     static float nearest(float ratio) { return limited(std::nearbyint(ratio)); }
 
-    static float by_chance(float ratio, float chance) { return limited(std::floor(ratio + chance)); }
+    static float by_chance(float ratio, float chance) {
+        return limited(std::floor(ratio + chance));
+    }
 
    private:
     static float limited(float number) { return std::min(std::max(number, -127.0f), 127.0f); }
@@ -158,8 +162,8 @@ float encode_block(const float *values, const float *chances, typename Code::Num
         }
     } else {
         for (std::int64_t i = 0; i < count; ++i) {
-            number(i, [=](float ratio, std::int64_t at) {
-                return Code::by_chance(ratio, chances[at]);
+            number(i, [=](float ratio, std::int64_t index) {
+                return Code::by_chance(ratio, chances[index]);
             });
         }
     }
@@ -180,7 +184,7 @@ void by_blocks(std::int64_t rows, std::int64_t columns, int threads, Body body) 
 template <class Code>
 void decode_blocks(std::uintptr_t numbers, std::uintptr_t scales, std::uintptr_t values,
                    std::int64_t rows, std::int64_t columns, int threads) {
-    by_blocks(rows, columns, threads, [=](std::int64_t begin, std::int64_t count, std::int64_t index) {
+    by_blocks(rows, columns, threads, [=](auto begin, auto count, auto index) {
         decode_block<Code>(at<typename Code::Number>(numbers) + begin, at<float>(scales)[index],
                            at<float>(values) + begin, count);
     });
@@ -189,7 +193,7 @@ void decode_blocks(std::uintptr_t numbers, std::uintptr_t scales, std::uintptr_t
 template <class Code>
 void encode_blocks(std::uintptr_t values, std::uintptr_t chances, std::uintptr_t numbers,
                    std::uintptr_t scales, std::int64_t rows, std::int64_t columns, int threads) {
-    by_blocks(rows, columns, threads, [=](std::int64_t begin, std::int64_t count, std::int64_t index) {
+    by_blocks(rows, columns, threads, [=](auto begin, auto count, auto index) {
         const float *of_block = chances == 0 ? nullptr : at<float>(chances) + begin;
         at<float>(scales)[index] =
             encode_block<Code>(at<float>(values) + begin, of_block,

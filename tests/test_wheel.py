@@ -155,6 +155,7 @@ def test_the_readme_works_as_any_user(python: Path, folder: Path) -> None:
             assert torch.equal(value, expected[name]), name
         if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
             import muon.cpu_kernels
+            import tierstore.layout._encodings
         print("loaded")
     """)
     (work / "program.py").write_text(program, encoding="utf-8")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support.devices import needs_avx2
 from tierstore.layout import encoding_kernels
@@ -279,6 +280,18 @@ def test_kernels_have_the_bits_of_operations(
             kernel.contiguous().view(torch.uint8).numpy(),
             operations.contiguous().view(torch.uint8).numpy(),
         )
+
+
+@needs_avx2
+@pytest.mark.parametrize("kind", ["int8", "root", "split 8", "split 16"])
+def test_kernels_run(kind: str) -> None:
+    values, state = torch.ones(3, 300), encoded_state(kind, (3, 300))
+    chances = None if "split" in kind else torch.zeros(3, 300)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        state.write(values, chances)
+        read = state.read()
+    assert torch.equal(read, values)
+    assert {event.key for event in profiled.key_averages()} == {"aten::empty"}
 
 
 @needs_avx2

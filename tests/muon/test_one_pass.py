@@ -14,12 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import muon
+import muon.rules
 import tierstore
 from muon import cpu_kernels, one_pass, update
 from tests.support.devices import needs_avx2, needs_cuda
 from tierstore.layout import encoding_kernels
 
-SHAPES = {"wide": (256, 513), "tall": (520, 264), "embedding": (1031, 129)}
+# Some are stepped in several pieces.
+SHAPES = {
+    "wide": (256, 1025),
+    "tall": (520, 264),
+    "embedding": (1031, 257),
+    "stack": (2, 1030, 257),
+}
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "nesterov=False": {"nesterov": False, "momentum": 0.3},
@@ -69,7 +76,7 @@ def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, to
             **of_muon,
         },
         {
-            "params": [("embedding", parameters["embedding"])],
+            "params": [(name, parameters[name]) for name in ("embedding", "stack")],
             "algorithm": "adamw",
             "weight_decay": 0.1,
             **of_adamw,
@@ -82,13 +89,22 @@ def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, to
         if step == 2:
             with torch.no_grad():
                 for parameter in parameters.values():
-                    parameter[3, 5:9] = torch.tensor([0.0, 7.5, float("inf"), float("nan")])
+                    of_row = parameter.view(-1, parameter.shape[-1])[3, 5:9]
+                    of_row.copy_(torch.tensor([0.0, 7.5, float("inf"), float("nan")]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Of the change.
             optimizer.step()
     found = optimizer.store.read_states()
     states = {f"{n}.{s}": t for n, of_one in found.items() for s, t in of_one.items()}
     return states | dict(parameters)
+
+
+def leave_out_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by operations of torch alone."""
+    for rule in ("momentum_", "muon_", "adamw_"):
+        monkeypatch.setattr(muon.rules, rule, getattr(update, rule))
+    monkeypatch.setattr(one_pass, "kernels_for", lambda device: None)
+    monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,7 +115,7 @@ def test_a_training_has_the_bits_of_torch(
     device: str, dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = train(device, dtype, rule)
-    monkeypatch.setattr(one_pass, "kernels_for", lambda device: None)
+    leave_out_kernels(monkeypatch)
     torch.testing.assert_close(found, train(device, dtype, rule), rtol=0, atol=0, equal_nan=True)
 
 
@@ -111,8 +127,7 @@ def test_states_in_fewer_bytes_have_the_bits_of_torch(
     device: str, dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = train(device, dtype, rule)
-    monkeypatch.setattr(one_pass, "kernels_for", lambda device: None)
-    monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
+    leave_out_kernels(monkeypatch)
     torch.testing.assert_close(found, train(device, dtype, rule), rtol=0, atol=0, equal_nan=True)
 
 
@@ -249,14 +264,24 @@ def test_steps_go_on_where_no_kernels_are_built(
 @needs_avx2
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("before_first_use", [True, False])
-def test_the_default_dtype_does_not_matter(dtype: torch.dtype, before_first_use: bool) -> None:
-    expected = train("cpu", torch.bfloat16, {})
+@pytest.mark.parametrize("rule", [{}, FEWER_BYTES["8 bits"]], ids=["default", "8 bits"])
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_the_default_dtype_does_not_matter(
+    dtype: torch.dtype,
+    before_first_use: bool,
+    rule: dict[str, Any],
+    by_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = train("cpu", torch.bfloat16, rule)
+    if not by_kernels:
+        monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
     if before_first_use:
         one_pass.kernels_for.cache_clear()
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        found = train("cpu", torch.bfloat16, {})
+        found = train("cpu", torch.bfloat16, rule)
     finally:
         torch.set_default_dtype(default)
     assert one_pass.kernels_for(torch.device("cpu")) is not None

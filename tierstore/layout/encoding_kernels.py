@@ -7,10 +7,13 @@ gives them.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("tierstore")
 
 _THREAD_NUMEL = 1 << 16
 """Elements for which one more thread pays."""
@@ -89,12 +92,15 @@ def encode_blocks(
 
 @functools.cache
 def _kernels() -> Any:
-    """Return the native module, or None where it is not built or the processor lacks AVX2."""
+    """Return the native module, or None where the processor lacks AVX2 or it is not built."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
     try:
         from tierstore.layout import _encodings
-    except ImportError:
+    except ImportError as error:
+        logger.warning("states in fewer bytes take more passes over memory: %s", error)
         return None
-    return _encodings if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else None
+    return _encodings
 
 
 def _of_bits(name: str, remainder: torch.Tensor) -> Any:

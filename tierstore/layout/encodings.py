@@ -133,7 +133,7 @@ class SplitMaster(EncodedState):
     __slots__ = ("_parameter", "_remainder")
 
     def __init__(self, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
-        assert parameter.shape == remainder.shape
+        assert (parameter.shape, parameter.dtype) == (remainder.shape, torch.bfloat16)
         self._parameter = parameter
         self._remainder = remainder
 
@@ -229,7 +229,8 @@ class _BlockState(EncodedState):
     """Name for ``tierstore.layout.encoding_kernels``."""
 
     def __init__(self, name: str, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-        assert scales.shape == (*numbers.shape[:-1], -(-numbers.shape[-1] // BLOCK_COLUMNS))
+        blocks = (*numbers.shape[:-1], -(-numbers.shape[-1] // BLOCK_COLUMNS))
+        assert (scales.shape, scales.dtype) == (blocks, torch.float32)
         self._name = name
         self._numbers = numbers
         self._scales = scales
@@ -315,7 +316,7 @@ class Int8State(_BlockState):
 
     @override
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        return largest / torch.full((), 127.0, device=largest.device)
+        return largest / torch.full((), 127.0, dtype=torch.float32, device=largest.device)
 
     @override
     def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -334,8 +335,8 @@ class RootState(_BlockState):
     value there, 5% of a hundredth of it, and 28% of a hundred-thousandth. A value above 0 is never
     rounded to 0, by whose root Adam would divide, unless the largest value in its block is about
     1e-35 or less. A value has one number wherever it is computed: all operations but roots are
-    exact or rounded as IEEE 754 says, and a root that is a unit off does not matter, since a value
-    beside a fourth power is rounded to it from below and from above.
+    exact or rounded as IEEE 754 says, and roots may be a few units too large, since a value just
+    below a fourth power is rounded to it either way, with chances of 16 bits.
     """
 
     __slots__ = ()
@@ -344,7 +345,7 @@ class RootState(_BlockState):
 
     @override
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        return largest / torch.full((), 255.0**4, device=largest.device)
+        return largest / torch.full((), 255.0**4, dtype=torch.float32, device=largest.device)
 
     @override
     def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
