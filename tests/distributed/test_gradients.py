@@ -88,6 +88,15 @@ def test_a_rank_may_have_no_gradient(pool: RankPool) -> None:
         assert "no parameter has a gradient" in warned
 
 
+def test_a_gradient_with_other_rows_than_the_parameter_is_refused(pool: RankPool) -> None:
+    for rank, (raised, step) in enumerate(pool.run(2, f"{GRADIENTS}:cut_elsewhere")):
+        assert raised == (
+            "ValueError: the local tensor of the gradient of 'matrix' has shape "
+            f"[{4 - 2 * rank}, 4] on this rank, that of the parameter [3, 4]: cut both alike"
+        )
+        assert step == 0
+
+
 @pytest.mark.parametrize("layout", ["plain", "sharded"])
 def test_a_gradient_that_is_missing_on_one_rank_is_refused_on_request(
     pool: RankPool, layout: str

@@ -158,6 +158,20 @@ def absent_on_one() -> tuple[str, str]:
         return first, "".join(str(each.message) for each in warned)
 
 
+def cut_elsewhere() -> tuple[str, int]:
+    """Step with a gradient of other rows than the parameter: what is raised, and the steps."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+        optimizer = muon.Muon([("matrix", parameter)], store=store)
+        rows = torch.ones(4 - 2 * rank, 4)
+        parameter.grad = DTensor.from_local(
+            rows, mesh, [Shard(0)], run_check=False, shape=(6, 4), stride=(4, 1)
+        )
+        return attempt(optimizer.step), store.step
+
+
 def missing_on_one(layout: str, missing: str) -> tuple[str, int]:
     """Step with a gradient that rank 1 has not: what is raised, and the steps at the end."""
     with tierstore.TierStore(None, peer_timeout=30.0) as store:

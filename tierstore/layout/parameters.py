@@ -320,6 +320,14 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> torch.Ten
             f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
             f"is {describe_placement(tensor)}: redistribute the gradient"
         )
+    if is_dtensor(grad):
+        own, expected = (local_tensor(of_ranks).shape for of_ranks in (grad, tensor))
+        # FSDP leaves shards without elements in another shape.
+        if own != expected and own.numel() + expected.numel() > 0:
+            raise ValueError(
+                f"the local tensor of the gradient of {spec.name!r} has shape {list(own)} on this "
+                f"rank, that of the parameter {list(expected)}: cut both alike"
+            )
     if grad.layout != torch.strided:
         raise ValueError(
             f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
