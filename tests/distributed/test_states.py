@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.rank_programs.training import SHAPES, Case
+from tests.rank_programs.training import FEW, SHAPES, Case
 from tests.support.rank_pool import RankPool
 from tests.support.training import Shapes
 
@@ -68,7 +68,7 @@ def test_helpers_of_torch(
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("shapes", [SHAPES, ROWS], ids=["all", "rows"])
+@pytest.mark.parametrize("shapes", [SHAPES, ROWS, FEW], ids=["all", "rows", "few"])
 def test_states_of_uneven_parts_are_saved_by_stock_pytorch(
     ranks: int, shapes: Shapes, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -78,6 +78,17 @@ def test_states_of_uneven_parts_are_saved_by_stock_pytorch(
     dcp.load(loaded, checkpoint_id=tmp_path / "saved")
     for name, tensor in found[0].items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def test_states_of_other_rows_are_refused(pool: RankPool) -> None:
+    found = pool.run(2, "tests.rank_programs.states:load_states_of_other_rows")
+    for rank, (text, values) in enumerate(found):
+        rows = 5 - 2 * rank
+        assert text == (
+            "ValueError: the local tensor of state 'momentum_buffer' of 'matrix' has shape "
+            f"[{rows}, 3] on this rank, expected [4, 3]: give all of it, or cut it as the parameter"
+        )
+        assert not values.any()
 
 
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])

@@ -358,7 +358,7 @@ def test_real_ranks_had_every_kind_of_shard(placed: list[Placed]) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_uneven_parts_are_held_as_listed(data: st.DataObject) -> None:
+def test_uneven_parts_follow_each_other(data: st.DataObject) -> None:
     """Along any dimensions of a mesh, some of which hold copies."""
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     dims = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), max_size=3))
@@ -370,46 +370,38 @@ def test_uneven_parts_are_held_as_listed(data: st.DataObject) -> None:
         cuts = st.lists(st.integers(0, extent), min_size=size - 1, max_size=size - 1)
         bounds.append([0, *sorted(data.draw(cuts)), extent])
 
-    def chunk_of(coordinate: tuple[int, ...]) -> Chunk:
-        offsets, sizes = [0] * len(shape), list(shape)
+    def part_of(coordinate: tuple[int, ...]) -> torch.Tensor:
+        part = positions(shape)
         for index, dim, inner in zip(coordinate, dims, bounds, strict=True):
             if dim is not None:
-                offsets[dim], sizes[dim] = inner[index], inner[index + 1] - inner[index]
-        return Chunk(tuple(offsets), tuple(sizes))
+                part = part.narrow(dim, inner[index], inner[index + 1] - inner[index])
+        return part
 
     cut = tuple(None if dim is None else Sharded(dim=dim) for dim in dims)
     even = Sharding(mesh_shape=mesh_shape, placements=cut)
-    chunks = {coordinate: chunk_of(coordinate) for coordinate in coordinates(even)}
-    listed = [
-        chunk if chunk.numel or data.draw(st.booleans()) else None for chunk in chunks.values()
-    ]
-    locals_ = {place: chunk.select(positions(shape)) for place, chunk in chunks.items()}
-    assert_sound(shape, uneven(even, shape, listed), locals_)
+    locals_ = {coordinate: part_of(coordinate) for coordinate in coordinates(even)}
+    # Without elements a part may have any shape.
+    shapes = [part.shape if part.numel() else (0,) * len(shape) for part in locals_.values()]
+    assert_sound(shape, uneven(even, shape, shapes), locals_)
+
+
+def test_parts_that_are_not_the_whole_are_refused() -> None:
+    with pytest.raises(ValueError, match="have 11 elements together, and it has 12"):
+        uneven(rows_on(2), (12, 3), [(5, 3), (6, 3)])
+    copies = Sharding(mesh_shape=(2, 1), placements=(None, Sharded(dim=0)))
+    with pytest.raises(ValueError, match=r"index 0 of dimension 1 .* have \[4, 5\] elements"):
+        uneven(copies, (12, 3), [(5, 3), (4, 3)])
 
 
 @pytest.mark.parametrize(
-    ("listed", "message"),
-    [
-        ([(0, 5), (5, 6)], "end at 11 of dimension 0, which has 12 elements"),
-        ([(0, 5), (4, 8)], r"index 1 .* are \[\(4, 8\)\] in dimension 0, and .* end at 5"),
-        ([(7, 5), (0, 7)], r"index 0 .* are \[\(7, 5\)\] in dimension 0, and .* end at 0"),
-        ([(0, 5), None], "end at 5 of dimension 0, which has 12 elements"),
-    ],
+    "shapes", [[(3, 3)] * 4, [(12, 3), (0, 3), (0, 3), (0, 3)]], ids=["even", "all on one"]
 )
-def test_parts_that_do_not_follow_each_other_are_refused(
-    listed: list[tuple[int, int] | None], message: str
-) -> None:
-    chunks = [Chunk((one[0], 0), (one[1], 3)) if one else None for one in listed]
-    with pytest.raises(ValueError, match=message):
-        uneven(rows_on(2), (12, 3), chunks)
-
-
-def test_copies_that_differ_and_several_cuts_are_refused() -> None:
-    chunks = [Chunk((0, 0), (rows, 3)) for rows in (5, 4)]
-    copies = Sharding(mesh_shape=(2, 1), placements=(None, Sharded(dim=0)))
-    with pytest.raises(ValueError, match=r"are \[\(0, 4\), \(0, 5\)\] in dimension 0"):
-        uneven(copies, (12, 3), chunks)
+def test_a_dimension_that_is_cut_twice_is_not_cut_unevenly(shapes: list[tuple[int, int]]) -> None:
     twice = Sharding(mesh_shape=(2, 2), placements=(Sharded(dim=0), Sharded(dim=0)))
-    rows = [Chunk((start, 0), (3, 3)) for start in (0, 3, 6, 9)]
     with pytest.raises(ValueError, match="dimension 0"):
-        uneven(twice, (12, 3), rows)
+        uneven(twice, (12, 3), shapes)
+
+
+def test_a_strided_shard_has_no_bounds() -> None:
+    with pytest.raises(ValueError, match="a strided shard cannot have bounds"):
+        Sharded(dim=0, split_factor=2, bounds=(0, 4, 8))

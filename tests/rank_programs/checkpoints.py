@@ -137,16 +137,12 @@ def train_step(model: nn.Module, optimizer: muon.Muon, step: int) -> None:
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, DTensor):
-            [place] = parameter.__create_chunk_list__()
-            chunk = tierstore.Chunk(tuple(place.offsets), tuple(place.sizes))
-            gradient = DTensor.from_local(
-                chunk.select(gradient),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            mesh, placements = parameter.device_mesh, parameter.placements
+            if hasattr(parameter, "seed_of_cuts"):
+                seed = parameter.seed_of_cuts
+                gradient = unevenly(gradient, mesh, list(placements), seed).detach()
+            else:
+                gradient = distribute_tensor(gradient, mesh, placements)
         parameter.grad = gradient
     optimizer.step()
 
@@ -390,7 +386,8 @@ def publish_with_an_uneven_frozen_parameter(directory: Path) -> str:
     """Return what publishing raises."""
     model = nn.Linear(4, 6)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model.bias = unevenly(model.bias.data, mesh, [Shard(0)], seed=1).requires_grad_(False)
+    model.bias = unevenly(model.bias.data, mesh, [Shard(0)], seed=2).requires_grad_(False)
+    assert model.bias.to_local().shape != (3,)
     with tierstore.TierStore(directory / "run", peer_timeout=60.0) as store:
         optimizer = muon.Muon([{"params": [("weight", model.weight)]}], store=store)
         model.weight.grad = torch.ones_like(model.weight)

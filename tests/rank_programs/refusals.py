@@ -51,7 +51,7 @@ def _large_for_whole_steps(rank: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _listed(*chunks: tuple[int, int]) -> Callable[[int], tuple[Any, dict[str, Any]]]:
-    """Let three ranks list these rows, given as (start, count), of 6; rank 2 has nothing."""
+    """Let three ranks list these rows, given as (start, count), of 6."""
 
     def make(rank: int) -> tuple[Any, dict[str, Any]]:
         start, count = chunks[rank]
@@ -71,13 +71,6 @@ def _listed(*chunks: tuple[int, int]) -> Callable[[int], tuple[Any, dict[str, An
     return make
 
 
-def _several_chunks(rank: int) -> tuple[Any, dict[str, Any]]:
-    parameter, options = _listed((0, 2), (2, 2), (4, 2))(rank)
-    lists = parameter._local_tensor.__create_chunk_list__()
-    parameter._local_tensor.__create_chunk_list__ = lambda: lists * (1 + (rank == 1))
-    return parameter, options
-
-
 KINDS: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "on some ranks": _on_some_ranks,
     "other values": _other_values,
@@ -89,7 +82,6 @@ KINDS: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "parts that overlap": _listed((0, 4), (3, 3), (6, 0)),
     "parts in another order": _listed((4, 2), (0, 4), (6, 0)),
     "parts that leave rows out": _listed((0, 3), (3, 2), (6, 0)),
-    "several chunks": _several_chunks,
 }
 
 

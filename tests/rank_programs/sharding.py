@@ -139,7 +139,7 @@ def _look(case: str, tensor: DTensor) -> Placed:
         world_size=world_size,
         case=case,
         shape=tuple(tensor.shape),
-        sharding=holding_of(tensor, range(world_size), [None] * world_size).sharding,
+        sharding=holding_of(tensor, range(world_size)).sharding,
         coordinate=tuple(coordinate),
         local_shape=tuple(local.shape),
         local_values=[int(value) for value in local.flatten().tolist()],

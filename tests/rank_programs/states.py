@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muon
 import tierstore
@@ -162,6 +163,23 @@ def save_by_stock(case: Case, directory: Path) -> dict[str, torch.Tensor]:
         ours.step(1, 2, 3)
         dcp.save(_flat(ours.optimizer.state_dict()), checkpoint_id=directory)
     return _flat(reference.optimizer.state_dict())
+
+
+def load_states_of_other_rows() -> tuple[str, torch.Tensor]:
+    """Return what loading raises on this rank of two, and the momentum then."""
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]))
+    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+        optimizer = muon.Muon([("matrix", parameter)], store=store)
+        saved = optimizer.state_dict()
+        [states] = saved["state"].values()
+        rows = torch.ones(5 - 2 * dist.get_rank(), 3)
+        states["momentum_buffer"] = DTensor.from_local(
+            rows, mesh, [Shard(0)], run_check=False, shape=(8, 3), stride=(3, 1)
+        )
+        text = attempt(lambda: optimizer.load_state_dict(saved))
+        [states] = optimizer.state_dict()["state"].values()
+        return text, local(states["momentum_buffer"])
 
 
 def _flat(state_dict: StateDict) -> dict[str, torch.Tensor]:

@@ -339,7 +339,7 @@ def unevenly(
 ) -> nn.Parameter:
     """Return a parameter cut at places that a seed decides, some ranks may have nothing.
 
-    As Megatron-FSDP does, the local tensor has functions that tell what it holds.
+    With an odd seed the local tensor tells what it holds, as Megatron-FSDP adds it.
     """
     generator = torch.Generator().manual_seed(seed)
     offsets, sizes = [0] * whole.ndim, list(whole.shape)
@@ -362,8 +362,10 @@ def unevenly(
         stride=whole.stride(),
     )
     parameter = nn.Parameter(own, requires_grad=whole.is_floating_point())
-    place = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    parameter._local_tensor.__create_chunk_list__ = lambda: [place]
+    parameter.seed_of_cuts = seed
+    if seed % 2:
+        place = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        parameter._local_tensor.__create_chunk_list__ = lambda: [place]
     return parameter
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tierstore.errors import CheckpointError
-from tierstore.layout.dtensors import is_dtensor, listed_chunk
+from tierstore.layout.dtensors import is_dtensor, is_uneven
 from tierstore.layout.parameters import PagedGroup, unwrapped_name
 
 _PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -156,7 +156,7 @@ def _check(path: tuple[object, ...], value: Any) -> None:
                 f"{key!r} of the model is a tensor of layout {value.layout} on device "
                 f"{value.device}: a checkpoint holds dense tensors with values only"
             )
-        if listed_chunk(value):
+        if is_uneven(value):
             raise CheckpointError(
                 f"{key!r} of the model is not trained, and ranks hold uneven parts of it, which "
                 "PyTorch cannot gather: keep it whole on each rank"

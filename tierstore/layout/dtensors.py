@@ -6,6 +6,7 @@ A plain tensor is held whole by all ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.sharding import Holding, Sharded, Sharding, uneven, whole_on
+from tierstore.layout.sharding import Holding, Sharded, Sharding, local_shape, whole_on
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -52,7 +53,10 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def placed_as(
-    parameter: torch.Tensor, local: torch.Tensor, shape: Sequence[int] | None = None
+    parameter: torch.Tensor,
+    local: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    part: Chunk | None = None,
 ) -> torch.Tensor:
     """Return a tensor with the mesh and placements of a parameter.
 
@@ -61,6 +65,8 @@ def placed_as(
         local: the local tensor of this rank, of any dtype and on any device.
         shape: of the whole tensor; None: the parameter's. Where it has another size than the
             parameter, ranks that cut the parameter have copies.
+        part: what this rank holds of the parameter, if ranks hold uneven parts. The result then
+            tells it to ``torch.distributed.checkpoint``.
 
     Returns:
         A DTensor of the parameter's mesh and placements, or ``local`` itself.
@@ -85,17 +91,17 @@ def placed_as(
     # from_local() would copy to the device of the mesh.
     make = cast("Callable[..., DTensor]", DTensor)
     placed = make(local, spec, requires_grad=False)
-    if listed := listed_chunk(parameter):
-        dimensions = enumerate(zip(listed.offsets, listed.sizes, strict=True))
+    if part is not None:
+        dimensions = enumerate(zip(part.offsets, part.sizes, strict=True))
         runs = [(0, whole.shape[d]) if d in copied else run for d, run in dimensions]
         _list_chunk(placed, Chunk(tuple(run[0] for run in runs), tuple(run[1] for run in runs)))
     return placed
 
 
 def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
-    """Let a DTensor tell ``torch.distributed.checkpoint`` what this rank holds; see listed_chunk().
+    """Let a DTensor tell ``torch.distributed.checkpoint`` what this rank holds.
 
-    The functions are those for which DTensor asks its local tensor.
+    By functions for which DTensor asks its local tensor.
     """
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -110,7 +116,9 @@ def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
         properties = TensorProperties.create_from_tensor(written.to_local())
         data = TensorWriteData(place, properties, written.size())
         index = MetadataIndex(name, place.offsets)
-        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
+        # What is empty would be taken for the part of another rank that begins at the same place.
+        is_written = chunk.numel > 0 or written.numel() == 0
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)] if is_written else []
 
     local: Any = tensor._local_tensor
     local.__create_chunk_list__ = lambda: [place]
@@ -137,40 +145,58 @@ def _placement(tensor: torch.Tensor) -> tuple[Sequence[Placement], object] | Non
     return dtensor.placements, dtensor.device_mesh
 
 
-def listed_chunk(tensor: torch.Tensor) -> Chunk | None:
-    """Return what this rank holds of a DTensor that is not cut evenly; None of other tensors.
+def listed_chunks(tensor: torch.Tensor) -> list[Chunk] | None:
+    """Return what this rank holds of a DTensor, as it says itself; None if it says nothing.
 
-    Its local tensor has a function ``__create_chunk_list__``, as Megatron-FSDP adds it and
+    The local tensor then has a function ``__create_chunk_list__``, as Megatron-FSDP adds it and
     ``torch.distributed.checkpoint`` asks for it.
 
     Raises:
-        ValueError: it holds several chunks.
+        ValueError: the function fails.
     """
-    create = is_dtensor(tensor) and getattr(
-        cast("DTensor", tensor)._local_tensor, "__create_chunk_list__", None
-    )
-    if not create:
+    local = cast("DTensor", tensor)._local_tensor if is_dtensor(tensor) else tensor
+    create = getattr(local, "__create_chunk_list__", None)
+    if create is None:
         return None
-    chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in create()]
-    if len(chunks) > 1:
-        raise ValueError(f"its chunk list has {len(chunks)} chunks on this rank, expected one")
-    return chunks[0] if chunks else Chunk((0,) * tensor.ndim, (0,) * tensor.ndim)
+    try:
+        chunks = [Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in create()]
+    except Exception as error:  # A function of another library.
+        raise ValueError(f"its function __create_chunk_list__ fails: {error}") from error
+    return [chunk for chunk in chunks if chunk.numel]
 
 
-def holding_of(
-    tensor: torch.Tensor, global_ranks: Sequence[int], listed: Sequence[Chunk | None]
-) -> Holding:
-    """Return the ranks that hold a tensor, and its sharding over them.
+def is_uneven(tensor: torch.Tensor) -> bool:
+    """Return whether this rank holds another part of a DTensor than its placements say.
+
+    PyTorch cannot gather it.
+    """
+    if not is_dtensor(tensor):
+        return False
+    dtensor = cast("DTensor", tensor)
+    coordinate = dtensor.device_mesh.get_coordinate()
+    if coordinate is None or any(placement.is_partial() for placement in dtensor.placements):
+        return False
+    return not same_shape(
+        dtensor._local_tensor.shape, local_shape(tensor.shape, _sharding_of(dtensor), coordinate)
+    )
+
+
+def same_shape(found: Sequence[int], expected: Sequence[int]) -> bool:
+    """Return whether two shapes are equal; those without elements are, as FSDP leaves any."""
+    return tuple(found) == tuple(expected) or math.prod(found) == math.prod(expected) == 0
+
+
+def holding_of(tensor: torch.Tensor, global_ranks: Sequence[int]) -> Holding:
+    """Return the ranks that hold a tensor, and its sharding over them by its placements.
 
     Args:
         tensor: plain, or a DTensor.
         global_ranks: rank of the job -> its global rank, which a mesh names. The returned
             ranks are ranks of the job.
-        listed: rank of the job -> what listed_chunk() returned there.
 
     Raises:
-        ValueError: a placement is neither Shard nor Replicate, the mesh has a rank outside
-            the job, or listed chunks do not follow each other.
+        ValueError: a placement is neither Shard nor Replicate, or the mesh has a rank outside
+            the job.
     """
     if not is_dtensor(tensor):
         return whole_on(range(len(global_ranks)))
@@ -180,15 +206,15 @@ def holding_of(
     for number in numbers:
         if number not in ranks:
             raise ValueError(f"its mesh has rank {number}, which is not in the process group")
-    sharding = Sharding(
+    held = tuple(ranks[number] for number in numbers)
+    return Holding(ranks=held, sharding=_sharding_of(dtensor))
+
+
+def _sharding_of(dtensor: DTensor) -> Sharding:
+    return Sharding(
         mesh_shape=tuple(dtensor.device_mesh.shape),
         placements=tuple(map(_placement_of, dtensor.placements)),
     )
-    held = tuple(ranks[number] for number in numbers)
-    chunks = [listed[rank] for rank in held]
-    if any(chunks):
-        sharding = uneven(sharding, tensor.shape, chunks)
-    return Holding(ranks=held, sharding=sharding)
 
 
 def _placement_of(placement: Placement) -> Sharded | None:

@@ -17,6 +17,7 @@ from tierstore.layout.dtensors import (
     local_tensor,
     placed_as,
     same_placement,
+    same_shape,
 )
 from tierstore.layout.encodings import (
     ENCODINGS,
@@ -322,8 +323,7 @@ def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> torch.Ten
         )
     if is_dtensor(grad):
         own, expected = (local_tensor(of_ranks).shape for of_ranks in (grad, tensor))
-        # FSDP leaves shards without elements in another shape.
-        if own != expected and own.numel() + expected.numel() > 0:
+        if not same_shape(own, expected):
             raise ValueError(
                 f"the local tensor of the gradient of {spec.name!r} has shape {list(own)} on this "
                 f"rank, that of the parameter {list(expected)}: cut both alike"
@@ -379,6 +379,14 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
             raise ValueError(
                 f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, expected "
                 f"{describe_placement(placed)}: give all of it, or redistribute it"
+            )
+        sizes = zip(local_tensor(parameter.tensor).shape, tensor.shape, spec.shape, strict=True)
+        part = [size if whole == full else whole for size, whole, full in sizes]
+        if not same_shape(local_tensor(tensor).shape, part):
+            raise ValueError(
+                f"the local tensor of state {state!r} of {spec.name!r} has shape "
+                f"{list(local_tensor(tensor).shape)} on this rank, expected {part}: give all of "
+                "it, or cut it as the parameter"
             )
 
 

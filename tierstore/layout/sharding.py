@@ -45,6 +45,8 @@ class Sharded:
             raise ValueError(f"dim must be counted from the first dimension, got {self}")
         if self.split_factor < 1:
             raise ValueError(f"split_factor must be at least 1, got {self}")
+        if self.bounds and self.split_factor > 1:
+            raise ValueError(f"a strided shard cannot have bounds, got {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +302,18 @@ class Holding:
         """Return the shape of the local tensor of a rank, given the shape of the parameter."""
         return local_shape(shape, self.sharding, self._coordinate(rank))
 
+    def held(self, shape: tuple[int, ...], rank: int) -> Sequence[HeldChunk]:
+        """Return the chunks that a rank holds, as held_chunks()."""
+        return held_chunks(shape, self.sharding, self._coordinate(rank))
+
+    def uneven_part(self, shape: tuple[int, ...], rank: int) -> Chunk | None:
+        """Return what a rank holds, if ranks hold uneven parts; else None."""
+        if not any(placement and placement.bounds for placement in self.sharding.placements):
+            return None
+        runs = _runs(shape, self.sharding, self._coordinate(rank))  # At most one per dimension.
+        firsts = tuple(of_dim[0].start if of_dim else 0 for of_dim in runs)
+        return Chunk(firsts, tuple(sum(map(len, of_dim)) for of_dim in runs))
+
     def owned(self, shape: tuple[int, ...], rank: int, columns: int = 1) -> Sequence[HeldChunk]:
         """Return the chunks that a rank owns, as owned_chunks(); () for a rank outside the mesh."""
         if rank not in self.ranks:
@@ -362,20 +376,20 @@ def _keeps_rows_together(shape: tuple[int, ...], sharding: Sharding, count: int)
     return all(run.start % count == run.stop % count == 0 for run in runs)
 
 
-def uneven(sharding: Sharding, shape: Sequence[int], chunks: Sequence[Chunk | None]) -> Sharding:
-    """Return a sharding of the same mesh that is cut where these chunks meet.
+def uneven(sharding: Sharding, shape: Sequence[int], locals_: Sequence[Sequence[int]]) -> Sharding:
+    """Return the sharding whose parts have these shapes and follow each other as their ranks do.
 
-    Example: three ranks hold rows 0 to 5, none, and 5 to 12; then the bounds are (0, 5, 5, 12).
+    Example: three ranks hold 5, 0 and 7 rows of 12; then the bounds are (0, 5, 5, 12).
 
     Args:
         sharding: the dimensions that are cut.
         shape: of the tensor.
-        chunks: what each rank holds, in row-major order of the mesh; None: nothing.
+        locals_: shape of the local tensor of each rank, in row-major order of the mesh.
 
     Raises:
-        ValueError: the chunks of ranks along a dimension of the mesh do not follow each other.
+        ValueError: there is none.
     """
-    positions = np.arange(len(chunks)).reshape(sharding.mesh_shape)
+    positions = np.arange(len(locals_)).reshape(sharding.mesh_shape)
     placements: list[Sharded | None] = []
     for mesh_dim, placement in enumerate(sharding.placements):
         if placement is None:
@@ -383,24 +397,19 @@ def uneven(sharding: Sharding, shape: Sequence[int], chunks: Sequence[Chunk | No
             continue
         bounds = [0]
         for index in range(sharding.mesh_shape[mesh_dim]):
-            held = [chunks[int(at)] for at in positions.take(index, mesh_dim).flat]
-            runs = {
-                (chunk.offsets[placement.dim], chunk.sizes[placement.dim])
-                for chunk in held
-                if chunk and chunk.numel
-            }
-            if any(start != bounds[-1] for start, _ in runs) or len(runs) > 1:
+            parts = [locals_[int(at)] for at in positions.take(index, mesh_dim).flat]
+            sizes = {part[placement.dim] for part in parts if math.prod(part)} or {0}
+            if len(sizes) > 1:
                 raise ValueError(
-                    f"by their chunk lists, (start, length) of the ranks with index {index} of "
-                    f"dimension {mesh_dim} of the mesh are {sorted(runs)} in dimension "
-                    f"{placement.dim}, and the ranks before them end at {bounds[-1]}: parts must "
-                    "follow each other in the order of the ranks"
+                    f"ranks with index {index} of dimension {mesh_dim} of the mesh have "
+                    f"{sorted(sizes)} elements along dimension {placement.dim}, expected equally "
+                    "many"
                 )
-            bounds.append(bounds[-1] + sum(size for _, size in runs))
+            bounds.append(bounds[-1] + sizes.pop())
         if math.prod(shape) and bounds[-1] != shape[placement.dim]:
             raise ValueError(
-                f"the chunk lists of its ranks end at {bounds[-1]} of dimension {placement.dim}, "
-                f"which has {shape[placement.dim]} elements"
+                f"along dimension {placement.dim} its ranks have {bounds[-1]} elements together, "
+                f"and it has {shape[placement.dim]}"
             )
         placements.append(replace(placement, bounds=tuple(bounds)))
     return replace(sharding, placements=tuple(placements))

@@ -173,6 +173,6 @@ def _held(parameter: SharedParameter, rank: int, chunk: Chunk) -> HeldChunk:
 
 def _other_pages(what: str) -> RunMismatchError:
     return RunMismatchError(
-        f"{what}: restore the former placements and partition, or begin a new run with "
+        f"{what}: restore the former placements, cuts and partition, or begin a new run with "
         "restore(checkpoint=OUT) after `tierstore checkpoint RUN OUT`"
     )

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -17,11 +17,10 @@ import torch
 import xxhash
 
 from tierstore.errors import NonFiniteGradientError, RunMismatchError
-from tierstore.layout.chunks import Chunk
-from tierstore.layout.dtensors import holding_of, listed_chunk, local_tensor
+from tierstore.layout.dtensors import holding_of, listed_chunks, local_tensor, same_shape
 from tierstore.layout.ownership import SharedParameter, SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
-from tierstore.layout.sharding import Holding, stacked, whole_on
+from tierstore.layout.sharding import Holding, stacked, uneven, whole_on
 from tierstore.paging.device import Device
 from tierstore.paging.fsdp import reshard
 from tierstore.paging.gradients import (
@@ -32,7 +31,7 @@ from tierstore.paging.gradients import (
     named_by,
     sample_of,
 )
-from tierstore.ranks.peers import Peers, Ranks, agree
+from tierstore.ranks.peers import Peers, Ranks, agree, together
 from tierstore.run import tagged_json
 from tierstore.run.manifest import pack_scalars
 
@@ -58,25 +57,28 @@ def describe_groups(ranks: Ranks, groups: Sequence[PagedGroup]) -> list[list[Sha
         RunMismatchError: the ranks have different parameters; the message names the first.
         PeerFailed: a ValueError on another rank.
     """
-    members = [member for group in groups for member in group.parameters]
-    rank_listed = agree(ranks, "find shards that are not cut evenly", lambda: _listed(members))
     shared: list[list[SharedParameter]] = []
 
-    def describe() -> str:
-        for group in groups:
-            listed = (
-                (member, [of_rank.get(member.name) for of_rank in rank_listed])
-                for member in group.parameters
-            )
-            shared.append([_describe(member, ranks, chunks) for member, chunks in listed])
-        return xxhash.xxh3_128_hexdigest(repr(shared).encode())
+    def describe() -> tuple[str, list[str]]:
+        shared.extend([_describe(member, ranks) for member in group.parameters] for group in groups)
+        pairs = _pairs(groups, shared)
+        odd = [member.name for member, of_all in pairs if not _has_part(member, of_all, ranks)]
+        return xxhash.xxh3_128_hexdigest(repr(shared).encode()), odd
 
-    digests = agree(ranks, "describe the parameters", describe)
+    digests, odd_names = zip(*agree(ranks, "describe the parameters", describe), strict=True)
     if len(set(digests)) > 1:
         shared = [
             [_combined(parameters) for parameters in zip_longest(*rank_groups)]
             for rank_groups in zip_longest(*ranks.gather(shared), fillvalue=())
         ]
+    if odd := {name for names in odd_names for name in names}:
+        shared = _uneven(ranks, groups, shared, odd)
+
+    def check() -> None:
+        for member, of_all in _pairs(groups, shared):
+            _check_part(member, of_all, ranks)
+
+    together(ranks, "check the parts of parameters", check)
     return shared
 
 
@@ -251,14 +253,50 @@ def _first_difference(rank_values: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _listed(members: Sequence[PagedParameter]) -> dict[str, Chunk]:
-    """Return the chunks of this rank that only chunk lists tell, by name of the parameter."""
-    found = {}
-    for member in members:
-        with _named_error(member.name):
-            if chunk := listed_chunk(member.tensor):
-                found[member.name] = chunk
-    return found
+def _pairs(
+    groups: Sequence[PagedGroup], shared: Sequence[Sequence[SharedParameter]]
+) -> list[tuple[PagedParameter, SharedParameter]]:
+    return [
+        pair
+        for group, of_group in zip(groups, shared, strict=True)
+        for pair in zip(group.parameters, of_group, strict=True)
+    ]
+
+
+def _uneven(
+    ranks: Ranks,
+    groups: Sequence[PagedGroup],
+    shared: Sequence[Sequence[SharedParameter]],
+    names: Collection[str],
+) -> list[list[SharedParameter]]:
+    """Return parameters with the sharding of those that are not cut as their placements say.
+
+    The parts of ranks follow each other. All ranks call this.
+    """
+    tensors = {
+        member.name: member.tensor
+        for group in groups
+        for member in group.parameters
+        if member.name in names
+    }
+    rank_shapes = agree(
+        ranks,
+        "exchange the shapes of uneven parts",
+        lambda: {name: tuple(local_tensor(tensor).shape) for name, tensor in tensors.items()},
+    )
+
+    def described(parameter: SharedParameter) -> SharedParameter:
+        name, holding = parameter.spec.name, parameter.holding
+        if name not in names:
+            return parameter
+        shapes = [rank_shapes[rank][name] for rank in holding.ranks]
+        with _named_error(name):
+            sharding = uneven(holding.sharding, parameter.spec.shape, shapes)
+        return replace(parameter, holding=replace(holding, sharding=sharding))
+
+    return together(
+        ranks, "describe uneven parts", lambda: [list(map(described, group)) for group in shared]
+    )
 
 
 @contextlib.contextmanager
@@ -270,32 +308,42 @@ def _named_error(name: str) -> Iterator[None]:
         raise ValueError(f"parameter {name!r} cannot be paged: {error}") from error
 
 
-def _describe(
-    parameter: PagedParameter, ranks: Ranks, listed: Sequence[Chunk | None]
-) -> SharedParameter:
-    """Return the spec of a parameter and the ranks that hold it, as far as this rank knows.
-
-    Args:
-        parameter: the parameter.
-        ranks: all ranks.
-        listed: of each rank, as holding_of() takes them.
-    """
-    spec = parameter.spec
-    with _named_error(spec.name):
-        holding = _holding(parameter, ranks, listed)
+def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
+    """Return the spec of a parameter and the ranks that hold it, as far as this rank knows."""
+    with _named_error(parameter.name):
+        holding = _holding(parameter, ranks)
         if ranks.rank not in holding.ranks:
             raise ValueError(
                 f"its mesh has ranks {list(holding.ranks)} and not this rank, {ranks.rank}: ranks "
                 "that train other parts of a model need a store, a directory and a process_group "
                 "of their own"
             )
-        found = tuple(local_tensor(parameter.tensor).shape)
-        expected = holding.local_shape(spec.shape, ranks.rank)
-        # FSDP leaves shards without elements in another shape.
-        if found != expected and math.prod(found) + math.prod(expected) > 0:
+    return shared_parameter(parameter, holding)
+
+
+def _has_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks) -> bool:
+    """Return whether the local tensor has the shape that this rank is said to hold."""
+    expected = shared.holding.local_shape(shared.spec.shape, ranks.rank)
+    return same_shape(local_tensor(parameter.tensor).shape, expected)
+
+
+def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks) -> None:
+    """Check that a parameter can be paged with the part that this rank holds."""
+    spec, holding = shared.spec, shared.holding
+    found = tuple(local_tensor(parameter.tensor).shape)
+    with _named_error(spec.name):
+        if not _has_part(parameter, shared, ranks):
             raise ValueError(
                 f"the local tensor of this rank has shape {list(found)}; its placements need "
-                f"{list(expected)}"
+                f"{list(holding.local_shape(spec.shape, ranks.rank))}"
+            )
+        listed = listed_chunks(parameter.tensor)
+        held = [chunk.whole for chunk in holding.held(spec.shape, ranks.rank)]
+        if listed is not None and set(listed) != set(held):
+            raise ValueError(
+                f"by its chunk list this rank holds {listed}, and by its placements and the "
+                f"shapes on all ranks {held}: parts must follow each other as the ranks of the "
+                "mesh do"
             )
         has_rows = math.prod(spec.shape) > 0 and 0 not in found[:-1]
         if spec.row_states and has_rows and found[-1] == 0:
@@ -305,7 +353,6 @@ def _describe(
             )
         if spec.column_block > 1:
             _require_whole_blocks(spec, holding, ranks.rank)
-    return shared_parameter(parameter, holding)
 
 
 def _require_whole_blocks(spec: ParameterSpec, holding: Holding, rank: int) -> None:
@@ -332,9 +379,9 @@ def shared_parameter(parameter: PagedParameter, holding: Holding) -> SharedParam
     )
 
 
-def _holding(parameter: PagedParameter, ranks: Ranks, listed: Sequence[Chunk | None]) -> Holding:
+def _holding(parameter: PagedParameter, ranks: Ranks) -> Holding:
     if ranks.world_size > 1:
-        return holding_of(parameter.tensor, ranks.global_ranks, listed)
+        return holding_of(parameter.tensor, ranks.global_ranks)
     # A replica of ranks outside of this job of one is stepped as a parameter of this rank alone.
     local, shape = local_tensor(parameter.tensor).shape, parameter.tensor.shape
     if local != shape:

@@ -124,6 +124,12 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
             pager.release(page)
             _complete(table, page, held, found)
     table.replication.finish()
+    rank = table.ranks.rank
+    parts = {
+        shard.spec.name: shard.parameter.holding.uneven_part(shard.spec.shape, rank)
+        for page in wanted
+        for shard in page.shared.shards
+    }
     for member in members:
         spec, states = member.spec, found[member.name]
         for state, dtype in readable_states(spec):
@@ -131,7 +137,8 @@ def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str,
                 shape = spec.state_chunk(state, held[member.name]).sizes
                 states[state] = torch.zeros(shape, dtype=dtype, device="cpu")
             value = states.pop(state)
-            states[state] = placed_as(member.tensor, value, spec.state_shape(state))
+            shape, part = spec.state_shape(state), parts.get(member.name)
+            states[state] = placed_as(member.tensor, value, shape, part)
     return found
 
 
