@@ -852,7 +852,9 @@ class TierStore:
         restore = Restore(self._ranks, committer, self._table, usability, check)
         if checkpoint is not None and rewind:
             self._settle_publication()
-            return restore.rewound(checkpoint, self._synchronize)
+            step = restore.rewound(checkpoint, self._synchronize)
+            self._verifier.forget()
+            return step
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
         if self._resharded is not None:

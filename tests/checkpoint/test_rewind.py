@@ -28,6 +28,7 @@ from tests.support.toy import (
     resumed,
     unchanged,
     unchanged_parameters,
+    verified,
 )
 from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
@@ -250,9 +251,11 @@ def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "weights", no_dist=True)
     assert toy.store.restore(tmp_path / "weights", rewind=True) == 0
     assert all(torch.equal(p, weights[name]) for name, p in toy.parameters.items())
+    toy.store.commit(extra={"seen": 0})
     toy.store.close()
     toy = Toy(tmp_path / "run", resume=True)
     assert toy.store.restore() == 0
+    assert toy.store.extra == {"seen": 0}
     assert all(torch.equal(p, weights[name]) for name, p in toy.parameters.items())
     toy.store.close()
 
@@ -295,21 +298,37 @@ def test_other_readers_know_the_epoch(tmp_path: Path) -> None:
     assert summarize(tmp_path / "step-2").epoch == 0
 
 
-def test_retention_removes_checkpoints_of_before_first(tmp_path: Path) -> None:
-    toy = Toy(tmp_path / "run")
+def test_retention_removes_checkpoints_that_were_abandoned_first(tmp_path: Path) -> None:
+    toy = Toy(tmp_path / "run", checksums=False)
     folder = tmp_path / "folder"
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         toy.step()
         toy.store.checkpoint(folder / f"before-{step}")
-    toy.store.restore(folder / "before-1", rewind=True)
-    toy.store.checkpoint(folder / "after-1")
+    toy.store.restore(folder / "before-2", rewind=True)
     toy.step()
-    toy.store.checkpoint(folder / "after-2", keep_last=3)
-    assert names_in(folder) == ["after-1", "after-2", "before-3"]
+    toy.store.checkpoint(folder / "after-3", keep_last=4)
+    assert names_in(folder) == ["after-3", "before-1", "before-2", "before-4"]
     toy.step()
-    toy.store.checkpoint(folder / "after-3", keep_last=2)
-    assert names_in(folder) == ["after-2", "after-3"]
+    toy.store.checkpoint(folder / "after-4", keep_last=3)
+    assert names_in(folder) == ["after-3", "after-4", "before-2"]
+    toy.step()
+    toy.store.checkpoint(folder / "after-5", keep_last=2)
+    assert names_in(folder) == ["after-4", "after-5"]
     toy.store.close()
+
+
+def test_damage_of_the_run_that_was_left_is_not_raised(tmp_path: Path) -> None:
+    """A checkpoint that shared a damaged file with it was read before the rewind."""
+    toy, checkpoint = spiked(tmp_path)
+    for path in (tmp_path / "run" / RANK).glob("page-*"):
+        if path.stat().st_nlink == 1:  # The checkpoint of step 2 does not have it.
+            path.write_bytes(bytes(path.stat().st_size))
+    toy.store.checkpoint(tmp_path / "step-5")
+    verified(toy.store)
+    assert toy.store.restore(checkpoint, rewind=True) == 2
+    toy.step()
+    toy.store.close()
+    resumed(tmp_path / "run", 3).store.close()
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -384,10 +403,13 @@ def test_what_is_refused_changes_nothing(wrong: str, tmp_path: Path) -> None:
         path = next((tmp_path / "wrong").glob("rank-*.page-*"))
         path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
     errors = (tierstore.CheckpointError, tierstore.CorruptionError, ValueError)
-    before = contents(checkpoint)
+    toy.store.checkpoint(tmp_path / "step-6")
+    before, files = contents(checkpoint), names_in(tmp_path / "run" / RANK)
+    assert any(name.endswith(".next") for name in files)  # So that a step needs no space.
     with unchanged_parameters(toy), pytest.raises(errors):
         toy.store.restore(tmp_path / "wrong", rewind=True, **options)
     assert contents(checkpoint) == before
+    assert names_in(tmp_path / "run" / RANK) == files
     toy.assert_at(6)
     toy.step()
     toy.store.close()

@@ -103,7 +103,12 @@ class Restore:
         groups = table.groups[: len(manifest.hyperparameters)]
         # Those of a run that was just opened are in the commit alone.
         scalars = scalars_in(manifest, groups, renamed) | committer.scalars
-        source = self._checked_source(checkpoint, scalars, is_earlier=True)
+        try:
+            source = self._checked_source(checkpoint, scalars, is_earlier=True)
+        except Exception:
+            if not self._usability.awaits_restore:  # The next step needs the files that were spare.
+                table.allocate_files(table.pages)
+            raise
         with self._replacing_pages({}):
             committer.begin_epoch(manifest)
             committer.scalars = {}

@@ -70,7 +70,8 @@ def retain(
 ) -> None:
     """Remove the checkpoints that this run published, except the last ``keep_last``.
 
-    Checkpoints that were published after the run was rewound come last, whatever their steps are.
+    Steps that a rewind has abandoned count as older than all others: those for which the run has
+    published another of a later epoch and the same or an earlier number.
     At most one more is kept: the newest whole one besides ``newest``, which was not read yet. If
     none is known to be whole, the oldest: damage spreads from a checkpoint to later ones, which
     link the same files. Example, with ``keep_last=1``::
@@ -88,11 +89,14 @@ def retain(
     """
     published = _published(folder, run_id)
     others = [child for child in published if child != newest]
-    others.sort(key=lambda child: (-published[child]["epoch"], -published[child]["step"]))
+    ages = {child: (marker["epoch"], marker["step"]) for child, marker in published.items()}
+    others.sort(key=ages.__getitem__, reverse=True)
+    oldest = others[-1:]
+    others.sort(key=lambda child: _is_abandoned(ages[child], ages.values()))
     kept = others[: keep_last - 1]
     if marked is not None:
         is_whole = (len(marked.get(c, ())) == published[c]["world_size"] for c in others)
-        kept += next(compress(([child] for child in others), is_whole), others[-1:])
+        kept += next(compress(([child] for child in others), is_whole), oldest)
     for child in (child for child in others if child not in kept):
         marks = map(published_mark, range(min(published[child]["world_size"], RANKS_MAX)))
         unknown = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"], *marks}
@@ -109,6 +113,12 @@ def retain(
         folder.rename(child, doomed)
         folder.sync_children()
         remove(folder, doomed)
+
+
+def _is_abandoned(age: tuple[int, int], ages: Collection[tuple[int, int]]) -> bool:
+    """Return whether the run went back to before this epoch and step, as far as others show."""
+    epoch, step = age
+    return any(other[0] > epoch and other[1] <= step for other in ages)
 
 
 def remove(folder: Folder, child: str) -> None:

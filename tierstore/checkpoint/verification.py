@@ -134,6 +134,10 @@ class Verifier:
             verification.result()
         return True
 
+    def forget(self) -> None:
+        """Do not raise what the last verification has found: the run has other files now."""
+        self._verification = None
+
     def cancel(self) -> None:
         """Stop a verification in progress; the checkpoint is not marked."""
         self._cancelled.set()

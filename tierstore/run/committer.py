@@ -254,7 +254,7 @@ class Committer(Progress):
     @property
     def _was_begun(self) -> bool:
         """True if a commit of the last step was begun."""
-        return self._begun is not None and 0 < self.step == self._begun.step
+        return self._begun is not None and self.step == self._begun.step
 
     @property
     @override
