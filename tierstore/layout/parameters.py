@@ -380,7 +380,8 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
                 f"state {state!r} of {spec.name!r} is {describe_placement(tensor)}, expected "
                 f"{describe_placement(placed)}: give all of it, or redistribute it"
             )
-        sizes = zip(local_tensor(parameter.tensor).shape, tensor.shape, spec.shape, strict=True)
+        # Without elements a local tensor may have fewer dimensions.
+        sizes = zip(local_tensor(parameter.tensor).shape, tensor.shape, spec.shape, strict=False)
         part = [size if whole == full else whole for size, whole, full in sizes]
         if not same_shape(local_tensor(tensor).shape, part):
             raise ValueError(
