@@ -253,28 +253,27 @@ def _batches(
         yield indices, *map(list, zip(*rows, strict=True))
 
 
-def pieces(first: torch.Tensor, *others: AnyState, dimension: int = 0) -> Iterator[tuple[Any, ...]]:
-    """Yield the same rows of all tensors, few enough that temporaries stay in the cache.
+def pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
+    """Yield the same part of all tensors, of one shape, small enough for temporaries in the cache.
 
     On a CPU, larger temporaries would be allocated from the system and returned each time, which
-    takes several times as long as the computation. Tensors on a GPU are yielded whole.
-
-    Args:
-        first: tells the shape.
-        others: of the same shape.
-        dimension: the first that is cut; the next one is if its rows are too large, but not the
-            last.
+    takes several times as long as the computation. Rows of a matrix are not cut. Tensors on a GPU
+    are yielded whole.
     """
-    tensors = (first, *others)
-    if not first.is_cpu or first.numel() <= _PIECE_ELEMENTS:
+    if first.is_cpu:
+        yield from _pieces((first, *others), 0)
+    else:
+        yield first, *others
+
+
+def _pieces(tensors: tuple[Any, ...], dimension: int) -> Iterator[tuple[Any, ...]]:
+    """Cut along a dimension, and along the next ones where that does not suffice."""
+    first = tensors[0]
+    if first.numel() <= _PIECE_ELEMENTS or dimension == max(1, first.ndim - 1):
         yield tensors
         return
     size = first.shape[dimension]
     rows = max(1, _PIECE_ELEMENTS * size // first.numel())
     for start in range(0, size, rows):
         part = (*(slice(None),) * dimension, slice(start, start + rows))
-        piece = tuple(tensor[part] for tensor in tensors)
-        if dimension < first.ndim - 2:
-            yield from pieces(*piece, dimension=dimension + 1)
-        else:
-            yield piece
+        yield from _pieces(tuple(tensor[part] for tensor in tensors), dimension + 1)

@@ -22,7 +22,7 @@ from tierstore.layout.sharding import (
     held_chunks,
     local_shape,
     owned_chunks,
-    uneven,
+    with_bounds,
 )
 
 
@@ -382,26 +382,30 @@ def test_uneven_parts_follow_each_other(data: st.DataObject) -> None:
     locals_ = {coordinate: part_of(coordinate) for coordinate in coordinates(even)}
     # Without elements a part may have any shape.
     shapes = [part.shape if part.numel() else (0,) * len(shape) for part in locals_.values()]
-    assert_sound(shape, uneven(even, shape, shapes), locals_)
+    assert_sound(shape, with_bounds(even, shape, shapes), locals_)
 
 
 def test_parts_that_are_not_the_whole_are_refused() -> None:
     with pytest.raises(ValueError, match="have 11 elements together, and it has 12"):
-        uneven(rows_on(2), (12, 3), [(5, 3), (6, 3)])
+        with_bounds(rows_on(2), (12, 3), [(5, 3), (6, 3)])
     copies = Sharding(mesh_shape=(2, 1), placements=(None, Sharded(dim=0)))
     with pytest.raises(ValueError, match=r"index 0 of dimension 1 .* have \[4, 5\] elements"):
-        uneven(copies, (12, 3), [(5, 3), (4, 3)])
+        with_bounds(copies, (12, 3), [(5, 3), (4, 3)])
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(3, 3)] * 4, [(12, 3), (0, 3), (0, 3), (0, 3)]], ids=["even", "all on one"]
+    "placements",
+    [(Sharded(dim=0), Sharded(dim=0)), (None, Sharded(dim=0, split_factor=2))],
+    ids=["twice", "strided"],
 )
-def test_a_dimension_that_is_cut_twice_is_not_cut_unevenly(shapes: list[tuple[int, int]]) -> None:
-    twice = Sharding(mesh_shape=(2, 2), placements=(Sharded(dim=0), Sharded(dim=0)))
-    with pytest.raises(ValueError, match="dimension 0"):
-        uneven(twice, (12, 3), shapes)
+def test_a_dimension_with_another_order_of_cuts_is_not_cut_unevenly(
+    placements: tuple[Sharded | None, ...],
+) -> None:
+    sharding = Sharding(mesh_shape=(2, 2), placements=placements)
+    with pytest.raises(ValueError, match="dimension 0 is cut several times or strided: redistr"):
+        with_bounds(sharding, (12, 3), [(12, 3), (0, 3), (0, 3), (0, 3)])
 
 
-def test_a_strided_shard_has_no_bounds() -> None:
-    with pytest.raises(ValueError, match="a strided shard cannot have bounds"):
-        Sharded(dim=0, split_factor=2, bounds=(0, 4, 8))
+def test_a_local_tensor_of_other_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \[12, 3\] have other dimensions"):
+        with_bounds(rows_on(2), (12, 3), [(5, 3), (21,)])

@@ -161,7 +161,13 @@ def save_by_stock(case: Case, directory: Path) -> dict[str, torch.Tensor]:
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
         ours = Training(case, store)
         ours.step(1, 2, 3)
-        dcp.save(_flat(ours.optimizer.state_dict()), checkpoint_id=directory)
+        saved = ours.optimizer.state_dict()
+        dcp.save(_flat(saved), checkpoint_id=directory)
+        # torch.save() writes this rank's part, and the same part can be loaded.
+        path = directory / f"rank-{dist.get_rank()}.pt"
+        torch.save(saved, path)
+        ours.optimizer.load_state_dict(torch.load(path, weights_only=False))
+        ours.assert_state(ours.optimizer.state_dict(), reference.optimizer.state_dict())
     return _flat(reference.optimizer.state_dict())
 
 

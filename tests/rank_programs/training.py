@@ -319,7 +319,7 @@ def _experts(wholes: Tensors) -> Tensors:
 
 
 def _uneven(wholes: Tensors) -> Tensors:
-    """Rows cut anywhere, and every second parameter's columns by other ranks then."""
+    """Rows cut anywhere; of some parameters columns by other ranks, and some in two copies."""
     world_size = dist.get_world_size()
     one = init_device_mesh("cpu", (world_size,))
     two = init_device_mesh("cpu", (2, world_size // 2)) if world_size % 2 == 0 else one
@@ -327,8 +327,10 @@ def _uneven(wholes: Tensors) -> Tensors:
     for index, (name, whole) in enumerate(wholes.items()):
         if not whole.ndim:
             placed[name] = distribute_tensor(whole, one, [Replicate()])
-        elif index % 2 and whole.ndim > 1 and two.ndim == 2:
+        elif index % 4 == 1 and whole.ndim > 1 and two.ndim == 2:
             placed[name] = unevenly(whole, two, [Shard(whole.ndim - 1), Shard(0)], seed=index)
+        elif index % 4 in (2, 3) and two.ndim == 2:
+            placed[name] = unevenly(whole, two, [Replicate(), Shard(0)], seed=index)
         else:
             placed[name] = unevenly(whole, one, [Shard(0)], seed=index)
     return placed
@@ -346,7 +348,8 @@ def unevenly(
     for placement, size, index in zip(
         placements, mesh.shape, mesh.get_coordinate() or (), strict=True
     ):
-        assert isinstance(placement, Shard)
+        if not isinstance(placement, Shard):
+            continue
         extent = whole.shape[placement.dim]
         cuts = torch.randint(extent + 1, (size - 1,), generator=generator).sort().values.tolist()
         bounds = [0, *cuts, extent]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.checkpoint.reshard import end_reshard
-from tierstore.errors import RunDirectoryError
+from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.whole_states import restore_parameters, write_pages
 from tierstore.ranks.peers import Ranks, agree, on_rank_0, together
@@ -99,15 +99,17 @@ class Restore:
                 "resharded is committed by restore() alone",
             )
         manifest = self._recover()
-        renamed = together(self._ranks, "check the run", lambda: self._check_model(manifest))
-        groups = table.groups[: len(manifest.hyperparameters)]
-        # Those of a run that was just opened are in the commit alone.
-        scalars = scalars_in(manifest, groups, renamed) | committer.scalars
         try:
+            renamed = together(self._ranks, "check the run", lambda: self._check_model(manifest))
+            groups = table.groups[: len(manifest.hyperparameters)]
+            # Those of a run that was just opened are in the commit alone.
+            scalars = scalars_in(manifest, groups, renamed) | committer.scalars
             source = self._checked_source(checkpoint, scalars, is_earlier=True)
         except Exception:
-            if not self._usability.awaits_restore:  # The next step needs the files that were spare.
-                table.allocate_files(table.pages)
+            if not self._usability.awaits_restore:
+                # As before the call: the next step must not find a full disk.
+                with contextlib.suppress(StorageError):
+                    table.allocate_files(table.pages)
             raise
         with self._replacing_pages({}):
             committer.begin_epoch(manifest)

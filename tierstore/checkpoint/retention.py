@@ -70,11 +70,11 @@ def retain(
 ) -> None:
     """Remove the checkpoints that this run published, except the last ``keep_last``.
 
-    Steps that a rewind has abandoned count as older than all others: those for which the run has
-    published another of a later epoch and the same or an earlier number.
+    Steps that a rewind has abandoned are removed first: those for which the run has published
+    another of a later epoch and the same or an earlier number.
     At most one more is kept: the newest whole one besides ``newest``, which was not read yet. If
-    none is known to be whole, the oldest: damage spreads from a checkpoint to later ones, which
-    link the same files. Example, with ``keep_last=1``::
+    none is known to be whole, that of the earliest epoch and step: damage spreads from a checkpoint
+    to later ones, which link the same files. Example, with ``keep_last=1``::
 
         beside d, newest first      kept        removed
         c, b, a; b and a whole      d, b        c, a
@@ -116,7 +116,7 @@ def retain(
 
 
 def _is_abandoned(age: tuple[int, int], ages: Collection[tuple[int, int]]) -> bool:
-    """Return whether the run went back to before this epoch and step, as far as others show."""
+    """Return whether another (epoch, step) shows that the run went back to before this one."""
     epoch, step = age
     return any(other[0] > epoch and other[1] <= step for other in ages)
 

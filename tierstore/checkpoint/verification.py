@@ -61,6 +61,7 @@ class Verifier:
         self.active = active
         self._executor: ThreadPoolExecutor | None = None
         self._verification: Future[None] | None = None
+        self._forgotten: Future[None] | None = None
         self._cancelled = threading.Event()
         self._page: CommittedPage | None = None  # The thread reads its file.
 
@@ -131,12 +132,13 @@ class Verifier:
             if wait([verification], timeout_s).not_done:
                 return False
             self._verification = None
-            verification.result()
+            if verification is not self._forgotten:
+                verification.result()
         return True
 
     def forget(self) -> None:
-        """Do not raise what the last verification has found: the run has other files now."""
-        self._verification = None
+        """Drop what the last verification finds: the run has other files now."""
+        self._forgotten = self._verification
 
     def cancel(self) -> None:
         """Stop a verification in progress; the checkpoint is not marked."""

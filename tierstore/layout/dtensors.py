@@ -92,16 +92,16 @@ def placed_as(
     make = cast("Callable[..., DTensor]", DTensor)
     placed = make(local, spec, requires_grad=False)
     if part is not None:
-        dimensions = enumerate(zip(part.offsets, part.sizes, strict=True))
-        runs = [(0, whole.shape[d]) if d in copied else run for d, run in dimensions]
-        _list_chunk(placed, Chunk(tuple(run[0] for run in runs), tuple(run[1] for run in runs)))
+        offsets = (0 if d in copied else offset for d, offset in enumerate(part.offsets))
+        sizes = (whole.shape[d] if d in copied else size for d, size in enumerate(part.sizes))
+        _list_chunk(placed, Chunk(tuple(offsets), tuple(sizes)))
     return placed
 
 
 def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
     """Let a DTensor tell ``torch.distributed.checkpoint`` what this rank holds.
 
-    By functions for which DTensor asks its local tensor.
+    DTensor asks its local tensor for these functions.
     """
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -123,6 +123,7 @@ def _list_chunk(tensor: DTensor, chunk: Chunk) -> None:
     local: Any = tensor._local_tensor
     local.__create_chunk_list__ = lambda: [place]
     local.__create_write_items__ = write_items
+    local.__getstate__ = dict  # torch.save() leaves the functions out, which cannot be pickled.
 
 
 def same_placement(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -154,7 +155,9 @@ def listed_chunks(tensor: torch.Tensor) -> list[Chunk] | None:
     Raises:
         ValueError: the function fails.
     """
-    local = cast("DTensor", tensor)._local_tensor if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return None
+    local = cast("DTensor", tensor)._local_tensor
     create = getattr(local, "__create_chunk_list__", None)
     if create is None:
         return None
@@ -174,15 +177,20 @@ def is_uneven(tensor: torch.Tensor) -> bool:
         return False
     dtensor = cast("DTensor", tensor)
     coordinate = dtensor.device_mesh.get_coordinate()
-    if coordinate is None or any(placement.is_partial() for placement in dtensor.placements):
+    if coordinate is None:
         return False
-    return not same_shape(
-        dtensor._local_tensor.shape, local_shape(tensor.shape, _sharding_of(dtensor), coordinate)
-    )
+    try:
+        expected = local_shape(tensor.shape, _sharding_of(dtensor), coordinate)
+    except ValueError:  # PyTorch can gather placements that cannot be paged.
+        return False
+    return not same_shape(dtensor._local_tensor.shape, expected)
 
 
 def same_shape(found: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return whether two shapes are equal; those without elements are, as FSDP leaves any."""
+    """Return whether two shapes are equal, or both without elements.
+
+    FSDP leaves empty shards in any shape.
+    """
     return tuple(found) == tuple(expected) or math.prod(found) == math.prod(expected) == 0
 
 

@@ -361,7 +361,7 @@ class RootState(_BlockState):
 
 
 def _fit(given: Sequence[torch.Tensor], *stored: torch.Tensor) -> bool:
-    """Return whether a kernel encodes what is given: all in float32, each element one of stored."""
+    """Return whether a kernel encodes what is given: float32, of the shape of what is stored."""
     return (
         all(tensor.dtype == torch.float32 for tensor in given)
         and len({tensor.shape for tensor in (*given, *stored)}) == 1

@@ -38,15 +38,14 @@ class Sharded:
     """
 
     bounds: tuple[int, ...] | None = None
-    """Rank r holds the indices [bounds[r], bounds[r + 1])."""
+    """Rank r holds the indices [bounds[r], bounds[r + 1]); nothing else cuts the dimension. None:
+    the cut is that of ``torch.chunk``."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
             raise ValueError(f"dim must be counted from the first dimension, got {self}")
         if self.split_factor < 1:
             raise ValueError(f"split_factor must be at least 1, got {self}")
-        if self.bounds and self.split_factor > 1:
-            raise ValueError(f"a strided shard cannot have bounds, got {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +71,6 @@ class Sharding:
         if min(self.mesh_shape, default=1) < 1:
             raise ValueError(f"every dimension of the mesh needs a rank, got {self}")
         for dim in sorted({placement.dim for placement in self.placements if placement}):
-            placements = [self.placements[mesh_dim] for mesh_dim, _ in _cuts(self, dim)]
-            if len(placements) > 1 and any(p and p.bounds for p in placements):
-                raise ValueError(
-                    f"dimension {dim} is cut several times, and not evenly: redistribute the "
-                    f"tensor to one Shard of it. Got {self}"
-                )
             if _cut_order(self, dim) is None and len(_cuts(self, dim)) > 1:
                 raise ValueError(
                     f"the indices of dimension {dim} that a rank holds are ambiguous: the split "
@@ -376,7 +369,9 @@ def _keeps_rows_together(shape: tuple[int, ...], sharding: Sharding, count: int)
     return all(run.start % count == run.stop % count == 0 for run in runs)
 
 
-def uneven(sharding: Sharding, shape: Sequence[int], locals_: Sequence[Sequence[int]]) -> Sharding:
+def with_bounds(
+    sharding: Sharding, shape: Sequence[int], local_shapes: Sequence[Sequence[int]]
+) -> Sharding:
     """Return the sharding whose parts have these shapes and follow each other as their ranks do.
 
     Example: three ranks hold 5, 0 and 7 rows of 12; then the bounds are (0, 5, 5, 12).
@@ -384,32 +379,40 @@ def uneven(sharding: Sharding, shape: Sequence[int], locals_: Sequence[Sequence[
     Args:
         sharding: the dimensions that are cut.
         shape: of the tensor.
-        locals_: shape of the local tensor of each rank, in row-major order of the mesh.
+        local_shapes: of the local tensor of each rank, in row-major order of the mesh.
 
     Raises:
         ValueError: there is none.
     """
-    positions = np.arange(len(locals_)).reshape(sharding.mesh_shape)
+    if any(math.prod(local) and len(local) != len(shape) for local in local_shapes):
+        raise ValueError(f"local tensors of a tensor of shape {list(shape)} have other dimensions")
+    positions = np.arange(len(local_shapes)).reshape(sharding.mesh_shape)
     placements: list[Sharded | None] = []
     for mesh_dim, placement in enumerate(sharding.placements):
         if placement is None:
             placements.append(None)
             continue
+        dim = placement.dim
+        if len(_cuts(sharding, dim)) > 1 or placement.split_factor > 1:
+            raise ValueError(
+                "its local tensors have not the shapes that its placements say, and dimension "
+                f"{dim} is cut several times or strided: redistribute it to one Shard of the "
+                "dimension"
+            )
         bounds = [0]
         for index in range(sharding.mesh_shape[mesh_dim]):
-            parts = [locals_[int(at)] for at in positions.take(index, mesh_dim).flat]
-            sizes = {part[placement.dim] for part in parts if math.prod(part)} or {0}
+            parts = [local_shapes[int(at)] for at in positions.take(index, mesh_dim).flat]
+            sizes = {part[dim] for part in parts if math.prod(part)} or {0}
             if len(sizes) > 1:
                 raise ValueError(
                     f"ranks with index {index} of dimension {mesh_dim} of the mesh have "
-                    f"{sorted(sizes)} elements along dimension {placement.dim}, expected equally "
-                    "many"
+                    f"{sorted(sizes)} elements along dimension {dim}, expected equally many"
                 )
             bounds.append(bounds[-1] + sizes.pop())
-        if math.prod(shape) and bounds[-1] != shape[placement.dim]:
+        if math.prod(shape) and bounds[-1] != shape[dim]:
             raise ValueError(
-                f"along dimension {placement.dim} its ranks have {bounds[-1]} elements together, "
-                f"and it has {shape[placement.dim]}"
+                f"along dimension {dim} its ranks have {bounds[-1]} elements together, and it has "
+                f"{shape[dim]}"
             )
         placements.append(replace(placement, bounds=tuple(bounds)))
     return replace(sharding, placements=tuple(placements))

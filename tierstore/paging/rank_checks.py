@@ -20,7 +20,7 @@ from tierstore.errors import NonFiniteGradientError, RunMismatchError
 from tierstore.layout.dtensors import holding_of, listed_chunks, local_tensor, same_shape
 from tierstore.layout.ownership import SharedParameter, SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, check_unchanged
-from tierstore.layout.sharding import Holding, stacked, uneven, whole_on
+from tierstore.layout.sharding import Holding, stacked, whole_on, with_bounds
 from tierstore.paging.device import Device
 from tierstore.paging.fsdp import reshard
 from tierstore.paging.gradients import (
@@ -62,17 +62,17 @@ def describe_groups(ranks: Ranks, groups: Sequence[PagedGroup]) -> list[list[Sha
     def describe() -> tuple[str, list[str]]:
         shared.extend([_describe(member, ranks) for member in group.parameters] for group in groups)
         pairs = _pairs(groups, shared)
-        odd = [member.name for member, of_all in pairs if not _has_part(member, of_all, ranks)]
-        return xxhash.xxh3_128_hexdigest(repr(shared).encode()), odd
+        uneven = [member.name for member, of_all in pairs if not _has_part(member, of_all, ranks)]
+        return xxhash.xxh3_128_hexdigest(repr(shared).encode()), uneven
 
-    digests, odd_names = zip(*agree(ranks, "describe the parameters", describe), strict=True)
+    digests, uneven_names = zip(*agree(ranks, "describe the parameters", describe), strict=True)
     if len(set(digests)) > 1:
         shared = [
             [_combined(parameters) for parameters in zip_longest(*rank_groups)]
             for rank_groups in zip_longest(*ranks.gather(shared), fillvalue=())
         ]
-    if odd := {name for names in odd_names for name in names}:
-        shared = _uneven(ranks, groups, shared, odd)
+    if names := {name for of_rank in uneven_names for name in of_rank}:
+        shared = _with_bounds(ranks, groups, shared, names)
 
     def check() -> None:
         for member, of_all in _pairs(groups, shared):
@@ -263,7 +263,7 @@ def _pairs(
     ]
 
 
-def _uneven(
+def _with_bounds(
     ranks: Ranks,
     groups: Sequence[PagedGroup],
     shared: Sequence[Sequence[SharedParameter]],
@@ -291,7 +291,7 @@ def _uneven(
             return parameter
         shapes = [rank_shapes[rank][name] for rank in holding.ranks]
         with _named_error(name):
-            sharding = uneven(holding.sharding, parameter.spec.shape, shapes)
+            sharding = with_bounds(holding.sharding, parameter.spec.shape, shapes)
         return replace(parameter, holding=replace(holding, sharding=sharding))
 
     return together(
@@ -323,7 +323,8 @@ def _describe(parameter: PagedParameter, ranks: Ranks) -> SharedParameter:
 
 def _has_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks) -> bool:
     """Return whether the local tensor has the shape that this rank is said to hold."""
-    expected = shared.holding.local_shape(shared.spec.shape, ranks.rank)
+    with _named_error(parameter.name):
+        expected = shared.holding.local_shape(shared.spec.shape, ranks.rank)
     return same_shape(local_tensor(parameter.tensor).shape, expected)
 
 
@@ -338,13 +339,14 @@ def _check_part(parameter: PagedParameter, shared: SharedParameter, ranks: Ranks
                 f"{list(holding.local_shape(spec.shape, ranks.rank))}"
             )
         listed = listed_chunks(parameter.tensor)
-        held = [chunk.whole for chunk in holding.held(spec.shape, ranks.rank)]
-        if listed is not None and set(listed) != set(held):
-            raise ValueError(
-                f"by its chunk list this rank holds {listed}, and by its placements and the "
-                f"shapes on all ranks {held}: parts must follow each other as the ranks of the "
-                "mesh do"
-            )
+        if listed is not None:
+            held = [chunk.whole for chunk in holding.held(spec.shape, ranks.rank)]
+            if set(listed) != set(held):
+                raise ValueError(
+                    f"by its chunk list this rank holds {listed}, expected {held}, by its "
+                    "placements and the shapes on all ranks: parts must follow each other as the "
+                    "ranks of the mesh do"
+                )
         has_rows = math.prod(spec.shape) > 0 and 0 not in found[:-1]
         if spec.row_states and has_rows and found[-1] == 0:
             raise ValueError(
