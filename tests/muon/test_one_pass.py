@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
@@ -37,7 +38,11 @@ FEWER_BYTES: dict[str, dict[str, Any]] = {
     "8 bits": {"master": "24bit", "momentum_dtype": torch.int8, "moments_dtype": torch.int8},
     "16 bits": {"master": "remainder", "moments_dtype": torch.bfloat16},
     "moments alone": {"moments_dtype": torch.int8},
-    "maximize": {"moments_dtype": torch.int8, "momentum_dtype": torch.int8, "maximize": True},
+    "8 bits, upwards": {
+        "moments_dtype": torch.int8,
+        "momentum_dtype": torch.int8,
+        "maximize": True,
+    },
 }
 DEVICES = [pytest.param("cpu", marks=needs_avx2), pytest.param("cuda", marks=needs_cuda)]
 
@@ -108,24 +113,18 @@ def leave_out_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(RULES, [torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+        *itertools.product(FEWER_BYTES, [torch.float32, torch.bfloat16]),
+    ],
+)
 @pytest.mark.usefixtures("threads")
 def test_a_training_has_the_bits_of_torch(
-    device: str, dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    device: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = train(device, dtype, rule)
-    leave_out_kernels(monkeypatch)
-    torch.testing.assert_close(found, train(device, dtype, rule), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rule", FEWER_BYTES.values(), ids=FEWER_BYTES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("threads")
-def test_states_in_fewer_bytes_have_the_bits_of_torch(
-    device: str, dtype: torch.dtype, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rule = (RULES | FEWER_BYTES)[name]
     found = train(device, dtype, rule)
     leave_out_kernels(monkeypatch)
     torch.testing.assert_close(found, train(device, dtype, rule), rtol=0, atol=0, equal_nan=True)
