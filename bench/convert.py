@@ -148,7 +148,7 @@ def convert_model(source: Path, destination: Path) -> float:
 
 
 def _convert(source: Path, destination: Path, only: str | None) -> float:
-    from tierstore.convert.convert import convert
+    from tierstore.tools.convert.convert import convert
 
     began = 0.0
 
@@ -181,7 +181,7 @@ def zero_to_fp32(source: Path, destination: Path) -> float:
 
 def timed(case: Callable[[Path, Path], float], source: Path, destination: Path) -> Taken:
     """Do one turn."""
-    for name in ("torch.distributed.checkpoint.format_utils", "tierstore.convert.convert"):
+    for name in ("torch.distributed.checkpoint.format_utils", "tierstore.tools.convert.convert"):
         importlib.import_module(name)
 
     began = time.perf_counter()

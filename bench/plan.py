@@ -46,16 +46,16 @@ from torch.profiler import ProfilerActivity, profile
 import muon
 import tierstore
 from tierstore.paging.tier_plan import STREAM_BUFFERS
-from tierstore.plan.footprint import Footprint, StoreOptions, footprint_of
-from tierstore.plan.job import Job
-from tierstore.plan.memory import needs_of
-from tierstore.plan.models import model_from_module
-from tierstore.plan.rates import Rates, measured_rates
-from tierstore.plan.skeleton import skeleton_of
-from tierstore.plan.step import Ranks, lay_out_ranks, time_step
-from tierstore.probe.optimizers import load_optimizers
-from tierstore.probe.probe import probe
-from tierstore.probe.result import Probe
+from tierstore.tools.plan.footprint import Footprint, StoreOptions, footprint_of
+from tierstore.tools.plan.job import Job
+from tierstore.tools.plan.memory import needs_of
+from tierstore.tools.plan.models import model_from_module
+from tierstore.tools.plan.rates import Rates, measured_rates
+from tierstore.tools.plan.skeleton import skeleton_of
+from tierstore.tools.plan.step import Ranks, lay_out_ranks, time_step
+from tierstore.tools.probe.optimizers import load_optimizers
+from tierstore.tools.probe.probe import probe
+from tierstore.tools.probe.result import Probe
 from tierstore.units import SECTOR_BYTES
 
 RUN = "run"  # A question to ranks.

@@ -13,18 +13,18 @@ from measuring import JsonOption, SmallOption, write_report
 from rich.console import Console
 from rich.table import Table
 
-from tierstore.plan.drives import parse_drives
-from tierstore.plan.footprint import StoreOptions
-from tierstore.plan.job import Job
-from tierstore.plan.model_configs import parameters_of
-from tierstore.plan.pictures import step_picture
-from tierstore.plan.plan import Plan, plan, to_plain
-from tierstore.plan.rates import assumed_rates
-from tierstore.plan.wording import days_text, seconds_text, short_text
+from tierstore.tools.plan.drives import parse_drives
+from tierstore.tools.plan.footprint import StoreOptions
+from tierstore.tools.plan.job import Job
+from tierstore.tools.plan.model_configs import parameters_of
+from tierstore.tools.plan.pictures import step_picture
+from tierstore.tools.plan.plan import Plan, plan, to_plain
+from tierstore.tools.plan.rates import assumed_rates
+from tierstore.tools.plan.wording import days_text, seconds_text, short_text
 from tierstore.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "tests/plan/configs"
+CONFIGS = ROOT / "tests/tools/plan/configs"
 GIB = 2**30
 
 

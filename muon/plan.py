@@ -1,4 +1,4 @@
-"""Answers of this optimizer to plans of runs; see ``tierstore.plan``."""
+"""Answers of this optimizer to plans of runs; see ``tierstore.tools.plan``."""
 
 from __future__ import annotations
 

@@ -26,6 +26,13 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Say at the end which tests should have the mark ``long``."""
+    from tests.support.costs import Costs
+
+    config.pluginmanager.register(Costs())
+
+
 def pytest_collection_finish() -> None:
     """Leave modules and tests out of garbage collections, which then take milliseconds."""
     gc.collect()

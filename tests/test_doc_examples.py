@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import muon
 import tierstore
 from tests.test_docs import FENCE, PAGES, page_name
-from tierstore.probe.probe import probe
+from tierstore.tools.probe.probe import probe
 
 Names = dict[str, Any]
 
@@ -159,7 +159,7 @@ def of_checkpoints() -> Names:
 
 
 def of_convert() -> Names:
-    from tierstore.convert.convert import convert
+    from tierstore.tools.convert.convert import convert
 
     names = usual()  # DeepSpeed loads no momentum of Muon.
     names["groups"] = muon.param_groups(names["model"], is_muon=lambda name, parameter: False)

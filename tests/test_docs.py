@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from tierstore.cli import app
+from tierstore.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -171,16 +171,16 @@ def test_command_rule_allows(line: str) -> None:
 
 
 def test_python_rule_sees() -> None:
-    source = "from tierstore.cli import absent\ntierstore.Absent()\nmuon.Muon"
-    assert python_complaints(source) == ["tierstore.cli.absent", "tierstore.Absent"]
+    source = "from tierstore.tools.cli import absent\ntierstore.Absent()\nmuon.Muon"
+    assert python_complaints(source) == ["tierstore.tools.cli.absent", "tierstore.Absent"]
 
 
-@pytest.mark.parametrize("code", ["run/absent.py", "tests/cli/absent.py"])
+@pytest.mark.parametrize("code", ["run/absent.py", "tests/tools/cli/absent.py"])
 def test_path_rule_sees(code: str) -> None:
     assert path_complaints(code) == [code]
 
 
-@pytest.mark.parametrize("code", ["run/committer.py", "tests/cli/test_app.py", "rank-00000/"])
+@pytest.mark.parametrize("code", ["run/committer.py", "tests/tools/cli/test_app.py", "rank-00000/"])
 def test_path_rule_allows(code: str) -> None:
     assert path_complaints(code) == []
 

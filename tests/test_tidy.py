@@ -24,10 +24,10 @@ LEVELS = (
     "layout storage ranks",
     "run testing",
     "paging inspection",
-    "checkpoint probe",
-    "convert plan store",
-    "averaged_model cli integrations",
-    "__main__",
+    "checkpoint",
+    "store",
+    "averaged_model integrations",
+    "tools",
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
 

@@ -16,7 +16,7 @@ import muon
 import tierstore
 from tests.support.encoded_training import groups_of, parameters_of, train
 from tests.support.independent_reader import read_run
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: list[dict[str, Any]] = [

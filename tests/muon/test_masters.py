@@ -21,7 +21,7 @@ from tests.support.encoded_training import (
     step_in_place,
     train,
 )
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 STEPS = 200
 

@@ -15,7 +15,7 @@ import muon
 import tierstore
 from muon.coefficients import of_steps
 from tests.muon.test_coefficients import MATRICES, reference
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 STATE = "second_momentum_buffer"
 LR, WD, MOMENTUM, BETA, STEPS = 0.05, 0.1, 0.9, 0.8, 5

@@ -1,4 +1,4 @@
-"""Copy small checkpoints that peers wrote to ``tests/convert/fixtures``, for tests without peers.
+"""Copy small checkpoints that peers wrote to ``tests/tools/convert/fixtures``.
 
 Run ``make peer-fixtures``: it writes all of them anew, with the versions in ``constraints.txt``.
 """

@@ -10,7 +10,7 @@ from tests.peers.deepspeed_cases import CASES
 from tests.support.continuation import MUON_TOLERANCE, differences, run_differences
 from tests.support.deepspeed_truth import assert_is_truth
 from tests.support.published import tensors_in
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 
 def adamw_tolerance(name: str) -> float:

@@ -63,7 +63,7 @@ def of_lightning() -> Names:
 def of_deepspeed() -> Names:
     import deepspeed
 
-    from tierstore.convert.convert import convert
+    from tierstore.tools.convert.convert import convert
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}

@@ -12,7 +12,7 @@ from tests.peers.huggingface_cases import CASES
 from tests.support.continuation import differences
 from tests.support.deepspeed_truth import assert_is_truth, truth_of
 from tests.support.huggingface_files import converted, sources_of
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 
 @pytest.mark.parametrize("to", ["tierstore", "dcp", "torch"])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.peers.transformers_models import model_of, named_parameters
 from tests.support.model_configs import CONFIGS, LISTINGS, config_of, small_configs
 from tierstore.errors import PlanError
-from tierstore.plan.model_configs import parameters_of
-from tierstore.plan.model_files import read_model
-from tierstore.plan.models import model_from_module
+from tierstore.tools.plan.model_configs import parameters_of
+from tierstore.tools.plan.model_files import read_model
+from tierstore.tools.plan.models import model_from_module
 
 SMALL = small_configs()
 # "whole" or "small", and a name: of a published model, or also of a variant with few layers.

@@ -19,7 +19,7 @@ from tests.peers.programs.deepspeed_writer import STEPS
 from tests.support.deepspeed_truth import assert_is_truth, truth_of
 from tests.support.published import tensors_in
 from tests.support.universal_files import model_states_in, states_in
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 # Source -> stages that load it. torch.optim.AdamW has one subgroup in stage 3: DeepSpeed gives all
 # subgroups one tensor as their step, and each increments it.

@@ -10,7 +10,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tests.support.forked_programs import run_program
-from tierstore.cli import app
+from tierstore.tools.cli import app
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
@@ -23,7 +23,7 @@ def call(*arguments: object) -> tuple[int, str, str]:
 
 def call_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Call a command in a process of its own."""
-    return run_program("tierstore", *arguments, **options)
+    return run_program("tierstore.tools", *arguments, **options)
 
 
 def call_on_terminal(

@@ -14,7 +14,7 @@ from torch import nn
 import muon
 import tierstore
 from tests.support.published import tensors_in
-from tierstore.convert.convert import convert
+from tierstore.tools.convert.convert import convert
 
 MUON_TOLERANCE = 0.05
 """Largest relative difference of an update of Muon: torch.optim.Muon iterates in bfloat16 and

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.support.published import tensors_in
-from tierstore.convert.convert import Conversion, convert
+from tierstore.tools.convert.convert import Conversion, convert
 
 
 def sources_of(folder: Path) -> list[Path]:

@@ -1,0 +1,266 @@
+"""The command line as a whole: help, version, exit codes, terminals and pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import typer.main
+
+import tierstore
+from tests.support.commands import call, call_on_terminal, call_process
+from tests.support.originals import committed_pages
+from tests.support.toy import RANK
+from tierstore.inspection import verify
+from tierstore.tools.cli import app
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMANDS = sorted(typer.main.get_group(app).commands)
+
+
+def test_version() -> None:
+    assert call("--version") == (0, f"tierstore {tierstore.__version__}\n", "")
+    done = call_process("--version")
+    assert (done.returncode, done.stdout) == (0, f"tierstore {tierstore.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["inspect"], ["verify"], ["checkpoint"]])
+def test_a_short_option_asks_for_help(arguments: list[str]) -> None:
+    done = call_process(*arguments, "-h")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" ".join(["Usage: tierstore", *arguments]))
+    assert done.stdout == call_process(*arguments, "--help").stdout
+
+
+def test_commands_are_completed() -> None:
+    words = {"COMP_WORDS": "tierstore ver", "COMP_CWORD": "1"}
+    done = call_process(environment={"_TIERSTORE_COMPLETE": "complete_bash", **words})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "verify\n", "")
+
+
+def test_completion_is_installed_for_the_command(tmp_path: Path) -> None:
+    done = call_process("--install-completion", "bash", environment={"HOME": str(tmp_path)})
+    assert done.returncode == 0
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert script.read_text().rstrip().endswith(" tierstore")
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    (tmp_path / "file").touch()
+    home = {"HOME": str(tmp_path / "file")}
+    done = call_process("--install-completion", "bash", environment=home)
+    assert done.returncode == 2
+    assert f"tierstore: {tmp_path}/file cannot be written: " in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_a_section_of_the_docs(command: str) -> None:
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert "Options" in out
+    assert f"\n## `tierstore {command} " in (ROOT / "docs/guide/commands.md").read_text()
+    assert command in call("--help")[1]
+
+
+def test_help_does_not_import_torch() -> None:
+    """torch alone takes seconds to import."""
+    program = "import sys, tierstore.tools.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["verify"],
+        ["verify", "a", "b"],
+        ["verify", "a", "--all"],
+        ["inspect"],
+        ["inspect", "--foo"],
+        ["checkpoint", "a"],
+        ["checkpoint", "a", "b", "c"],
+        ["reticulate"],
+        ["--foo"],
+    ],
+)
+def test_wrong_arguments_are_2(arguments: list[str]) -> None:
+    code, out, _ = call(*arguments)
+    assert (code, out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["verify", "--json", "--nope", "."], "No such option: --nope"),
+        (["verify", "a", "--json", "--all"], "No such option: --all"),
+        (["verify", "--json"], "Missing argument 'PATH'"),
+        (["inspect", "--json"], "Missing argument 'PATH'"),
+        (["checkpoint", "a", "--json"], "Missing argument 'OUT'"),
+        (["inspect", "", "--json"], "an argument is empty, name a path"),
+        (["checkpoint", "a", "", "--json"], "an argument is empty, name a path"),
+        (["inspect", "a", "b", "--json"], "unexpected extra argument"),
+        (["reticulate", "--json"], "No such command 'reticulate'"),
+        (["--json", "verify", "a"], "No such option: --json"),
+    ],
+)
+def test_wrong_arguments_are_json_on_request(arguments: list[str], error: str) -> None:
+    done = call_process(*arguments)
+    assert done.returncode == 2
+    body = json.loads(done.stdout)
+    assert list(body) == ["error"]
+    assert error in body["error"]
+    assert "Usage: " in done.stderr
+    assert body["error"] in done.stderr
+
+
+def test_an_argument_named_as_the_option_asks_for_no_json() -> None:
+    assert call("inspect", "--", "--json", "a")[:2] == (2, "")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fault_of_the_program_keeps_its_traceback(
+    as_json: bool, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(verify, "verify", failing)
+    with pytest.raises(MemoryError):
+        app(["verify", str(run), *(["--json"] if as_json else [])])
+    out = capsys.readouterr().out
+    assert out == ('{"error": "MemoryError: no memory"}\n' if as_json else "")
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_path_that_is_neither_run_nor_checkpoint_is_2(
+    command: str, as_json: bool, run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "empty", tmp_path / "file", tmp_path / "absent", run / RANK):
+        code, out, err = call(command, path, *(["--json"] if as_json else []))
+        assert code == 2
+        assert err.startswith(f"tierstore: {path} ")
+        assert "Traceback" not in err
+        assert (json.loads(out)["error"] if as_json else out) == (
+            err.removeprefix("tierstore: ").rstrip("\n") if as_json else ""
+        )
+
+
+def test_ctrl_c_is_130(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "verify", interrupted)
+    code, out, err = call("verify", run)
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_a_disk_that_fails_is_1(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: Any) -> list[str]:
+        raise OSError(5, "Input/output error", path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    for command in ("verify", "inspect"):
+        code, _, err = call(command, run)
+        assert code == 1
+        assert f"{run}: Input/output error (errno 5)" in err
+
+
+# ------------------------------------------------------------------------------- the output
+
+# An interpreter that ends writes what is left of the output, a forked process does not.
+PROGRAM = [sys.executable, "-m", "tierstore.tools"]
+
+
+def run_in_shell(call: str, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Run a program as a shell line does, in which "$@" is the program and its arguments."""
+    done = subprocess.run(
+        ["bash", "-c", call, "bash", *PROGRAM, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["inspect"], ["inspect", "--json"], ["inspect", "-h"]]
+)
+def test_an_output_that_cannot_be_written_is_2(arguments: list[str], run: Path) -> None:
+    given = [*arguments, run]
+    full = "tierstore: stdout cannot be written: No space left on device (errno 28)\n"
+    assert run_in_shell('"$@" >/dev/full', *given) == (2, "", full)
+    assert run_in_shell('"$@" >&-', *given) == (2, "", "tierstore: stdout is closed\n")
+    assert run_in_shell('"$@" >/dev/full 2>/dev/full', *given) == (2, "", "")
+
+
+def test_a_checkpoint_is_not_published_if_its_output_is_closed(run: Path, tmp_path: Path) -> None:
+    assert run_in_shell('"$@" >&-', "checkpoint", run, tmp_path / "out")[0] == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >&-"])
+def test_errors_keep_their_code_if_no_one_can_read_them(redirection: str, run: Path) -> None:
+    for arguments in (["verify", run / "absent"], ["verify", "--all"], ["inspect"]):
+        assert run_in_shell(f'"$@" {redirection}', *arguments)[0] == 2
+
+
+def test_a_closed_stderr_leaves_the_report(run: Path) -> None:
+    code, out, _ = run_in_shell('"$@" 2>&-', "verify", run)
+    assert (code, "run, step 3: good" in out) == (0, True)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["inspect"], ["inspect", "-h"]])
+def test_a_closed_pipe_is_not_an_error(arguments: list[str], run: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*PROGRAM, *arguments, str(run)],
+        cwd=ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_faults_are_1_if_the_pipe_is_closed(run: Path) -> None:
+    (run / committed_pages(run)[0]).unlink()
+    assert run_in_shell('set -o pipefail; "$@" | true', "verify", run)[::2] == (1, "")
+
+
+def test_a_terminal_shows_a_progress_bar(run: Path) -> None:
+    done, shown = call_on_terminal("stderr", "verify", run)
+    assert done.returncode == 0
+    assert "checked" in shown
+    assert "KiB" in shown
+
+
+def test_names_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    dcp.save({"gr\u00f6\u00dfe": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    code, out, err = run_in_shell('"$@"', "inspect", tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "gr\\xf6\\xdfe  2" in out
+
+
+def test_names_with_terminal_codes_are_escaped(tmp_path: Path) -> None:
+    key = "a\x1b[2Jb\rc[red]d\N{RIGHT-TO-LEFT OVERRIDE}"
+    dcp.save({key: torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    shown = "a\\x1b[2Jb\\rc[red]d\\u202e"
+    assert shown in call("inspect", tmp_path)[1]
+    assert json.loads(call("inspect", tmp_path, "--json")[1])["tensors"][0]["key"] == key
+    data = tmp_path / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    assert f"fault: {shown}: " in call("verify", tmp_path)[1]

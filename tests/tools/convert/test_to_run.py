@@ -1,0 +1,182 @@
+"""Conversions to a run of one rank, which opens with resume=True, and with reshard on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muon
+import tierstore
+from tests.rank_programs.checkpoints import EXTRA, Job
+from tests.support.conversions import no_trace
+from tests.support.published import Ours, Reference, assert_equal, save_with_dcp, tensors_in
+from tests.support.rank_pool import RankPool
+from tests.support.stock_reader import make_model
+from tierstore.inspection.verify import verify
+from tierstore.tools.convert import tierstore_writer
+from tierstore.tools.convert.convert import convert
+
+WORK = "tests.rank_programs.checkpoints:work"
+
+
+def state(ours: Ours) -> dict[str, Any]:
+    return {**ours.state(), "extra": repr(ours.store.extra)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_run_to_run_is_the_same_run(dtype: torch.dtype, tmp_path: Path) -> None:
+    ours = Ours(tmp_path / "run", dtype=dtype).train(1, 2)
+    ours.store.commit(extra=EXTRA)
+    ours.store.close()
+    conversion = convert(tmp_path / "run", tmp_path / "again", to="tierstore")
+    assert (conversion.step, conversion.lost) == (2, [])
+    assert verify(tmp_path / "again").good
+    found = []
+    for name in ("run", "again"):
+        other = Ours(tmp_path / name, dtype=dtype, seed=5, resume=True)
+        assert other.optimizer.restore() == 2
+        other.model.load_state_dict({"mean": torch.ones(3)}, strict=False)
+        found.append(state(other))
+        found.append(state(other.train(3, 4)))
+        other.store.close()
+    assert_equal(found[2], found[0])
+    assert_equal(found[3], found[1])
+
+
+@pytest.mark.parametrize("source", ["stock", "stock.pt"])
+def test_stock_optimizers_resume_as_a_run(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tierstore_writer, "_PAGE_BYTES", 4096)  # Parameters in several pages.
+    reference = Reference().train(1, 2)
+    save_with_dcp(reference, tmp_path / "stock", flat=False, prefix=True)
+    convert(tmp_path / "stock", tmp_path / "stock.pt", to="torch")
+    conversion = convert(tmp_path / source, tmp_path / "run", to="tierstore")
+    assert conversion.lost == [
+        "1 buffers or frozen tensors of the model are not carried, such as 'mean': a run holds "
+        "what an optimizer pages"
+    ]
+    assert len(list((tmp_path / "run/rank-00000").glob("page-*"))) > 2
+    ours = Ours(tmp_path / "run", resume=True)
+    assert ours.optimizer.restore() == 2
+    ours.model.load_state_dict({"mean": reference.model.state_dict()["mean"]}, strict=False)
+    ours.train(3).store.close()
+    assert_equal(ours.model.state_dict(), reference.train(3).model_state())
+
+
+def test_three_ranks_to_dcp_to_two_ranks_to_torch(pool: RankPool, tmp_path: Path) -> None:
+    job = Job(run=tmp_path / "run", layout="copies", steps=(1, 2), partition="flat", awkward=False)
+    pool.run(3, WORK, job)
+    convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    begun = Job(
+        run=tmp_path / "two",
+        layout="copies",
+        steps=(3,),
+        partition="by_parameter",
+        awkward=False,
+        begin_from=tmp_path / "dcp",
+    )
+    assert [step for step, _ in pool.run(2, WORK, begun)] == [2, 2]
+    convert(tmp_path / "two", tmp_path / "out.pt", to="torch")
+    expected = Job(
+        run=tmp_path / "one",
+        layout="copies",
+        steps=(1, 2, 3),
+        awkward=False,
+        checkpoint=tmp_path / "published",
+    )
+    pool.run(1, WORK, expected)
+    file = torch.load(tmp_path / "out.pt")
+    found = {f"model.{name}": tensor for name, tensor in file["model"].items()}
+    for group in file["optimizer"]["param_groups"]:
+        for name, number in zip(group["param_names"], group["params"], strict=True):
+            for key, value in file["optimizer"]["state"][number].items():
+                found[f"optimizer.state.{name}.{key}"] = value
+    wanted = tensors_in(tmp_path / "published")  # With the buffer, which a run does not hold.
+    assert_equal(found, {key: t for key, t in wanted.items() if key != "model.mean"})
+
+
+def test_run_on_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+    job = Job(run=tmp_path / "run", layout="rows", steps=(1, 2), awkward=False)
+    pool.run(3, WORK, job)
+    convert(tmp_path / "run", tmp_path / "one", to="tierstore")
+    resumed = Job(
+        run=tmp_path / "one",
+        layout="rows",
+        steps=(3,),
+        awkward=False,
+        store={"resume": True, "reshard": True},
+    )
+    assert [step for step, _ in pool.run(2, WORK, resumed)] == [2, 2]
+    whole = Job(run=tmp_path / "whole", layout="copies", steps=(1, 2, 3), awkward=False)
+    pool.run(1, WORK, whole)
+    for name in ("one", "whole"):
+        convert(tmp_path / name, tmp_path / f"{name} dcp", to="dcp")
+    assert_equal(tensors_in(tmp_path / "one dcp"), tensors_in(tmp_path / "whole dcp"))
+
+
+def test_weights_alone_on_several_ranks(pool: RankPool, tmp_path: Path) -> None:
+    """Two ranks begin from weights alone as one rank does from the model that has them."""
+    torch.save(make_model("layers", 5).state_dict(), tmp_path / "weights.pt")
+    convert(tmp_path / "weights.pt", tmp_path / "weights", to="dcp")
+    begun = Job(
+        run=tmp_path / "two",
+        layout="rows",
+        steps=(1, 2),
+        awkward=False,
+        begin_from=tmp_path / "weights",
+    )
+    assert [step for step, _ in pool.run(2, WORK, begun)] == [0, 0]
+    whole = Job(run=tmp_path / "one", layout="copies", steps=(1, 2), awkward=False, seed=5)
+    pool.run(1, WORK, whole)
+    for name in ("one", "two"):
+        convert(tmp_path / name, tmp_path / f"{name} dcp", to="dcp")
+    assert_equal(tensors_in(tmp_path / "two dcp"), tensors_in(tmp_path / "one dcp"))
+
+
+def test_dtype_of_the_parameters(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.randn(5, 4))
+    optimizer = torch.optim.AdamW([("w", weight)])
+    weight.grad = torch.randn(5, 4)
+    optimizer.step()
+    file = {"model": {"w": weight}, "optimizer": optimizer.state_dict()}
+    torch.save(file, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "run", to="tierstore", dtype=torch.bfloat16)
+    parameter = nn.Parameter(torch.zeros(5, 4, dtype=torch.bfloat16))
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        groups = [{"params": [("w", parameter)], "algorithm": "adamw"}]
+        assert muon.Muon(groups, store=store).restore() == 1
+        assert torch.equal(store.read_states()["w"]["master"], weight)
+        assert torch.equal(parameter, weight.to(torch.bfloat16))
+
+
+def test_momentum_with_the_dtype_of_each_parameter(tmp_path: Path) -> None:
+    dtypes = {"a": torch.bfloat16, "b": torch.float32}
+    weights = [(name, nn.Parameter(torch.randn(4, 4).to(d))) for name, d in dtypes.items()]
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon([{"params": weights, "algorithm": "muon"}], store=store)
+        for _, parameter in weights:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        expected = store.read_states()
+    convert(tmp_path / "run", tmp_path / "again", to="tierstore")
+    with tierstore.TierStore(tmp_path / "again", resume=True) as store:
+        assert muon.Muon([{"params": weights, "algorithm": "muon"}], store=store).restore() == 1
+        assert_equal(store.read_states(), expected)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "weights.pt")
+    weight = nn.Parameter(torch.randn(5, 4))
+    optimizer = torch.optim.AdamW([("w", weight)])
+    weight.grad = torch.randn(5, 4)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with no_trace(tmp_path):
+        for name, problem in (("weights", "has no optimizer"), ("optimizer", "no weight of")):
+            with pytest.raises(tierstore.CheckpointError, match=problem):
+                convert(tmp_path / f"{name}.pt", tmp_path / "run", to="tierstore")

@@ -1,0 +1,1 @@
+"""The command ``tierstore``: conversion, plans, measurements, reports."""

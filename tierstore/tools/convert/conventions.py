@@ -1,0 +1,225 @@
+"""Conventions of Muon's momentum: which one a source has, and the change to the running average."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tierstore.errors import CheckpointError
+from tierstore.layout.chunks import Chunk
+from tierstore.tools.convert.contents import AVERAGE, HEAVY_BALL, Contents, Group
+from tierstore.tools.convert.entries import Entry
+
+MOMENTUM = "momentum_buffer"
+RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+"""Name of a state of Moonlight or Motif -> that of torch.optim."""
+_ERROR_BITS = "error_bits"
+
+
+def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -> str | None:
+    """Return the convention that the keys of a param group tell.
+
+    Args:
+        hyperparameters: of the group, under the names that its optimizer has.
+        states: the names of the states of its parameters, likewise.
+
+    Returns:
+        AVERAGE also for groups without Muon's momentum; None if the keys do not tell.
+    """
+    keys = hyperparameters.keys() - {"params", "param_names", "names"}
+    if MOMENTUM not in states or "dampening" in keys:  # The latter is SGD.
+        return AVERAGE
+    if "algorithm" in keys or "adjust_lr_fn" in keys:  # muon.Muon, torch.optim.Muon.
+        return AVERAGE
+    if keys in (_MOONLIGHT, _MOTIF):
+        return HEAVY_BALL
+    if keys == _KELLERJORDAN:
+        return AVERAGE
+    return None
+
+
+# The keys of param groups. Other optimizers have some of them and another convention, so that only
+# all of them tell one.
+_KELLERJORDAN = {"lr", "momentum", "weight_decay", "use_muon"}
+_OF_ONE_GROUP = {"lr", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"}
+_MOONLIGHT = {*_OF_ONE_GROUP, "wd"}
+_MOTIF = {*_OF_ONE_GROUP, "weight_decay", "none_grad", "use_muon"}
+_LR_RATIO = "adamw_lr_ratio"  # KellerJordan before 2025, which had either convention.
+
+_OTHER_NAMES = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
+_CONSTANTS: dict[str, Any] = {  # What their code has, and torch.optim.Muon has in its groups.
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "eps": 1e-7,
+}
+_OF_MUON = ("momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps")
+
+
+def standard_hyperparameters(
+    group: Mapping[str, Any], *, is_muon: bool | None, convention: str | None
+) -> dict[str, Any]:
+    """Return the hyperparameters of a group under the names of torch.optim.
+
+    Args:
+        group: as its optimizer has it.
+        is_muon: whether its parameters are Muon's, in an optimizer that has others, too.
+        convention: of its momentum, which tells the rule for the learning rate.
+    """
+    group = dict(group)
+    ratio = group.pop(_LR_RATIO, None)
+    decay = group.pop("adamw_wd", None)
+    left_out = ["params", "param_names", "names", "use_muon", "none_grad"]
+    if is_muon is not None:
+        left_out += _OF_MUON[3:] if is_muon else _OF_MUON[:3]
+    found = {_OTHER_NAMES.get(k, k): v for k, v in group.items() if k not in left_out}
+    if is_muon is False and ratio is not None:
+        found |= {"lr": found["lr"] * ratio, "weight_decay": decay}
+    if is_muon is not None:
+        found["algorithm"] = "muon" if is_muon else "adamw"
+    if is_muon:
+        is_original = convention != HEAVY_BALL or ratio is not None
+        found["adjust_lr_fn"] = "original" if is_original else "match_rms_adamw"
+        if ratio is not None:
+            found.setdefault("weight_decay", 0.0)
+        if convention is not None or ratio is not None:
+            found = _CONSTANTS | found
+    return found
+
+
+def standard_groups(
+    group: Mapping[str, Any],
+    parameters: Sequence[str],
+    states: Mapping[str, Collection[str]],
+    flags: Mapping[str, bool],
+) -> Iterator[Group]:
+    """Yield a group under the names of torch.optim, in two if it has parameters of Muon and AdamW.
+
+    Args:
+        group: hyperparameters as the optimizer has them.
+        parameters: names.
+        states: parameter -> the names of its states.
+        flags: parameter -> whether it is Muon's, where its state says so, as Moonlight's does.
+    """
+    for flag in dict.fromkeys(flags.get(name) for name in parameters) or [None]:
+        members = [name for name in parameters if flags.get(name) == flag]
+        is_muon = group.get("use_muon") if flag is None else flag
+        convention = convention_of(group, set().union(*(states.get(name, ()) for name in members)))
+        values = standard_hyperparameters(
+            group, is_muon=is_muon if isinstance(is_muon, bool) else None, convention=convention
+        )
+        yield Group(hyperparameters=values, parameters=members, momentum_convention=convention)
+
+
+def with_whole_values(contents: Contents) -> Contents:
+    """Return contents without bits of weights that the weights have.
+
+    Raises:
+        CheckpointError: flashoptim has split a weight, or quantized a state.
+    """
+    weights = contents.weights
+    for entry in contents.entries:
+        if "::" in entry.state:
+            raise CheckpointError(
+                f"{entry.state!r} of {entry.parameter!r} is a part of a state that flashoptim has "
+                "quantized: make the optimizer with compress_state_dict=False and save again"
+            )
+        weight = weights.get(entry.parameter)
+        if entry.state == _ERROR_BITS and weight is not None and weight.dtype.itemsize < 4:
+            raise CheckpointError(
+                f"the weight of {entry.parameter!r} lacks the bits that flashoptim keeps in "
+                f"{_ERROR_BITS!r}: save the model with optimizer.get_fp32_model_state_dict(model)"
+            )
+    entries = [entry for entry in contents.entries if entry.state != _ERROR_BITS]
+    return replace(contents, entries=entries)
+
+
+def as_average(contents: Contents, given: str | None) -> Contents:
+    """Return contents with momentum as a running average.
+
+    Args:
+        contents: the contents.
+        given: the convention of the source, if no file tells.
+
+    Raises:
+        CheckpointError: the convention is not known, or the files contradict the given one.
+    """
+    with_momentum = {entry.parameter for entry in contents.entries if entry.state == MOMENTUM}
+    groups = contents.grouped
+    known = {
+        groups[name].momentum_convention
+        for name in with_momentum & groups.keys()
+        if "dampening" not in groups[name].hyperparameters
+    }
+    if given is not None and not known:
+        raise CheckpointError(
+            f"--momentum-convention {given} is of no use: the sources have no {MOMENTUM} of Muon"
+        )
+    if given is not None and known - {None, given}:
+        other = next(iter(known - {None, given}))
+        raise CheckpointError(
+            f"the files tell that {MOMENTUM} is of the convention {other}, not {given}: leave out "
+            "--momentum-convention"
+        )
+    entries: list[Entry] = []
+    changed = 0
+    for entry in contents.entries:
+        group = groups.get(entry.parameter)
+        if entry.state != MOMENTUM or group is None or "dampening" in group.hyperparameters:
+            entries.append(entry)
+            continue
+        convention = group.momentum_convention or given
+        if convention is None:
+            raise CheckpointError(
+                f"the source does not tell whether {MOMENTUM} of {entry.parameter!r} is a running "
+                "average (torch.optim, KellerJordan since 2024-12, DeepSpeed) or a heavy ball "
+                "(Moonlight, Motif): pass --momentum-convention average or heavy-ball"
+            )
+        elif convention == HEAVY_BALL:
+            entries.append(_scaled(entry, 1.0 - _momentum(group)))
+            changed += 1
+        else:
+            entries.append(entry)
+    notes = list(contents.notes)
+    if changed:
+        notes.append(
+            f"{MOMENTUM} of {changed} parameters was a heavy ball and is now a running average: it "
+            "was multiplied by 1 - momentum"
+        )
+    return replace(
+        contents,
+        entries=entries,
+        groups=[_telling(group, with_momentum) for group in contents.groups],
+        notes=notes,
+    )
+
+
+def _telling(group: Group, with_momentum: Collection[str]) -> Group:
+    """Return a group whose keys tell that its momentum is an average, so that it stays one."""
+    values = group.hyperparameters
+    if "dampening" in values or not any(name in with_momentum for name in group.parameters):
+        return replace(group, momentum_convention=AVERAGE)
+    if convention_of(values, [MOMENTUM]) != AVERAGE:
+        values = {**values, "algorithm": "muon"}
+    return replace(group, hyperparameters=values, momentum_convention=AVERAGE)
+
+
+def _momentum(group: Group) -> float:
+    momentum = group.hyperparameters.get("momentum")
+    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise CheckpointError(
+            f"the group of {group.parameters[0]!r} has momentum {momentum!r}: a heavy ball becomes "
+            "a running average only with a momentum in [0, 1)"
+        )
+    return float(momentum)
+
+
+def _scaled(entry: Entry, factor: float) -> Entry:
+    def read(chunk: Chunk, target: torch.Tensor) -> None:
+        entry.read(chunk, target)
+        target.mul_(factor)
+
+    return replace(entry, read=read)

@@ -1,0 +1,150 @@
+"""The job that a plan is about: nodes, memory, the model's own time, and the length of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from tierstore.errors import PlanError
+from tierstore.layout.sharding import Holding
+from tierstore.tools.plan.drives import Drives
+from tierstore.tools.plan.footprint import StoreOptions
+from tierstore.tools.plan.partitions import holding_of
+from tierstore.units import format_bytes
+
+RANKS_MAX = 2**16
+_MOST = 2.0**63
+_MAY_BE_ZERO = ("gpus", "wear", "model_s", "checkpoints", "activation_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training job. Sizes are in bytes, rates in bytes per second.
+
+    Raises:
+        PlanError: a value is negative, zero or infinite where that makes no sense.
+    """
+
+    nodes: int = 1
+    gpus: int = 0
+    """GPUs of each node, one rank on each; 0 for ranks that compute on the CPU."""
+    cpu_ranks: int = 1
+    """Ranks of each node, if there are no GPUs."""
+    gpu_memory: int | None = None
+    """Memory of one GPU; None: whether it suffices is not said."""
+    host_memory: int | None = None
+    """Memory of one node; None: whether it suffices is not said."""
+    drives: Drives | None = None
+    """Drives of each node; None: whether they suffice, and how long they last, is not said."""
+    partition: str = "fsdp"
+    """As for ``holding_of``; of no effect with one rank."""
+    expert_parallel: int = 1
+    """Ranks that the experts of a layer are dealt to; as for ``holding_of``."""
+    tokens: int | None = None
+    """Tokens of one step of all ranks together."""
+    flops: float | None = None
+    """Floating-point operations per second that a rank achieves in forward and backward."""
+    model_s: float | None = None
+    """Seconds of forward and backward of one step; None: from ``tokens`` and ``flops``."""
+    active_parameters: int | None = None
+    """Parameters that a token passes through; None: all."""
+    activation_bytes: int | None = None
+    """Memory of activations on each rank; None: they are left out."""
+    checkpoints: int = 1
+    """Published checkpoints that are kept."""
+    steps: int | None = None
+    """Steps of the run; None: as many as the drives last."""
+    endurance: float = 1.0
+    """Share of the rated life of the drives that the run may use."""
+    wear: float = 0.0
+    """Share of it that is used already."""
+    store: StoreOptions = field(default_factory=StoreOptions)
+    """Arguments of the store of each rank."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the optimizer."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                may_be_zero = one.name in _MAY_BE_ZERO
+                good = (0 <= value < _MOST) if may_be_zero else (0 < value < _MOST)
+                if not good:
+                    wanted = "0 or more" if may_be_zero else "above 0"
+                    raise PlanError(
+                        f"{one.name} must be a number {wanted} and below 2^63, "
+                        f"got {str(value)[:20]}"
+                    )
+        if self.gpus and self.cpu_ranks > 1:
+            raise PlanError(
+                f"a node with {self.gpus} GPUs has a rank on each of them, so cpu_ranks must be "
+                f"left out, got {self.cpu_ranks}"
+            )
+        if self.world_size > RANKS_MAX:
+            raise PlanError(f"{self.world_size} ranks are more than {RANKS_MAX}: plan fewer nodes")
+        if self.model_s is None and (self.tokens is None) != (self.flops is None):
+            raise PlanError(
+                "the time of forward and backward needs both the tokens of a step and the "
+                "operations per second that a rank achieves, or the seconds themselves"
+            )
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of each node."""
+        return self.gpus or self.cpu_ranks
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.node_size
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if parameters are on GPUs."""
+        return self.gpus > 0
+
+    def holding(self, shape: tuple[int, ...]) -> Holding:
+        """Return the ranks that hold a parameter.
+
+        Raises:
+            PlanError: as ``holding_of``.
+        """
+        return holding_of(
+            shape, self.partition, self.world_size, self.node_size, self.expert_parallel
+        )
+
+    def compute_s(self, parameter_count: int) -> float | None:
+        """Return the seconds of forward and backward: 6 operations per parameter and token.
+
+        Activation checkpointing repeats the forward pass, which is part of the achieved rate.
+        None if the job does not say.
+        """
+        if self.model_s is not None:
+            return self.model_s
+        if self.tokens is None or self.flops is None:
+            return None
+        active = self.active_parameters or parameter_count
+        return 6.0 * active * self.tokens / (self.flops * self.world_size)
+
+    def tokens_in(self, seconds: float, parameter_count: int) -> float | None:
+        """Return the tokens of a step whose forward and backward take some seconds."""
+        known = self.compute_s(parameter_count)
+        if self.tokens is not None and known:
+            return self.tokens * seconds / known
+        if self.flops is None:
+            return None
+        active = self.active_parameters or parameter_count
+        return seconds * self.flops * self.world_size / (6.0 * active)
+
+    def describe(self) -> str:
+        """Return the machines as text: ``"64 nodes, 8 GPUs of 80.0 GiB on each"``."""
+        each = "" if self.nodes == 1 else " on each"
+        kind = "GPU" if self.gpus else "CPU rank"
+        ranks = f"{self.node_size} {kind}{'' if self.node_size == 1 else 's'}"
+        if self.gpu_memory is not None and self.gpus:
+            ranks += f" of {format_bytes(self.gpu_memory)}"
+        parts = ["1 node" if self.nodes == 1 else f"{self.nodes} nodes", f"{ranks}{each}"]
+        if self.host_memory is not None:
+            parts.append(f"{format_bytes(self.host_memory)} of host memory{each}")
+        return ", ".join(parts)

@@ -1,0 +1,480 @@
+"""A plan: how long the drives last, whether the job fits, how long a step takes, and what helps."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tierstore.errors import BudgetError, PlanError
+from tierstore.tools.plan.drives import SECONDS_PER_DAY, Wear, wear_of
+from tierstore.tools.plan.job import Job
+from tierstore.tools.plan.memory import Need, model_parts, needs_of
+from tierstore.tools.plan.models import Model
+from tierstore.tools.plan.rates import Rates
+from tierstore.tools.plan.skeleton import skeleton_of
+from tierstore.tools.plan.step import Ranks, StepTime, lay_out_ranks, time_step
+from tierstore.tools.probe.optimizers import OptimizerPlan, PlannedOptimizer, load_optimizers
+from tierstore.units import format_bytes
+
+FREE = 0.02
+"""Paging counts as free if it makes a step longer by at most this share."""
+
+_RESOURCES = {
+    "the model": ("model",),
+    "the drives": ("read", "write", "commit"),
+    "the optimizer's computation": ("compute",),
+    "checksums": ("check", "seal"),
+    "PCIe": ("copy in", "copy out"),
+    "the network": ("gather", "scatter", "spread"),
+}
+"""Resource -> lanes of the timeline that it is busy in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of the job, and the step with it."""
+
+    change: str
+    step_s: float
+    days: float | None
+    """Days that the drives then last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The same model and machine under another algorithm of the optimizer."""
+
+    algorithm: str
+    step_s: float
+    state_bytes: int
+    """Of all ranks."""
+    written_bytes: float
+    """Bytes that all ranks write in a step."""
+    days: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answers about a job. Everything that is exact comes from the code that runs."""
+
+    model: Model
+    job: Job
+    rates: Rates
+    algorithm: str
+    ranks: Ranks
+    call: str
+    """Python code of the optimizer."""
+    wear: Wear | None
+    """None without drives."""
+    steps_allowed: float | None
+    """Steps until the allowed share of the drives' endurance is used; None if not known."""
+    needs: Sequence[Need]
+    time: StepTime
+    model_s: float | None
+    """Seconds of forward and backward; None if the job does not say, and the step has none."""
+    busy: Mapping[str, float]
+    """Resource -> seconds of a step that it works, the busiest first."""
+    free_model_s: float | None
+    """Shortest forward and backward beside which paging is free; None if it never is."""
+    changes: Sequence[Change]
+    remedy: str | None
+    """The nearest change with which the job fits; None if it fits, or if none of those tried does.
+    """
+    beside: Sequence[Beside]
+    """This algorithm, and the others of the optimizer."""
+
+    @property
+    def fits(self) -> bool:
+        """True if no kind of memory is exceeded."""
+        return all(need.fits for need in self.needs)
+
+    @property
+    def lasts(self) -> bool:
+        """False if the run writes more than the drives are allowed to endure."""
+        steps = self.job.steps or 1
+        return self.steps_allowed is None or steps <= self.steps_allowed
+
+    @property
+    def days(self) -> float | None:
+        """Days until the allowed share of the endurance is used; None if not known."""
+        return _days_allowed(self.job, self.wear, self.time)
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that works longest in a step."""
+        return next(iter(self.busy))
+
+    @property
+    def free_tokens(self) -> float | None:
+        """Tokens of the shortest step beside which paging is free; None if not known."""
+        if self.free_model_s is None:
+            return None
+        return self.job.tokens_in(self.free_model_s, self.model.parameter_count)
+
+
+def plan(
+    model: Model,
+    job: Job,
+    rates: Rates,
+    *,
+    optimizer: str = "muon",
+    algorithm: str | None = None,
+    nvme_bytes: int | None = None,
+) -> Plan:
+    """Return the plan of a job.
+
+    Args:
+        model: its parameters, in the dtype that they are trained in.
+        job: the job.
+        rates: of its machines.
+        optimizer: name of an installed optimizer.
+        algorithm: one of those that the optimizer names; None: its usual one.
+        nvme_bytes: bytes of the drives of a node, if the job does not name the drives.
+
+    Raises:
+        PlanError: the optimizer is not installed, or refuses the model or an option.
+        BudgetError: the host memory of the stores is too small for the pages.
+    """
+    installed = load_optimizers()
+    if optimizer not in installed:
+        raise PlanError(
+            f"no optimizer {optimizer!r} is installed, expected is one of "
+            f"{', '.join(map(repr, installed)) or 'none'}: install its package"
+        )
+    planner = _Planner(model, installed[optimizer], rates, nvme_bytes)
+    chosen = algorithm or planner.optimizer.algorithms[0]
+    if chosen not in planner.optimizer.algorithms:
+        raise PlanError(
+            f"the optimizer {optimizer!r} has no algorithm {chosen!r}, expected is one of "
+            f"{', '.join(map(repr, planner.optimizer.algorithms))}"
+        )
+    ranks, call = planner.lay_out(job, chosen)
+    time, wear = planner.time(ranks)
+    needs = planner.needs(ranks)
+    model_s = job.compute_s(model.parameter_count)
+    fits = all(need.fits for need in needs)
+    return Plan(
+        model=model,
+        job=job,
+        rates=rates,
+        algorithm=chosen,
+        ranks=ranks,
+        call=call,
+        wear=wear,
+        steps_allowed=_steps_allowed(job, wear),
+        needs=needs,
+        time=time,
+        model_s=model_s,
+        busy=_busy(time),
+        free_model_s=_free_model_s(ranks, rates),
+        changes=list(planner.changes(job, chosen)),
+        remedy=None if fits else planner.remedy(job, chosen, needs),
+        beside=[one for each in planner.optimizer.algorithms if (one := planner.beside(job, each))],
+    )
+
+
+class _Planner:
+    """Plans variants of one job."""
+
+    def __init__(
+        self, model: Model, optimizer: OptimizerPlan, rates: Rates, nvme_bytes: int | None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.rates = rates
+        self._nvme_bytes = nvme_bytes
+        self._skeleton = skeleton_of(model)
+        self._planned: dict[str, PlannedOptimizer] = {}
+
+    def lay_out(self, job: Job, algorithm: str) -> tuple[Ranks, str]:
+        """Return all ranks, and the code of the optimizer."""
+        on_gpu = job.on_gpu and job.store.compute == "device"
+        try:
+            key = repr((algorithm, on_gpu, sorted(job.optimizer.items())))
+            if key not in self._planned:
+                self._planned[key] = self.optimizer.plan(
+                    self._skeleton, algorithm, on_gpu=on_gpu, options=job.optimizer
+                )
+            planned = self._planned[key]
+            return lay_out_ranks(job, planned, self.optimizer), planned.call
+        except (ValueError, TypeError) as error:
+            if isinstance(error, BudgetError | PlanError):
+                raise
+            raise PlanError(f"the optimizer refuses the job: {error}") from error
+
+    def time(self, ranks: Ranks, rates: Rates | None = None) -> tuple[StepTime, Wear | None]:
+        """Return the time of a step, and how it wears the drives."""
+        job = ranks.job
+        model_s = job.compute_s(self.model.parameter_count) or 0.0
+        time = time_step(ranks, rates or self.rates, model_s)
+        wear = None
+        if job.drives is not None and time.seconds:
+            step_bytes = ranks.total("mean_written_bytes") / job.nodes
+            wear = wear_of(job.drives, step_bytes=step_bytes, step_s=time.seconds, used=job.wear)
+        return time, wear
+
+    def needs(self, ranks: Ranks) -> list[Need]:
+        """Return what the job needs of each kind of memory."""
+        drives = ranks.job.drives
+        limit = self._nvme_bytes if drives is None else drives.nbytes
+        return needs_of(ranks, self.model, nvme_limit=limit)
+
+    def changes(self, job: Job, algorithm: str) -> Iterator[Change]:
+        """Yield what a few changes would gain."""
+        ranks, _ = self.lay_out(job, algorithm)
+        if self.rates.disk is not None:
+            count = self.rates.drives
+            faster = replace(self.rates, disk=self.rates.disk.scaled((count + 1) / count))
+            drives = job.drives and replace(job.drives, count=job.drives.count + 1)
+            yield self._change(
+                "one more drive in each node", replace(job, drives=drives), algorithm, faster
+            )
+        buffers = max(
+            one.footprint.placement.buffers * one.footprint.placement.buffer_bytes
+            for one in ranks.classes
+        )
+        nbytes = buffers + ranks.most("state_bytes") // 2
+        store = replace(job.store, host_memory=nbytes, buffers=None)
+        if nbytes > ranks.most("host_bytes"):
+            text = f"half of the pages in host memory ({format_bytes(nbytes)} for each rank)"
+            yield self._change(text, replace(job, store=store), algorithm, self.rates)
+        for text, options in self.optimizer.narrower:
+            narrower = replace(job, optimizer={**options, **job.optimizer})
+            try:
+                smaller, _ = self.lay_out(narrower, algorithm)
+            except PlanError:  # The model has a dtype, or is cut, as the option does not allow.
+                continue
+            if _traffic(smaller) < _traffic(ranks):
+                yield self._change(text, narrower, algorithm, self.rates)
+
+    def _change(self, text: str, job: Job, algorithm: str, rates: Rates) -> Change:
+        time, wear = self.time(self.lay_out(job, algorithm)[0], rates)
+        return Change(change=text, step_s=time.seconds, days=_days_allowed(job, wear, time))
+
+    def remedy(self, job: Job, algorithm: str, needs: Iterable[Need]) -> str | None:
+        """Return the first of some changes with which everything fits."""
+        exceeded = {need.place: need for need in needs if not need.fits}
+        for text, change in self._remedies(job, exceeded):
+            try:
+                changed = change(job)
+                of_model = sum(model_parts(changed, self.model).values())
+                if changed.on_gpu and changed.gpu_memory and of_model > changed.gpu_memory:
+                    continue
+                ranks, _ = self.lay_out(changed, algorithm)
+            except (BudgetError, PlanError):
+                continue
+            if all(need.fits for need in self.needs(ranks)):
+                return text
+        return None
+
+    def _remedies(
+        self, job: Job, exceeded: Mapping[str, Need]
+    ) -> Iterator[tuple[str, Callable[[Job], Job]]]:
+        """Yield changes for what is exceeded, the nearest one first."""
+        store, drives = job.store, job.drives
+        if "GPU" in exceeded and store.device_memory:
+            yield (
+                "device_memory=0",
+                lambda j: replace(j, store=replace(j.store, device_memory=0)),
+            )
+        if "GPU" in exceeded and job.partition == "ddp" and job.world_size > 1:
+            yield "FSDP instead of DDP", lambda j: replace(j, partition="fsdp")
+        if "host" in exceeded:
+            for share in (2, 4, 8):
+                size = store.host_memory // share
+                text = f"host_memory={format_bytes(size)!r} for each store"
+                yield text, partial(_with_memory, size=size)
+        if "NVMe" in exceeded:
+            need = exceeded["NVMe"]
+            kept = need.parts.get("published checkpoints", 0)
+            room = (need.limit or 0) - (need.nbytes - kept)
+            if kept and room >= 0:
+                count = room * job.checkpoints // kept
+                text = f"{count} published checkpoints instead of {job.checkpoints}"
+                yield text, lambda j: replace(j, checkpoints=count)
+            if drives is not None:
+                wanted = -(-need.nbytes // drives.capacity)
+                text = f"{wanted} drives in each node instead of {drives.count}"
+                yield text, lambda j: replace(j, drives=replace(drives, count=wanted))
+        if job.partition == "fsdp" or "GPU" not in exceeded:
+            for nodes in (factor * job.nodes for factor in (2, 4, 8, 16)):
+                yield f"{nodes} nodes instead of {job.nodes}", partial(_with_nodes, nodes=nodes)
+
+    def beside(self, job: Job, algorithm: str) -> Beside | None:
+        """Return the job under one algorithm; None if it cannot run so."""
+        options = job.optimizer if algorithm == self.optimizer.algorithms[0] else {}
+        try:
+            ranks, _ = self.lay_out(replace(job, optimizer=options), algorithm)
+        except (BudgetError, PlanError):
+            return None
+        time, wear = self.time(ranks)
+        return Beside(
+            algorithm=algorithm,
+            step_s=time.seconds,
+            state_bytes=round(ranks.total("state_bytes")),
+            written_bytes=ranks.total("mean_written_bytes"),
+            days=_days_allowed(job, wear, time),
+        )
+
+
+def _with_memory(job: Job, *, size: int) -> Job:
+    return replace(job, store=replace(job.store, host_memory=size))
+
+
+def _with_nodes(job: Job, *, nodes: int) -> Job:
+    return replace(job, nodes=nodes)
+
+
+def _traffic(ranks: Ranks) -> float:
+    """Return the bytes that a step reads and writes."""
+    return ranks.total("step_read_bytes") + ranks.total("mean_written_bytes")
+
+
+def _steps_allowed(job: Job, wear: Wear | None) -> float | None:
+    """Return the steps until the allowed share of the endurance is used."""
+    if wear is None or wear.steps is None:
+        return None
+    left = 1 - job.wear
+    allowed = job.endurance - job.wear
+    if left <= 0 or allowed <= 0:
+        return 0.0
+    return wear.steps * allowed / left
+
+
+def _days_allowed(job: Job, wear: Wear | None, time: StepTime) -> float | None:
+    steps = _steps_allowed(job, wear)
+    return None if steps is None else steps * time.seconds / SECONDS_PER_DAY
+
+
+def _busy(time: StepTime) -> dict[str, float]:
+    """Return the seconds that each resource works in the step that is shown."""
+    start, stop = time.shown.start, time.shown.stop
+    by_lane: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for span in time.shown.spans:
+        by_lane[span.lane].append((max(start, span.start), min(stop, span.stop)))
+    busy = {
+        name: _union([bar for lane in lanes for bar in by_lane[lane]])
+        for name, lanes in _RESOURCES.items()
+    }
+    return dict(sorted(busy.items(), key=lambda item: -item[1]))
+
+
+def _union(bars: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds in which at least one bar is."""
+    total, end = 0.0, -math.inf
+    for start, stop in sorted(bars):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _free_model_s(ranks: Ranks, rates: Rates) -> float | None:
+    """Return the shortest forward and backward beside which paging is free, to one percent."""
+
+    def is_free(model_s: float) -> bool:
+        time = time_step(ranks, rates, model_s)
+        return time.exposed_s <= FREE * time.seconds
+
+    if is_free(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while not is_free(high):
+        low, high = high, 4 * high
+        if high > 1e7:
+            return None
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_free(middle) else (middle, high)
+    return high
+
+
+def to_plain(found: Plan) -> dict[str, Any]:
+    """Return a plan as values of JSON; bytes and seconds as numbers."""
+    footprint = found.ranks.classes[0].footprint
+    return {
+        "model": found.model.name,
+        "parameters": found.model.parameter_count,
+        "algorithm": found.algorithm,
+        "nodes": found.job.nodes,
+        "ranks": found.job.world_size,
+        "partition": found.job.partition,
+        "assumed": list(found.rates.assumed),
+        "lasts": found.lasts,
+        "wear": None
+        if found.wear is None
+        else {
+            "bytes_per_day": found.wear.bytes_per_day,
+            "drive_writes_per_day": found.wear.drive_writes_per_day,
+            "steps": _number(found.steps_allowed),
+            "days": _number(found.days),
+        },
+        "fits": found.fits,
+        "remedy": found.remedy,
+        "needs": [
+            {
+                "place": need.place,
+                "bytes": need.nbytes,
+                "limit": need.limit,
+                "fits": need.fits,
+                "parts": dict(need.parts),
+            }
+            for need in found.needs
+        ],
+        "rank": {
+            "pages": {
+                tier.value: sum(one is tier for one in footprint.placement.tiers)
+                for tier in type(footprint.placement.tiers[0])
+            },
+            "buffers": footprint.placement.buffers,
+            "state_bytes": footprint.state_bytes,
+            "file_bytes": footprint.file_bytes,
+            "host_bytes": footprint.host_bytes,
+            "device_bytes": footprint.device_bytes,
+            "step_read_bytes": footprint.step_read_bytes,
+            "step_written_bytes": footprint.mean_written_bytes,
+        },
+        "step": {
+            "seconds": found.time.seconds,
+            "resident_seconds": found.time.resident_s,
+            "exposed_seconds": found.time.exposed_s,
+            "model_seconds": found.model_s,
+            "bottleneck": found.bottleneck,
+            "busy_seconds": dict(found.busy),
+            "spans": [
+                {
+                    "lane": span.lane,
+                    "page": span.page,
+                    "start": span.start - found.time.shown.start,
+                    "stop": span.stop - found.time.shown.start,
+                }
+                for span in found.time.shown.spans
+            ],
+        },
+        "free": {
+            "model_seconds": found.free_model_s,
+            "tokens": found.free_tokens,
+        },
+        "changes": [
+            {"change": one.change, "step_seconds": one.step_s, "days": _number(one.days)}
+            for one in found.changes
+        ],
+        "beside": [
+            {
+                "algorithm": one.algorithm,
+                "step_seconds": one.step_s,
+                "state_bytes": one.state_bytes,
+                "written_bytes": one.written_bytes,
+                "days": _number(one.days),
+            }
+            for one in found.beside
+        ],
+    }
+
+
+def _number(value: float | None) -> float | None:
+    """Return a number that JSON has: infinite ones are not, and mean "no end"."""
+    return None if value is None or math.isinf(value) else value

@@ -1,0 +1,209 @@
+"""Findings about a machine: parts that work for runs, and remedies. Measures nothing."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tierstore.errors import TierstoreError
+from tierstore.storage.select import choose_storage
+from tierstore.tools.probe.compute import machine
+from tierstore.units import format_bytes
+
+_NETWORK = re.compile(
+    "nfs|cifs|smb|fuse(?!blk)|9p|lustre|gpfs|ceph|beegfs|gluster|afs|pvfs|weka|virtiofs|vboxsf"
+)
+_IN_MEMORY = ("tmpfs", "ramfs")
+_CAP_IPC_LOCK = 14
+
+
+class Health(enum.Enum):
+    """The meaning of a finding for runs."""
+
+    GOOD = "good"
+    SLOW = "slow"
+    """Runs work, slower or with less safety than they could."""
+    BAD = "bad"
+    """Runs do not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    health: Health
+    text: str
+    remedy: str | None = None
+    """Action for the user; None if there is nothing to do."""
+
+
+def examine(directories: Sequence[Path]) -> list[Finding]:
+    """Return what works here: packages, memory, GPU, then each directory.
+
+    Writes 4 KiB to each directory, reads them back and removes them.
+
+    Args:
+        directories: existing directories that runs would use.
+    """
+    found = [*_packages(), *_memory(), _gpu()]
+    for directory in directories:
+        found += _directory(directory)
+    return found
+
+
+def _packages() -> Iterator[Finding]:
+    version = importlib.metadata.version("tierstore")
+    yield Finding("packages", Health.GOOD, f"tierstore {version}, torch {torch.__version__}")
+    spec = importlib.util.find_spec("muon")
+    origin = Path(spec.origin) if spec is not None and spec.origin is not None else None
+    # Another package in the same folder may have replaced the file.
+    root = Path(__file__).parents[3]
+    is_ours = origin == root / "muon/__init__.py" and "from muon.optimizer import Muon" in _text(
+        origin
+    )
+    others = set(importlib.metadata.packages_distributions().get("muon", ())) - {"tierstore"}
+    names = " ".join(sorted(others))
+    again = f"pip uninstall {names}, then pip install --force-reinstall --no-deps tierstore"
+    if not is_ours:
+        yield Finding(
+            "packages",
+            Health.BAD,
+            f"`import muon` finds {origin or 'nothing'}{f' of {names}' if others else ''}, and not "
+            "the optimizer of tierstore",
+            again if others else "rename that file, or start from another directory",
+        )
+    elif others:
+        yield Finding(
+            "packages",
+            Health.SLOW,
+            f"{names} has a module muon, too: whichever is installed last replaces the other",
+            again,
+        )
+
+
+def _memory() -> Iterator[Finding]:
+    here = machine()
+    limit = here.locked_memory_bytes
+    if limit is None or limit >= here.memory_bytes or _may_lock_all():
+        yield Finding("locked memory", Health.GOOD, "no limit")
+    else:
+        yield Finding(
+            "locked memory",
+            Health.SLOW,
+            f"this user may lock {format_bytes(limit)}: larger buffers are not registered with "
+            "io_uring, so that each transfer takes more time",
+            "ulimit -l unlimited; in a container --ulimit memlock=-1, in a systemd unit "
+            "LimitMEMLOCK=infinity",
+        )
+    if here.huge_pages in ("always", "madvise"):
+        yield Finding("huge pages", Health.GOOD, here.huge_pages)
+    else:
+        yield Finding(
+            "huge pages",
+            Health.SLOW,
+            f"{here.huge_pages or 'unknown'}: without them, direct I/O pins each 4 KiB of a buffer",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root",
+        )
+
+
+def _may_lock_all() -> bool:
+    """Return whether the limit of locked memory does not hold for this process."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(Path("/proc/self/status")), re.MULTILINE)
+    # In a namespace of users the capability does not count.
+    is_outermost = _text(Path("/proc/self/uid_map")).split() == ["0", "0", "4294967295"]
+    return is_outermost and found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+        return Finding("GPU", Health.GOOD, f"{count} x {name}, CUDA {torch.version.cuda}")
+    if not os.path.exists("/dev/nvidia0"):
+        return Finding("GPU", Health.GOOD, "none: steps are computed by the processor")
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built without CUDA"
+        remedy = "install the torch build for the CUDA version that nvidia-smi shows"
+    else:
+        why = f"CUDA {torch.version.cuda} finds none"
+        remedy = "look at CUDA_VISIBLE_DEVICES, and at the driver version that nvidia-smi shows"
+    return Finding(
+        "GPU", Health.SLOW, f"this machine has one, and torch does not use it: {why}", remedy
+    )
+
+
+def _directory(path: Path) -> Iterator[Finding]:
+    subject = str(path)
+    try:
+        if not path.is_dir():
+            text, remedy = "not a directory", "make it, or name another one"
+            yield Finding(subject, Health.BAD, text, remedy)
+            return
+        yield _filesystem_finding(path)
+        storage, reasons = choose_storage(path)
+    except (OSError, TierstoreError) as error:
+        yield Finding(subject, Health.BAD, str(error), "mend what the message names")
+        return
+    storage.close()
+    direct = getattr(storage, "direct", False)
+    how = "O_DIRECT" if direct else "no O_DIRECT: pages go through the page cache"
+    if reasons or not direct:
+        why = "; ".join(reasons) or "the filesystem refuses O_DIRECT"
+        text, remedy = f"engine {storage.engine}, {how}: {why}", "mend what the reason names"
+        yield Finding(subject, Health.SLOW, text, remedy)
+    else:
+        yield Finding(subject, Health.GOOD, f"engine {storage.engine}, {how}")
+
+
+def _filesystem_finding(path: Path) -> Finding:
+    subject, kind = str(path), _filesystem(path)
+    if kind in _IN_MEMORY:
+        return Finding(
+            subject,
+            Health.SLOW,
+            f"{kind} keeps files in memory: runs take the memory that they should save, and are "
+            "lost when the machine restarts",
+            "name a directory on a disk",
+        )
+    if _NETWORK.match(kind):
+        return Finding(
+            subject,
+            Health.SLOW,
+            f"{kind} is a network filesystem: slower than a drive of this machine, and its locks "
+            "may not keep other machines out of a run",
+            "name a directory on a drive of this machine, and copy checkpoints",
+        )
+    free = os.statvfs(path)
+    return Finding(
+        subject, Health.GOOD, f"{kind}, {format_bytes(free.f_bavail * free.f_frsize)} free"
+    )
+
+
+def _filesystem(path: Path) -> str:
+    """Return the type of the filesystem that a directory is on."""
+    found, place = "unknown filesystem", Path()
+    here = path.resolve()
+    for line in _text(Path("/proc/self/mountinfo")).splitlines():
+        before, _, after = line.partition(" - ")
+        escaped = before.split()[4]
+        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), escaped))
+        # The last one of several at one place hides the others.
+        if here.is_relative_to(mounted) and len(mounted.parts) >= len(place.parts):
+            found, place = after.split()[0], mounted
+    return found
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file; nothing if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
