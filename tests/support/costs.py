@@ -17,7 +17,7 @@ _PROPERTY = "processor_s"
 class Costs:
     """A plugin of pytest: measures tests, and lists those above ``LONG_S`` without the mark.
 
-    The time includes child processes, such as ranks that all tests share. Fixtures of a session or a
+    The time includes child processes, such as ranks that tests share. Fixtures of a session or a
     module are not counted, because the first test that uses them would pay for all.
     """
 
@@ -60,9 +60,9 @@ class Costs:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Give the report of a test's body its processor time, which xdist then carries."""
+        """Give the last report of a test its processor time, which xdist then carries."""
         report = yield
-        if call.when == "call":
+        if call.when == "teardown":  # What a test patched, as calls of the system, is there again.
             used = self._used_s() - self._begin_s - self._fixtures_s
             report.user_properties.append((_PROPERTY, used))
             report.user_properties.append(("long", item.get_closest_marker("long") is not None))
@@ -71,7 +71,7 @@ class Costs:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what the processes of tests report."""
         properties = dict(report.user_properties)
-        if report.when == "call" and not properties.get("long", True):
+        if report.when == "teardown" and not properties.get("long", True):
             self._costs[report.nodeid] = properties[_PROPERTY]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
