@@ -10,7 +10,7 @@ import ast
 import graphlib
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,15 @@ FORBIDDEN = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bpinned[ -](host[ -])?(memor
 def python_files(*folders: str) -> list[Path]:
     """Return all Python files under these folders of the repository, sorted."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def complaints_by_file(
+    files: Iterable[Path], complain: Callable[[Path], list[str]]
+) -> dict[str, list[str]]:
+    """Return what is wrong with each file that is not as it should be."""
+    complaints = {str(path.relative_to(ROOT)): complain(path) for path in files}
+    assert complaints  # A folder that was renamed must not make a rule silent.
+    return {name: found for name, found in complaints.items() if found}
 
 
 def module_name(path: Path) -> str:
@@ -199,9 +208,11 @@ def test_assert_rule_allows_questions() -> None:
     assert assert_complaints("assert len(x) == 4, h.wait()\nassert x.done()") == []
 
 
-@pytest.mark.parametrize("path", python_files("tierstore"), ids=module_name)
-def test_imports_go_to_a_lower_level(path: Path) -> None:
-    assert level_complaints(module_name(path), path.read_text(), EXCEPTIONS) == []
+def test_imports_go_to_a_lower_level() -> None:
+    def complain(path: Path) -> list[str]:
+        return level_complaints(module_name(path), path.read_text(), EXCEPTIONS)
+
+    assert complaints_by_file(python_files("tierstore"), complain) == {}
 
 
 def test_every_exception_is_needed() -> None:
@@ -228,24 +239,27 @@ def test_no_import_cycles(package: str) -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", python_files("muon", "examples"), ids=module_name)
-def test_only_public_names_of_tierstore_are_used(path: Path) -> None:
-    assert user_complaints(path.read_text(), public_names()) == []
+def test_only_public_names_of_tierstore_are_used() -> None:
+    public = public_names()
+
+    def complain(path: Path) -> list[str]:
+        return user_complaints(path.read_text(), public)
+
+    assert complaints_by_file(python_files("muon", "examples"), complain) == {}
 
 
-@pytest.mark.parametrize(
-    "path", python_files("tierstore", "muon", "examples", "bench"), ids=module_name
-)
-def test_no_assert_around_effects(path: Path) -> None:
-    assert assert_complaints(path.read_text()) == []
+def test_no_assert_around_effects() -> None:
+    files = python_files("tierstore", "muon", "examples", "bench")
+    assert complaints_by_file(files, lambda path: assert_complaints(path.read_text())) == {}
 
 
-@pytest.mark.parametrize(
-    "path", python_files("tierstore", "muon", "examples", "bench"), ids=module_name
-)
-def test_public_module_says_its_idea(path: Path) -> None:
-    if not path.name.startswith("_"):
-        assert ast.get_docstring(ast.parse(path.read_text()))
+def test_public_module_says_its_idea() -> None:
+    def complain(path: Path) -> list[str]:
+        is_said = path.name.startswith("_") or ast.get_docstring(ast.parse(path.read_text()))
+        return [] if is_said else ["begin it with a docstring"]
+
+    files = python_files("tierstore", "muon", "examples", "bench")
+    assert complaints_by_file(files, complain) == {}
 
 
 def test_no_forbidden_words() -> None:
