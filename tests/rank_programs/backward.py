@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muon
 import tierstore
+from tests.rank_programs.meshes import cpu_mesh
 
 STEPS = 6
 BATCH = 24
@@ -58,7 +59,7 @@ def train(
 
 def _mesh(*names: str) -> DeviceMesh:
     shape = (2, 2) if len(names) == 2 else (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return cpu_mesh(*shape, names=names)
 
 
 def _fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import muon
 import tierstore
+from tests.rank_programs.meshes import cpu_mesh
 from tests.rank_programs.training import unevenly
 from tests.support import stock_reader
 from tests.support.attempts import attempt
@@ -79,13 +79,13 @@ def make_model(job: Job) -> nn.Module:
 
 
 def by_rows(model: nn.Module) -> None:
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=cpu_mesh())
 
 
 def replicated_rows(model: nn.Module) -> None:
     """HSDP."""
     names = ("replica", "shard")
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    mesh = cpu_mesh(2, dist.get_world_size() // 2, names=names)
     fully_shard(model, mesh=mesh)
 
 
@@ -101,7 +101,7 @@ def _replace_parameters(model: nn.Module, place: Callable[[nn.Parameter], nn.Par
 
 
 def by_columns(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
 
     def place(parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(parameter.ndim - 1)]))
@@ -111,7 +111,7 @@ def by_columns(model: nn.Module) -> None:
 
 def unevenly_by_rows(model: nn.Module) -> None:
     """Frozen parameters stay whole."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
 
     def place(parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.requires_grad:
@@ -385,7 +385,7 @@ def copied_pages(job: Job, failing: int | None) -> tuple[int, str]:
 def publish_with_an_uneven_frozen_parameter(directory: Path) -> str:
     """Return what publishing raises."""
     model = nn.Linear(4, 6)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     model.bias = unevenly(model.bias.data, mesh, [Shard(0)], seed=2).requires_grad_(False)
     assert model.bias.to_local().shape != (3,)
     with tierstore.TierStore(directory / "run", peer_timeout=60.0) as store:

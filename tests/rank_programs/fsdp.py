@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -28,6 +27,7 @@ from torch.optim import swa_utils
 
 import muon
 import tierstore
+from tests.rank_programs.meshes import cpu_mesh
 from tests.support.attempts import attempt
 from tests.support.references import assert_same
 from tierstore.ranks.peers import Alone
@@ -70,7 +70,7 @@ def tokens_of(step: int) -> torch.Tensor:
 
 def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
     model = Net(dtype)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -309,7 +309,7 @@ def wrapped(kind: str, directory: Path) -> None:
 
 def placed_otherwise() -> dict[str, str]:
     """Gradients that lie on the ranks otherwise than their parameter."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     messages = {}
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     plain = nn.Parameter(torch.ones(4, 4))

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muon
 import tierstore
+from tests.rank_programs.meshes import cpu_mesh
 from tests.support.attempts import attempt
 from tests.support.fake_cuda import fake_cuda
 from tierstore.ranks.peers import Alone
@@ -35,7 +35,7 @@ class Job:
 
     def __init__(self, store: tierstore.TierStore, layout: str = "plain", **options: Any) -> None:
         placements = LAYOUTS[layout]
-        self._mesh = None if placements is None else init_device_mesh("cpu", (2, 2))
+        self._mesh = None if placements is None else cpu_mesh(2, 2)
         self._placements = placements
         self.parameters = {name: nn.Parameter(self._part(torch.ones(6, 4))) for name in NAMES}
         self.store = store
@@ -161,7 +161,7 @@ def absent_on_one() -> tuple[str, str]:
 def cut_elsewhere() -> tuple[str, int]:
     """Step with a gradient of other rows than the parameter: what is raised, and the steps."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
         parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
         optimizer = muon.Muon([("matrix", parameter)], store=store)
@@ -185,7 +185,7 @@ def missing_on_one(layout: str, missing: str) -> tuple[str, int]:
 
 def summed_up_elsewhere(directory: Path) -> None:
     """Step with float32 gradients beside bfloat16 shards: as with the same ones in ``.grad``."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     grads = [torch.randn(7, 4, generator=torch.Generator().manual_seed(s)) for s in range(3)]
     start = torch.randn(7, 4, generator=torch.Generator().manual_seed(9)).bfloat16()
     shards = nn.Parameter(distribute_tensor(start, mesh, (Shard(0),)))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.rank_programs.meshes import cpu_mesh
 from tests.support.megatron import Truth, write_fsdp_dtensor, write_torch_dist
 
 
 def write(kind: str, root: Path, truth: Truth) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor, mesh, [Shard(0)])

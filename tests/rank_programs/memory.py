@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import muon
 import tierstore
 from muon.exchange import Exchange
+from tests.rank_programs.meshes import cpu_mesh
 from tierstore.ranks.job import ProcessGroupRanks
 
 ROWS, COLUMNS, COUNT = 64, 32, 8
@@ -118,7 +118,7 @@ def groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
 def gather(gather_memory: list[int], directory: Path) -> Gathered:
     """Do two steps of parameters cut at rows, given the ``gather_memory`` of each rank."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     parameters = [
         torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)])) for matrix in matrices()
     ]

@@ -8,13 +8,13 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import muon
 import tierstore
 from tests.rank_programs.fsdp import Net
+from tests.rank_programs.meshes import cpu_mesh
 
 STEPS = 16
 OVERFLOWS = range(3, 13)
@@ -28,7 +28,7 @@ def train(directory: Path) -> tuple[list[float], int, dict[str, torch.Tensor]]:
         The scale after each step, the number of steps that were done, and whole parameters.
     """
     model = Net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=cpu_mesh())
     scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=2)
     tokens = torch.arange(5)
     scales = []

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.rank_programs.meshes import cpu_mesh
 from tierstore.layout.dtensors import holding_of
 from tierstore.layout.sharding import Sharding
 
@@ -125,7 +126,7 @@ def place() -> list[Placed]:
     placed = []
     for mesh_shape, programs in WORLDS[dist.get_world_size()]:
         names = ("dp", "tp")[-len(mesh_shape) :]
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        mesh = cpu_mesh(*mesh_shape, names=names)
         placed += [_look(case, tensor) for program in programs for case, tensor in program(mesh)]
     return placed
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import muon
 import tierstore
 from tests.rank_programs.fsdp import Tensors, whole
+from tests.rank_programs.meshes import cpu_mesh
 
 WIDTH = 32
 
@@ -38,7 +38,7 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
 
 def train(directory: Path, steps: int) -> Tensors:
     """Train two stages of two ranks; publish each, and return its weights and its momentum."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "replicas"))
+    mesh = cpu_mesh(2, 2, names=("stages", "replicas"))
     number = mesh.get_local_rank("stages")
     module = Net()
     for name in list(module.layers):

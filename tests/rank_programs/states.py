@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muon
 import tierstore
+from tests.rank_programs.meshes import cpu_mesh
 from tests.rank_programs.training import SHAPES, Case, Model, local, whole_gradients
 from tests.support.attempts import attempt
 from tests.support.references import assert_same, reference_of
@@ -173,7 +173,7 @@ def save_by_stock(case: Case, directory: Path) -> dict[str, torch.Tensor]:
 
 def load_states_of_other_rows() -> tuple[str, torch.Tensor]:
     """Return what loading raises on this rank of two, and the momentum then."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = cpu_mesh(2)
     parameter = nn.Parameter(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]))
     with tierstore.TierStore(None, peer_timeout=30.0) as store:
         optimizer = muon.Muon([("matrix", parameter)], store=store)

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import muon
 import tierstore
 from tests.rank_programs.collective_order import Issued, recorded
+from tests.rank_programs.meshes import cpu_mesh
 from tests.support.training import Shapes, make_groups
 
 STEPS = 10
@@ -244,7 +245,7 @@ def _plain(wholes: Tensors) -> Tensors:
 
 def _distributed(place: Callable[[torch.Tensor], Placement]) -> Layout:
     def layout(wholes: Tensors) -> Tensors:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = cpu_mesh()
         return {n: distribute_tensor(t, mesh, [place(t)]) for n, t in wholes.items()}
 
     return layout
@@ -267,20 +268,20 @@ def _module(tensors: Tensors) -> nn.Module:
 
 def _fsdp(wholes: Tensors) -> Tensors:
     module = _module({name: whole for name, whole in wholes.items() if whole.ndim})
-    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(module, mesh=cpu_mesh())
     # Which has no parameters without a dimension: they are as they were.
     return {name: getattr(module, name, whole) for name, whole in wholes.items()}
 
 
 def _hsdp(wholes: Tensors) -> Tensors:
     module = _module({name: whole for name, whole in wholes.items() if whole.ndim})
-    fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard")))
+    fully_shard(module, mesh=cpu_mesh(2, 2, names=("dp", "shard")))
     return {name: getattr(module, name, whole) for name, whole in wholes.items()}
 
 
 def _fsdp_and_tp(wholes: Tensors) -> Tensors:
     """Rows, columns and none in turn cut by tensor parallelism, and all by FSDP2 then."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
     tensors = {}
     for index, (name, whole) in enumerate(wholes.items()):
         if whole.ndim and index % 3 < min(2, whole.ndim):
@@ -300,13 +301,13 @@ def _stage(wholes: Tensors) -> Tensors:
 @functools.cache
 def stage_mesh() -> DeviceMesh:
     """Return the mesh of the ranks with this rank's stage, in a world of four ranks."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "other"))["stage"]
+    return cpu_mesh(2, 2, names=("stage", "other"))["stage"]
 
 
 def _experts(wholes: Tensors) -> Tensors:
     """Dense parameters over all ranks, and every second one on a mesh of its own."""
-    everyone = init_device_mesh("cpu", (4,))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    everyone = cpu_mesh(4)
+    mesh = cpu_mesh(2, 2, names=("dp", "ep"))
     placed: Tensors = {}
     for index, (name, whole) in enumerate(wholes.items()):
         if index % 2 == 0 or not whole.ndim:
@@ -321,8 +322,8 @@ def _experts(wholes: Tensors) -> Tensors:
 def _uneven(wholes: Tensors) -> Tensors:
     """Rows cut anywhere; of some parameters columns by other ranks, and some in two copies."""
     world_size = dist.get_world_size()
-    one = init_device_mesh("cpu", (world_size,))
-    two = init_device_mesh("cpu", (2, world_size // 2)) if world_size % 2 == 0 else one
+    one = cpu_mesh(world_size)
+    two = cpu_mesh(2, world_size // 2) if world_size % 2 == 0 else one
     placed: Tensors = {}
     for index, (name, whole) in enumerate(wholes.items()):
         if not whole.ndim:

@@ -45,6 +45,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_quiet")
 def test_no_crash_and_no_fault_of_any_disk_loses_a_commit() -> None:
     counts = simulate(range(8), range(4))
@@ -59,6 +60,7 @@ def test_more_crashes_and_faults(first: int) -> None:
     simulate(range(first, first + 20), range(first, first + 4))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_quiet")
 def test_every_crash_of_a_small_run() -> None:
     small = Settings(world_size=1, commit_every=1, keep_last=1, actions=4, directories=2)
@@ -90,7 +92,10 @@ def _the_striping_is_put_in_its_place(part: Any, name: str, data: bytes) -> None
     [
         (StripedStorage, "sync_directory", _only_the_first_is_synced, 0),
         (StripedStorage, "flush", _only_the_first_is_flushed, 0),
-        (striped_storage, "write_durably", _the_striping_is_not_synced, 1),
+        pytest.param(
+            *(striped_storage, "write_durably", _the_striping_is_not_synced, 1),
+            marks=pytest.mark.long,
+        ),
         (striped_storage, "write_durably", _the_striping_is_put_in_its_place, 3),
     ],
 )
