@@ -103,28 +103,36 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A directory of its own per run, so that two runs at a time cannot remove each other's files.
-define pytest
+# Checks the style beside the tests $(1), and shows what it found after them. A directory of its own
+# per run, so that two runs at a time cannot remove each other's files.
+define check
 mkdir -p '$(SCRATCH)'
-basetemp=$$(mktemp -d '$(SCRATCH)/tierstore-tests-XXXXXX')
-trap 'rm -rf "$$basetemp"; rmdir .scratch 2>/dev/null || true' EXIT
-$(BIN)/pytest --basetemp="$$basetemp" -n $(WORKERS) --dist worksteal
+scratch=$$(mktemp -d '$(SCRATCH)/tierstore-tests-XXXXXX')
+trap 'rm -rf "$$scratch"; rmdir .scratch 2>/dev/null || true' EXIT
+make --no-print-directory lint >"$$scratch/lint" 2>&1 & lint=$$!
+failed=
+$(BIN)/pytest --basetemp="$$scratch/files" -n $(WORKERS) --dist worksteal $(1) || failed=$$?
+wait $$lint || failed=$${failed:-1}
+cat "$$scratch/lint"
+exit $${failed:-0}
 endef
 
-test: lint
-	@$(pytest) -m 'not long and not peers'
+test: $(STAMP)
+	@$(call check,-m 'not long and not peers' --hypothesis-profile=quick)
 
-test-long: lint
-	@$(pytest) -m 'long and not peers'
+test-long: $(STAMP)
+	@$(call check,-m 'long and not peers')
 
-test-all: lint
-	@$(pytest) -m 'not peers'
+test-all: $(STAMP)
+	@$(call check,-m 'not peers')
 
 # One process: all tests of a session share the checkpoints that the peers write at its start.
 test-peers: BIN := .venv-peers/bin
-test-peers: WORKERS := 0
 test-peers: $(PEERS_STAMP)
-	@$(pytest) -m peers tests/peers
+	@mkdir -p '$(SCRATCH)'
+	files=$$(mktemp -d '$(SCRATCH)/tierstore-tests-XXXXXX')
+	trap 'rm -rf "$$files"; rmdir .scratch 2>/dev/null || true' EXIT
+	$(BIN)/pytest --basetemp="$$files" -m peers tests/peers
 
 # Writes anew what `make test` reads without its writers: small checkpoints, listings of parameters.
 peer-fixtures: $(PEERS_STAMP)

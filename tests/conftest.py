@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,12 @@ pytest.register_assert_rewrite(
     "tests.rank_programs.checks",
     "tests.rank_programs.collective_order",
 )
+
+# `make test` draws fewer examples than `make test-all`. There are no deadlines, because other
+# programs on the machine may take its time.
+hypothesis.settings.register_profile("full", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
+hypothesis.settings.load_profile("full")
 
 # The tensors of most tests are small: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -31,6 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.support.costs import Costs
 
     config.pluginmanager.register(Costs())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests of the longest limits, so that none of them is left for the end."""
+    items.sort(key=_limit_s, reverse=True)
+
+
+def _limit_s(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark is not None else 300.0
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -47,7 +47,6 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return sizes, offsets, lengths
 
 
-@settings(deadline=None)
 @given(
     cases(),
     st.integers(4, 200),
@@ -112,7 +111,6 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
     return shape, draw(st.permutations(chunks))
 
 
-@settings(deadline=None)
 @given(tilings(), st.data())
 def test_parts_are_those_that_dcp_finds_among_all_chunks(
     case: tuple[tuple[int, ...], list[Chunk]], data: st.DataObject

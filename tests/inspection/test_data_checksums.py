@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import CorruptionError
@@ -23,7 +23,6 @@ def test_combined(first: bytes, rest: bytes) -> None:
     assert crc == zlib.crc32(first + rest)
 
 
-@settings(deadline=None)
 @given(
     cuts=st.sets(st.integers(1, 999), max_size=5).map(lambda cuts: sorted({0, 1000} | cuts)),
     extents=st.lists(EXTENTS, max_size=8),

@@ -238,7 +238,7 @@ def encoded_state(kind: str, shape: tuple[int, ...]) -> EncodedState:
 
 @needs_avx2
 @pytest.mark.parametrize("kind", ["int8", "root", "split 8", "split 16"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.integers(0, 5),
     columns=st.integers(1, 700),

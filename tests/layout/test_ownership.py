@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.layout.chunks import Chunk
@@ -109,7 +109,6 @@ def owned_elements(
 
 
 @given(groups())
-@settings(deadline=None)
 def test_each_element_has_one_owner(case: tuple[int, list[SharedParameter]]) -> None:
     world_size, parameters = case
     subgroups = partition_ranks(0, parameters, PAGE_BYTES, world_size)
@@ -124,7 +123,6 @@ def test_each_element_has_one_owner(case: tuple[int, list[SharedParameter]]) -> 
 
 
 @given(groups())
-@settings(deadline=None)
 def test_chunks_lie_where_the_rank_holds_them(case: tuple[int, list[SharedParameter]]) -> None:
     """A local chunk of the local tensor has the elements of the chunk of the whole tensor."""
     world_size, parameters = case
@@ -157,7 +155,6 @@ def local_tensor(whole: torch.Tensor, holding: Holding, rank: int) -> torch.Tens
 
 
 @given(groups())
-@settings(deadline=None)
 def test_parameters_that_may_not_be_cut_are_in_one_subgroup(
     case: tuple[int, list[SharedParameter]],
 ) -> None:
@@ -172,7 +169,6 @@ def test_parameters_that_may_not_be_cut_are_in_one_subgroup(
 
 
 @given(groups())
-@settings(deadline=None)
 def test_all_parts_of_a_unit_are_in_one_subgroup(case: tuple[int, list[SharedParameter]]) -> None:
     world_size, parameters = case
     units = {one.spec.name: one.spec.unit for one in parameters if one.spec.unit is not None}
@@ -226,7 +222,6 @@ def test_a_parameter_whose_units_ranks_cut_stays_in_one_page(
 
 
 @given(groups())
-@settings(deadline=None)
 def test_pages_of_elementwise_parameters_are_about_as_large_as_asked_for(
     case: tuple[int, list[SharedParameter]],
 ) -> None:
@@ -247,7 +242,6 @@ def test_pages_of_elementwise_parameters_are_about_as_large_as_asked_for(
 
 
 @given(groups())
-@settings(deadline=None)
 def test_one_rank_has_all_of_each_subgroup(
     case: tuple[int, list[SharedParameter]],
 ) -> None:
@@ -266,7 +260,6 @@ def test_one_rank_has_all_of_each_subgroup(
 
 
 @given(groups())
-@settings(deadline=None)
 def test_ranges_cover_what_ranks_own_of_sharded_parameters(
     case: tuple[int, list[SharedParameter]],
 ) -> None:
@@ -425,7 +418,6 @@ def encoded_groups(draw: st.DrawFn) -> tuple[int, list[SharedParameter]]:
 
 
 @given(encoded_groups())
-@settings(deadline=None)
 def test_blocks_of_encoded_states_are_not_cut(case: tuple[int, list[SharedParameter]]) -> None:
     world_size, parameters = case
     subgroups = partition_ranks(0, parameters, PAGE_BYTES, world_size)

@@ -147,7 +147,7 @@ def contains(held: HeldChunk, owned: HeldChunk) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases())
 def test_ranks_hold_what_torch_chunk_gives(
     case: tuple[tuple[int, ...], Sharding, list[int]],
@@ -156,7 +156,6 @@ def test_ranks_hold_what_torch_chunk_gives(
     assert_sound(shape, sharding, locals_of(shape, sharding, order))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.data())
 def test_a_strided_shard_of_many_runs(sizes: list[int], data: st.DataObject) -> None:
     """As a tensor that was cut elsewhere before, and then gathered over there."""
@@ -356,7 +355,7 @@ def test_real_ranks_had_every_kind_of_shard(placed: list[Placed]) -> None:
 # ---------------------------------------------------------------------------- uneven parts
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_uneven_parts_follow_each_other(data: st.DataObject) -> None:
     """Along any dimensions of a mesh, some of which hold copies."""

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.lone_layouts import cut_alone
@@ -110,7 +110,6 @@ def records_nbytes(subgroup: Subgroup) -> int:
     )
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_every_element_once_and_in_order(specs: list[ParameterSpec], page_bytes: int) -> None:
     subgroups = cut_alone(3, specs, page_bytes)
@@ -130,7 +129,6 @@ def test_every_element_once_and_in_order(specs: list[ParameterSpec], page_bytes:
         assert torch.equal(torch.cat(elements), positions.flatten())
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_a_parameter_has_at_most_one_shard_in_a_subgroup(
     specs: list[ParameterSpec], page_bytes: int
@@ -140,7 +138,6 @@ def test_a_parameter_has_at_most_one_shard_in_a_subgroup(
         assert len(set(names)) == len(names)
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_whole_parameters_stay_whole(specs: list[ParameterSpec], page_bytes: int) -> None:
     for subgroup in cut_alone(0, specs, page_bytes):
@@ -150,7 +147,6 @@ def test_whole_parameters_stay_whole(specs: list[ParameterSpec], page_bytes: int
                 assert len(shard.chunks) == 1
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_cuts_are_at_rows_that_fit_half_a_page(specs: list[ParameterSpec], page_bytes: int) -> None:
     for subgroup in cut_alone(0, specs, page_bytes):
@@ -169,7 +165,6 @@ def test_rows_over_half_a_page_are_cut() -> None:
     assert shard_range(first.shards[0]) == (0, 1000)
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_pages_hold_about_page_bytes(specs: list[ParameterSpec], page_bytes: int) -> None:
     for subgroup in cut_alone(0, specs, page_bytes):
@@ -188,7 +183,6 @@ def test_pages_hold_about_page_bytes(specs: list[ParameterSpec], page_bytes: int
             assert data_nbytes <= page_bytes // 2 or chunk.numel == 1
 
 
-@settings(deadline=None)
 @given(spec_lists(elementwise=False), page_sizes)
 def test_whole_parameters_fill_pages_in_turn(specs: list[ParameterSpec], page_bytes: int) -> None:
     expected: list[list[str]] = []
@@ -206,7 +200,6 @@ def test_whole_parameters_fill_pages_in_turn(specs: list[ParameterSpec], page_by
     assert [[shard.parameter.name for shard in page.shards] for page in found] == expected
 
 
-@settings(deadline=None)
 @given(spec_lists(elementwise=True), page_sizes)
 def test_cut_parameters_leave_no_room_for_a_row(
     specs: list[ParameterSpec], page_bytes: int
@@ -251,7 +244,6 @@ def assert_layout_is_sound(layout: PageLayout, subgroup: Subgroup) -> None:
     }
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_layout(specs: list[ParameterSpec], page_bytes: int) -> None:
     for subgroup in cut_alone(0, specs, page_bytes):
@@ -291,7 +283,6 @@ def assert_blocks_cover(layout: PageLayout) -> None:
     assert layout.blocks_of([]) == []
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_blocks_of_small_pages(specs: list[ParameterSpec], page_bytes: int) -> None:
     for subgroup in cut_alone(0, specs, page_bytes):
@@ -338,7 +329,6 @@ def test_layout_of_a_mixed_page() -> None:
     assert layout.nbytes == 16384
 
 
-@settings(deadline=None)
 @given(spec_lists(), page_sizes)
 def test_partition_depends_on_specs_alone(specs: list[ParameterSpec], page_bytes: int) -> None:
     """As they come out of a commit: equal, but other objects."""
@@ -349,7 +339,6 @@ def test_partition_depends_on_specs_alone(specs: list[ParameterSpec], page_bytes
     assert [lay_out(subgroup) for subgroup in again] == [lay_out(s) for s in subgroups]
 
 
-@settings(deadline=None, max_examples=30)
 @given(spec_lists(), page_sizes)
 def test_stamped_page_holds_records_that_torch_load_reads(
     specs: list[ParameterSpec], page_bytes: int

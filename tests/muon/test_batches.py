@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,7 +103,6 @@ def test_equal_shapes_make_a_batch() -> None:
     assert products.shapes == {(2, 512, 1000)}
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.sampled_from([(4, 6), (6, 4), (24, 40), (64, 64)]), min_size=1, max_size=12),
     st.sampled_from([torch.float32, torch.bfloat16]),

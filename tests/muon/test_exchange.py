@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muon.exchange import Exchange, Parts, pack, unpack
@@ -171,7 +171,6 @@ class CheckedRound:
             view.fill_(-2)  # The memory belongs to this round until its end.
 
 
-@settings(deadline=None)
 @given(
     st.integers(2, 6),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),

@@ -159,9 +159,7 @@ NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 @needs_avx2
 @pytest.mark.usefixtures("threads")
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     numel=st.integers(1, 100),
     seed=st.integers(0, 2**32 - 1),

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from muon import newton_schulz
@@ -66,7 +66,6 @@ def test_owners_by_hand() -> None:
     assert assign_owners([], [1, 2]) == ([], [1, 2])
 
 
-@settings(deadline=None)
 @given(world_sizes, randoms)
 def test_costly_matrices_go_to_the_rank_with_the_least_load(
     world_size: int, random: Random
@@ -167,7 +166,6 @@ def needed(matrices: list[SharedMatrix], owners: list[int], rank: int) -> int:
     return ITEMSIZE * (sent + received + whole)
 
 
-@settings(deadline=None)
 @given(world_sizes, randoms, st.floats(0, 4))
 def test_rounds_are_as_large_as_memory_allows(
     world_size: int, random: Random, times: float
@@ -197,7 +195,6 @@ def test_rounds_are_as_large_as_memory_allows(
         assert alone == (most([index]) if index in shared else 0)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), randoms)
 def test_receivers_expect_what_senders_send(world_size: int, random: Random) -> None:
     matrices = some_matrices(world_size, random)
@@ -250,7 +247,6 @@ def rounds_of(subgroups: list[SharedSubgroup], world_size: int) -> list[list[Rou
     return [plan.rounds for plan in plans]
 
 
-@settings(deadline=None)
 @given(groups())
 def test_pages_exchange_the_chunks_of_their_shards(
     drawn: tuple[int, list[SharedParameter]],

@@ -345,7 +345,7 @@ class Played:
             getattr(store, call)()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(histories)
 def test_any_history(history: History) -> None:
     with fake_cuda(history.seed, history.pace):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tierstore
@@ -391,7 +391,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     rows=st.lists(st.integers(4, 40), min_size=1, max_size=7),
     operations=operations,

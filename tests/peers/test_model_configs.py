@@ -70,7 +70,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(st.sampled_from(sorted(SMALL)), st.data())
 def test_changed_values_change_both_models(name: str, data: st.DataObject) -> None:
     values = dict(SMALL[name])

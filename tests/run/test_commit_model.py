@@ -162,7 +162,6 @@ TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
     max_examples=40,
     stateful_step_count=25,
-    deadline=None,
     database=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import muon
@@ -216,7 +216,6 @@ def assert_layouts_agree(groups: list[list[dict[str, Any]]], page_bytes: int) ->
     assert [page.digest for page in read.lay_out()] == [page.digest for page in layouts]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.lists(PARAMETERS, max_size=4), max_size=3),
     page_bytes=st.integers(500, 50_000) | st.sampled_from([1, 4096, 8192, 65536]),

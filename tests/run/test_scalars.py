@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.run.manifest import Scalars, pack_scalars, unpack_scalars
@@ -15,7 +15,6 @@ NAMES = ["a", "b", "c", "d", "$tuple", "stranger"]
 GROUPS = [["a", "b", "c"], [], ["d", "$tuple"]]
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(NAMES),

@@ -121,7 +121,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.recursive(st.one_of(leaves, arrays, tensors), containers, max_leaves=20))
 def test_round_trip(value: Any) -> None:
     assert same(through_json(value), value)
@@ -404,7 +404,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(json_values)
 def test_decode_of_anything_is_a_value_or_a_value_error(encoded: Any) -> None:
     try:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import BudgetError, Chunk, CorruptionError
@@ -17,7 +17,6 @@ from tierstore.tools.convert.pipeline import MEMORY_MIN, Piece, stream
 SHAPES = st.lists(st.integers(0, 7), max_size=5).map(tuple)
 
 
-@settings(deadline=None)
 @given(shape=SHAPES, itemsize=st.sampled_from([1, 2, 4, 8]), limit=st.integers(1, 300))
 def test_pieces_tile_the_tensor_in_order(shape: tuple[int, ...], itemsize: int, limit: int) -> None:
     flat = torch.arange(math.prod(shape))

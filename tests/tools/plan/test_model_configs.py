@@ -153,7 +153,7 @@ def mutated_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(mutated_configs())
 def test_a_mutated_config_gives_a_model_or_one_error(config: dict[str, Any]) -> None:
     start = time.process_time()

@@ -123,7 +123,7 @@ TEXTS = [
 TYPES = {config_of(name)["model_type"] for name in CONFIGS}
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300)
 @given(
     st.sampled_from(TEXTS),
     st.lists(st.tuples(st.integers(0, 4000), st.binary(max_size=8), st.integers(0, 8)), max_size=4),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import PlanError
@@ -110,7 +110,6 @@ WORK = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     pages=st.lists(WORK, min_size=1, max_size=12),
     buffers=st.integers(1, 6),
@@ -166,7 +165,6 @@ def test_no_promise_of_the_order_is_broken(
     assert most <= buffers
 
 
-@settings(deadline=None)
 @given(st.lists(WORK, min_size=2, max_size=10), st.integers(1, 5))
 def test_another_buffer_does_not_hurt_much(pages: list[PageWork], buffers: int) -> None:
     """More reads ahead delay writes: by no more than what the disk moves in a step."""

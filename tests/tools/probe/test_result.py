@@ -122,13 +122,12 @@ def changed(way: tuple[Any, ...], value: Any) -> str:
 
 
 @given(PROBES)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_json_gives_the_same_probe(probe: Probe) -> None:
     assert json.loads(probe.to_json())["format"] == 1
     assert Probe.from_json(probe.to_json()) == probe
 
 
-@settings(deadline=None)
 @given(st.text() | JSON.map(json.dumps) | st.binary())
 def test_garbage_is_refused(text: str | bytes) -> None:
     with pytest.raises(PlanError, match="file is not the result of a probe"):
@@ -136,7 +135,7 @@ def test_garbage_is_refused(text: str | bytes) -> None:
 
 
 @given(st.sampled_from(places(json.loads(PROBE.to_json()))), JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_changed_value_is_refused_or_kept(way: tuple[Any, ...], value: Any) -> None:
     """Accepted values are written as they were read: none is dropped, none has another type."""
     text = changed(way, value)
