@@ -28,7 +28,7 @@ from tests.rank_programs.collective_order import Issued, recorded
 from tests.rank_programs.meshes import cpu_mesh
 from tests.support.training import Shapes, make_groups
 
-STEPS = 10
+STEPS = 7
 
 Tensors = dict[str, torch.Tensor]
 States = dict[tuple[str, str], torch.Tensor]  # By names of parameter and state.
