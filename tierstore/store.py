@@ -42,7 +42,7 @@ from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import close_storage, open_committer
-from tierstore.run.unclosed import Ending
+from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
@@ -234,12 +234,8 @@ class TierStore:
             if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
             if isinstance(self._committer, Committer):
-                ending = Ending(
-                    *(self.close, self._committer, self._usability, ranks.world_size),
-                    give_up=self._verifier.cancel,
-                )
-                opened.callback(ending.cancel)
-                self._ending = ending
+                unclosed = Unclosed(self, self._committer, self._usability, self._verifier.cancel)
+                opened.callback(unclosed.cancel)
             self._opened = opened.pop_all()
 
     # -- Calls that all ranks make together.
@@ -443,8 +439,6 @@ class TierStore:
         )
         with sweep.run() as pages:
             yield pages
-        if isinstance(self._committer, Committer):
-            self._ending.note_step()
         self._changes.note(sweep.changed, table.step_device)
         self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
 
@@ -648,7 +642,6 @@ class TierStore:
         self._raise_damage()
         self._states.given.require_unchanged()
         committer = self._require_committer("commit()")
-        self._ending.has_extra = True
         if not committer.begins_commit(extra):
             committer.annotate(extra)
             return

@@ -17,10 +17,10 @@ import tierstore
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ["io_uring", "libaio", "aiofiles"]
 
-# Three steps, of which commits of the first two are begun.
+# Three steps; commits of the first two are begun.
 _BEGINNING = """
 import os, signal, sys, threading
-import torch, muon, tierstore
+import torch, muon, tierstore, tierstore.store
 
 def open_run(**options):
     global store, optimizer, weight
@@ -33,6 +33,20 @@ def train(steps=3, each=lambda: None):
         weight.grad = torch.ones(3, 4)
         optimizer.step()
         each()
+
+def at_the_manifest_of(step, act):
+    # Call a function before the manifest of a step is written.
+    from tierstore.run import committer
+    write = committer.write_durably
+    def acting(storage, name, data):
+        if name == f"commit-{step:010}":
+            act()
+        write(storage, name, data)
+    committer.write_durably = acting
+
+# Set as the process ends. Hooks run in reverse order, so the hook of the store comes later.
+ends = threading.Event()
+threading._register_atexit(ends.set)
 """
 
 
@@ -67,153 +81,92 @@ def committed_step(*directories: Path) -> int:
     return step
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("program", "code"),
-    [
-        ("open_run(); train()", 0),
-        ("open_run(commit_every=None); train(); sys.exit(3)", 3),
-        ("def main():\n    open_run(); train()\nmain()", 0),
-    ],
-    ids=["end", "exit", "function"],
+    ("engine", "directories"),
+    [*((engine, ["run"]) for engine in ENGINES), ("aiofiles", ["one", "two"])],
 )
-def test_the_last_step_is_committed(program: str, code: int, engine: str, tmp_path: Path) -> None:
-    assert run(program, engine, tmp_path) == (code, "")
-    assert committed_step(tmp_path) == 3
+def test_a_commit_in_flight_at_the_end_becomes_durable(
+    engine: str, directories: list[str], tmp_path: Path
+) -> None:
+    program = "at_the_manifest_of(3, ends.wait); open_run(); train(each=lambda: store.commit())"
+    paths = [tmp_path / name for name in directories]
+    assert run(program, engine, *paths) == (0, "")
+    assert committed_step(*paths) == 3
 
 
-def test_the_last_step_is_committed_in_several_directories(tmp_path: Path) -> None:
-    directories = [tmp_path / "one", tmp_path / "two"]
-    assert run("open_run(); train()", "aiofiles", *directories) == (0, "")
-    assert committed_step(*directories) == 3
+@pytest.mark.parametrize(
+    ("program", "code", "step"),
+    [
+        ("open_run(); train()", 0, 2),
+        ("open_run(); train(); 1 / 0", 1, 2),
+        ("open_run(commit_every=3); train(); store.synchronize(); train(1)", 0, 3),
+        (
+            "def work():\n    open_run(); train()\n"
+            "thread = threading.Thread(target=work); thread.start(); thread.join()",
+            0,
+            2,
+        ),
+        ("open_run(); train(); del store, optimizer; import gc; gc.collect()", 0, 2),
+        ("at_the_manifest_of(2, lambda: 1 / 0); open_run(); train(2, store_commit)", 0, 1),
+    ],
+    ids=["end", "error", "every 3", "thread", "dropped", "failed commit"],
+)
+def test_a_warning_says_which_step_a_restart_finds(
+    program: str, code: int, step: int, tmp_path: Path
+) -> None:
+    program = program.replace("store_commit", "lambda: store.commit()")
+    returned, printed = run(program, "aiofiles", tmp_path)
+    assert returned == code, printed
+    (line,) = [line for line in printed.splitlines() if "without close()" in line]
+    assert f": a restart finds step {step} of " in line
+    assert "Call close()" in line
+    assert committed_step(tmp_path) == step
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        # The last step has its commit, with its extra.
-        "open_run(); train(each=store.commit)",
-        "open_run(commit_every=2); train(each=lambda: store.commit(extra=1))",
-        # An exception before the last step did not end the program.
-        "open_run()\nsys.last_value = ValueError(); train()",
-        # An exception in a thread that did not do the last step did not end the program.
-        "open_run(); train(); threading.excepthook = print\n"
-        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
-        # The thread has committed its last step.
-        "def work():\n    open_run(); train(each=store.commit)\n"
-        "thread = threading.Thread(target=work); thread.start(); thread.join()",
+        "open_run(commit_every=None); train()",
+        "open_run(commit_every=None); train(); store.synchronize(); train()",
+        "open_run(commit_every=10); train()",
     ],
-    ids=["committed", "annotated", "error-before", "error-in-thread", "thread"],
+    ids=["no commit", "overwritten", "none due"],
 )
-def test_other_programs_whose_last_step_is_committed(program: str, tmp_path: Path) -> None:
+def test_a_warning_says_that_the_run_is_lost(program: str, tmp_path: Path) -> None:
+    code, printed = run(program, "aiofiles", tmp_path)
+    assert code == 0
+    (line,) = printed.splitlines()
+    assert "the process ends without close(): the run is lost" in line
+
+
+def test_a_run_whose_only_slots_are_committed_is_not_lost(tmp_path: Path) -> None:
+    program = "open_run(commit_every=None); train(); store.synchronize()"
     assert run(program, "aiofiles", tmp_path) == (0, "")
     assert committed_step(tmp_path) == 3
 
 
-@pytest.mark.parametrize(
-    ("program", "reason", "code", "step"),
-    [
-        ("open_run(); train(2, store.commit); train(1)", "did not call commit()", 0, 2),
-        ("open_run(); train(); 1 / 0", "an exception", 1, 2),
-        ("open_run(); train(); raise KeyboardInterrupt", "an exception", None, 2),
-        (
-            "trained = threading.Event()\n"
-            "def work():\n    open_run(); train(); trained.set(); threading.Event().wait()\n"
-            "threading.Thread(target=work, daemon=True).start(); trained.wait()",
-            "the thread of the last step still runs",
-            0,
-            2,
-        ),
-        (
-            "def work():\n    open_run(); train(); 1 / 0\n"
-            "thread = threading.Thread(target=work); thread.start(); thread.join()",
-            "another thread did the last step, and an exception may have ended it",
-            0,
-            2,
-        ),
-        (
-            "open_run(); train(1)\n"
-            "def work():\n    train(2); 1 / 0\n"
-            "thread = threading.Thread(target=work); thread.start(); thread.join()",
-            "another thread did the last step, and an exception may have ended it",
-            0,
-            2,
-        ),
-        ("open_run(); train(); del store, optimizer; import gc; gc.collect()", "dropped", 0, 2),
-    ],
-    ids=["commits", "error", "interrupt", "thread", "ended thread", "other thread", "dropped"],
-)
-def test_what_is_lost_is_said(
-    program: str, reason: str, code: int | None, step: int, tmp_path: Path
-) -> None:
-    returned, printed = run(program, "aiofiles", tmp_path)
-    assert code in (None, returned)
-    assert reason in printed
-    assert f"everything after step {step} is lost" in printed
-    assert "Call close()" in printed
-    assert committed_step(tmp_path) == step
-
-
-def test_a_failing_commit_at_the_end_is_said(tmp_path: Path) -> None:
+def test_an_interrupt_at_the_end_leaves_the_commit_in_flight(tmp_path: Path) -> None:
+    """The commit becomes durable, and the other store warns."""
     program = """
-import shutil
-open_run(); train(); store.synchronize(); train(1); store.stats()
-shutil.rmtree(sys.argv[2])
-"""
-    code, printed = run(program, "io_uring", tmp_path / "run")
-    assert code == 0
-    assert "ends without close(), which failed: " in printed
-
-
-def test_an_interrupt_of_the_commit_at_the_end_is_said(tmp_path: Path) -> None:
-    """The commit that has begun is waited for, and the other store is closed, too."""
-    program = """
-from tierstore.run import committer
-
 one, other = sys.argv[2:]
-sys.argv[2:] = [one]
-open_run(); train()
-first = store, optimizer
 sys.argv[2:] = [other]
 open_run(); train()
-begin, write = committer.Committer.begin, committer.write_durably
-has_begun = threading.Event()
+first = store, optimizer
+sys.argv[2:] = [one]
 
-def begin_and_tell(*args):
-    begin(*args)
-    has_begun.set()
+def interrupt():
+    ends.wait()
+    os.kill(os.getpid(), signal.SIGINT)
 
-def interrupt(storage, name, data):
-    if name.startswith("commit-"):
-        has_begun.wait()
-        if is_first.acquire(blocking=False):
-            os.kill(os.getpid(), signal.SIGINT)
-    write(storage, name, data)
-
-is_first = threading.Lock()
-committer.Committer.begin, committer.write_durably = begin_and_tell, interrupt
+at_the_manifest_of(4, interrupt)
+open_run(); train(4, lambda: store.commit())
 """
-    directories = [tmp_path / "one", tmp_path / "other"]
-    code, printed = run(program, "aiofiles", *directories)
+    one, other = tmp_path / "one", tmp_path / "other"
+    code, printed = run(program, "aiofiles", one, other)
     assert code == 0
-    (line,) = printed.splitlines()
-    assert "ends without close(), which was interrupted: a restart finds step 3" in line
-    assert [committed_step(directory) for directory in directories] == [3, 3]
-
-
-def test_a_process_of_multiprocessing_may_have_ended_by_an_exception(tmp_path: Path) -> None:
-    program = """
-def work():
-    open_run(); train()
-
-import multiprocessing
-child = multiprocessing.get_context("fork").Process(target=work)
-child.start(); child.join()
-"""
-    code, printed = run(program, "aiofiles", tmp_path)
-    assert code == 0
-    assert "everything after step 2 is lost" in printed
-    assert committed_step(tmp_path) == 2
+    assert f"{other}" in printed
+    assert "a restart finds step 2 of 3" in printed
+    assert [committed_step(directory) for directory in (one, other)] == [4, 2]
 
 
 def test_the_end_of_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
@@ -226,12 +179,13 @@ os.wait()
 store.synchronize()
 assert store.committed_step == 2
 train(1)
+store.close()
 """
     assert run(program, "io_uring", tmp_path) == (0, "")
     assert committed_step(tmp_path) == 3
 
 
-def test_one_of_several_ranks_warns_and_does_not_wait(tmp_path: Path) -> None:
+def test_each_of_several_ranks_finishes_its_commit_and_warns(tmp_path: Path) -> None:
     program = """
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group(
@@ -246,8 +200,7 @@ open_run(); train(4)
     for process in processes:
         _, printed = process.communicate(timeout=120)
         assert process.returncode == 0, printed
-        assert "ranks commit together only" in printed or "has failed" in printed
-        assert "Call close()" in printed
+        assert "the process ends without close(): a restart finds step 3 of 4" in printed
 
 
 def test_a_store_that_is_dropped_says_what_is_lost(
@@ -267,5 +220,5 @@ def test_a_store_that_is_dropped_says_what_is_lost(
         with caplog.at_level(logging.WARNING):
             del store, optimizer
             gc.collect()
-        said = "dropped without close(): everything after step 0 is lost" in caplog.text
+        said = "dropped without close(): the run is lost" in caplog.text
         assert said == (steps > 0 and not close)
