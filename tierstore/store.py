@@ -76,8 +76,6 @@ class TierStore:
             None keeps one slot of each page instead of two, and commits on synchronize() and
             close() only; a crash in between loses the run.
         engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
-        checksums: whether pages are checked when they are read, and published checkpoints are read
-            back.
         resume: resume the run in the directory, with restore(). A directory without a commit
             begins a new run.
         overwrite: delete the run in the directory and begin a new one.
@@ -120,7 +118,6 @@ class TierStore:
         buffers: int | None = None,
         commit_every: int | None = 1,
         engine: str = "auto",
-        checksums: bool = True,
         resume: bool = False,
         overwrite: bool = False,
         reshard: bool = False,
@@ -156,7 +153,7 @@ class TierStore:
         self._calls = Calls(ranks)
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
-        self._verifier = Verifier(active=checksums)
+        self._verifier = Verifier()
         self._changes = Changes()
         self._opened_at = time.monotonic()
         self._steps_begun = 0  # Since the store was opened, the same on all ranks.
@@ -208,7 +205,7 @@ class TierStore:
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
             )
             self._engine = "none" if storage is None else storage.engine
-            files = PageFiles(storage or MemoryStorage(), run_id=run_id, checksums=checksums)
+            files = PageFiles(storage or MemoryStorage(), run_id=run_id)
             self._pager = Pager(files, self._committer)
             self._table = PageTable(
                 ranks,
@@ -749,7 +746,6 @@ class TierStore:
                 page_files=page_files,
                 contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
                 model_prefix=model_prefix,
-                verified=self._verifier.active,
             )
 
             def keep(publication: Publication) -> None:

@@ -299,7 +299,7 @@ def test_other_readers_know_the_epoch(tmp_path: Path) -> None:
 
 
 def test_retention_removes_checkpoints_that_were_abandoned_first(tmp_path: Path) -> None:
-    toy = Toy(tmp_path / "run", checksums=False)
+    toy = Toy(tmp_path / "run")
     folder = tmp_path / "folder"
     for step in (1, 2, 3, 4):
         toy.step()

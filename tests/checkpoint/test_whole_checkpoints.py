@@ -258,30 +258,6 @@ def test_a_kill_during_verification(tmp_path: Path) -> None:
     assert_holds_toy(folder / "e", 5)
 
 
-def test_without_checksums_nothing_is_read_and_no_further_one_is_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    toy = Toy(tmp_path / "run", checksums=False)
-    publish_steps(toy, folder, *"abc", keep_last=1)
-    assert names_in(folder) == ["c"]
-    publish_steps(toy, folder, "d")
-    toy.store.close()
-    assert marked_ones(folder) == set()
-
-
-def test_pages_from_a_time_without_checksums_leave_a_checkpoint_unmarked(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    toy = Toy(tmp_path / "run", checksums=False)
-    toy.step()
-    toy.store.close()
-    toy = Toy(tmp_path / "run", resume=True)
-    toy.store.restore()
-    toy.step(names=["third"])
-    publish(toy, folder / "a")
-    publish_steps(toy, folder, "b")  # Now every page was written with checksums.
-    toy.store.close()
-    assert marked_ones(folder) == {"b"}
-
-
 # ---------------------------------------------------------------------------- the mark
 
 

@@ -27,7 +27,7 @@ from tests.support.originals import (
     text,
 )
 from tests.support.thread_ranks import ThreadJob
-from tests.support.toy import FIRST, MODEL, RANK, SECOND, Toy, resumed
+from tests.support.toy import MODEL, RANK, Toy, resumed
 from tierstore.inspection.summary import summarize
 from tierstore.ranks.peers import Ranks
 
@@ -237,20 +237,6 @@ def test_a_run_without_its_commits(run: Path) -> None:
     assert not check(run).good
     Toy(run, [*MODEL, [TWIN]], overwrite=True).store.close()
     assert check(run).good
-
-
-def test_without_checksums(tmp_path: Path) -> None:
-    toy = Toy(tmp_path, [[FIRST, SECOND]], checksums=False)
-    toy.step()
-    toy.store.close()
-    (page,) = committed_pages(tmp_path, step=1)
-    flip(tmp_path / page, 512)
-    report = check(tmp_path)
-    assert report.good
-    assert "checksums=False: only the lengths and framing" in report.notes[0]
-    flip(tmp_path / page, 511)
-    (fault,) = check(tmp_path).faults
-    assert "lacks the bytes around it by which torch reads it" in fault.what
 
 
 def test_a_run_that_was_stopped_while_overwriting(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class CheckpointDirectory:
         """Return the ranks that have verified each checkpoint of the run beside this one."""
         return marked_by_ranks(self.folder, self._run_id)
 
-    def retain(self, keep_last: int | None, marked: Mapping[str, Collection[int]] | None) -> None:
+    def retain(self, keep_last: int | None, marked: Mapping[str, Collection[int]]) -> None:
         """Remove the oldest checkpoints of the run beside this one; log what fails.
 
         Args:

@@ -13,8 +13,8 @@ from tierstore.errors import PeerFailed
 from tierstore.ranks.peers import Peers, agree, on_rank_0, together
 from tierstore.run.file_names import MARKER_NAME
 
-Marked = Mapping[str, Collection[int]] | None
-"""Checkpoint -> ranks that have verified it; None if verification is off."""
+Marked = Mapping[str, Collection[int]]
+"""Checkpoint -> ranks that have verified it."""
 
 
 class Parts:
@@ -73,7 +73,7 @@ class Parts:
         def name_further_part() -> Marked:
             if self._made_further_part:
                 self._directory.take_name(metadata)
-            return marked() if self._directory.made_here else None
+            return marked() if self._directory.made_here else {}
 
         marks = agree(self._peers, "name the further parts of the checkpoint", name_further_part)
         if self._made_further_part:
@@ -111,8 +111,5 @@ class Parts:
 
 def _merged(marks: Sequence[Marked]) -> Marked:
     """Return the marks of all parts: each rank marks the part that has its files."""
-    known = [marked for marked in marks if marked is not None]
-    if not known:
-        return None
-    names = {name for marked in known for name in marked}
-    return {name: {r for marked in known for r in marked.get(name, ())} for name in names}
+    names = {name for marked in marks for name in marked}
+    return {name: {r for marked in marks for r in marked.get(name, ())} for name in names}

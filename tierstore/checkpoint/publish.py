@@ -57,9 +57,6 @@ class Committed:
     """Returns the values of the model that are not paged, and all names."""
     model_prefix: str
     """Prefix of the names of the model: ends in a dot, or is empty."""
-    verified: bool = False
-    """True if checkpoints of the run are verified after publishing, so that ``keep_last`` counts on
-    the marks of those before."""
     for_reshard: bool = False
     """True if reshard=True begins from the checkpoint, which may then have RESHARDED_NAME."""
 
@@ -162,7 +159,6 @@ class _Publishing:
         self._contents = committed.contents()
         self._model_prefix = committed.model_prefix
         self._keep_last = keep_last
-        self._verified = committed.verified
         self._on_progress = on_progress
         self._manifest = self._page_files[0].commit.manifest
         self._parent = str(absolute.parent)
@@ -377,10 +373,8 @@ class _Publishing:
         self._directory.put(MARKER_NAME, self._marker)
 
     def _marked(self) -> Marked:
-        """Return the marks of checkpoints beside this one; None if no whole one is to be kept."""
-        if self._keep_last is None or not self._verified:
-            return None
-        return self._directory.marked_by_ranks()
+        """Return the marks of the checkpoints beside this one, if any of them may be removed."""
+        return {} if self._keep_last is None else self._directory.marked_by_ranks()
 
     def _take_name(self, marked: Marked) -> None:
         """Publish the directory of rank 0, and remove the oldest checkpoints beside it."""

@@ -46,7 +46,7 @@ def publish_run(
 
     Raises:
         CheckpointError: ``run`` is not a run or lacks ranks, or this user may not read it; or
-            ``out`` lies in it; or ``verify`` and the run has no checksums; or as in publish().
+            ``out`` lies in it; or as in publish().
         RunDirectoryError: nothing was committed, or the directory cannot be used.
         RunLockedError: a process uses the run.
         StorageError, CorruptionError: as in publish_whole().
@@ -92,7 +92,7 @@ def publish_whole(
         CorruptionError: the commits of the ranks do not fit together; or a page file is missing,
             not a regular file, of another length or of another user; or ``verify`` and a page is
             not what was committed. Nothing was published.
-        CheckpointError: ``verify`` and the run has no checksums; or as in publish().
+        CheckpointError: as in publish().
         StorageError, CorruptionError: as in publish().
     """
     found = find_whole_run(storages)
@@ -155,11 +155,6 @@ def _read_pages(
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Refuse pages that are not what was committed, after reading all of them."""
-    if not all(page.entry.checksums for page in pages.values()):
-        raise CheckpointError(
-            f"the run in {first.location} was trained with checksums=False, so its pages cannot be "
-            "verified: publish it without --verify"
-        )
     reader = Reader(Path(first.location), on_progress)
     reader.expect(sum(page.layout.nbytes for page in pages.values()))
     for path, page in pages.items():

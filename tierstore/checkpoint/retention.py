@@ -66,7 +66,7 @@ def retain(
     run_id: str,
     newest: str,
     keep_last: int,
-    marked: Mapping[str, Collection[int]] | None,
+    marked: Mapping[str, Collection[int]],
 ) -> None:
     """Remove the checkpoints that this run published, except the last ``keep_last``.
 
@@ -85,7 +85,7 @@ def retain(
         run_id: the run.
         newest: the checkpoint that was just published, which counts as the last one.
         keep_last: how many to keep, at least 1.
-        marked: the ranks that have verified each checkpoint; None: do not keep one more.
+        marked: the ranks that have verified each checkpoint.
     """
     published = _published(folder, run_id)
     others = [child for child in published if child != newest]
@@ -94,9 +94,8 @@ def retain(
     oldest = others[-1:]
     others.sort(key=lambda child: _is_abandoned(ages[child], ages.values()))
     kept = others[: keep_last - 1]
-    if marked is not None:
-        is_whole = (len(marked.get(c, ())) == published[c]["world_size"] for c in others)
-        kept += next(compress(([child] for child in others), is_whole), oldest)
+    is_whole = (len(marked.get(c, ())) == published[c]["world_size"] for c in others)
+    kept += next(compress(([child] for child in others), is_whole), oldest)
     for child in (child for child in others if child not in kept):
         marks = map(published_mark, range(min(published[child]["world_size"], RANKS_MAX)))
         unknown = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"], *marks}

@@ -52,13 +52,9 @@ class Verifier:
     """Reads the checkpoints that one rank has published, one at a time, on a thread of its own.
 
     Its methods are called by one thread.
-
-    Args:
-        active: False if the pages have no checksums; then all methods do nothing.
     """
 
-    def __init__(self, *, active: bool) -> None:
-        self.active = active
+    def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._verification: Future[None] | None = None
         self._forgotten: Future[None] | None = None
@@ -72,7 +68,7 @@ class Verifier:
             ThreadError: the system starts no further thread.
             BudgetError: the machine has not enough memory.
         """
-        if self.active and self._executor is None:
+        if self._executor is None:
             # Not closed: after an error a traceback may still refer to it.
             self._buffer = memoryview(map_memory(_PIECE_BYTES))
             self._executor = started_pool(1, "tierstore-verify")
@@ -85,9 +81,9 @@ class Verifier:
     ) -> None:
         """Begin to verify a checkpoint, once it is published. Call start() and wait() first.
 
-        A checkpoint is not marked, and nothing is raised, if pages of earlier steps have no
-        checksums, if it was moved or removed meanwhile, if this process cannot open its files, or
-        if it is damaged in a file that the run does not have, too.
+        A checkpoint is not marked, and nothing is raised, if it was moved or removed meanwhile, if
+        this process cannot open its files, or if it is damaged in a file that the run does not
+        also have.
 
         Args:
             page_files: the page files of this rank.
@@ -95,8 +91,7 @@ class Verifier:
             is_in_run: returns whether the committed step has the same file of a page; called on
                 the thread.
         """
-        if self._executor is None:
-            return
+        assert self._executor is not None, "start() comes first"
         path = Path(publication.path).absolute()
         try:  # Now: later there may be another directory at this path, or none, which is made.
             folder = page_files.storage.folder(str(path.parent))
@@ -161,9 +156,7 @@ class Verifier:
         """Read the files of this rank and mark the checkpoint; runs on the thread."""
         try:
             publication.settle()
-            has_checksums = all(page.entry.checksums for page in page_files.pages)
-            is_published = publication.outcome.exception() is None
-            if is_published and has_checksums:
+            if publication.outcome.exception() is None:
                 self._page = None
                 try:
                     if self._read(page_files, folder, child):

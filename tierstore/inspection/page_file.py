@@ -1,20 +1,10 @@
-"""Check of one page file against the commit: length, checksums and framing."""
+"""Check of one page file against the commit: length and checksums."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-import torch
 
 from tierstore.errors import CorruptionError
 from tierstore.inspection.reader import File, Reader
 from tierstore.layout.page_layout import PageLayout
-from tierstore.layout.records import (
-    RECORD_PREFIX_BYTES,
-    record_length,
-    record_prefix,
-    record_trailer,
-)
 from tierstore.run.commit import CommittedPage
 from tierstore.units import Extent
 
@@ -34,12 +24,11 @@ def check_page(reader: Reader, name: str, page: CommittedPage) -> None:
         file.drop_cached()
         if file.nbytes != layout.nbytes:
             raise CorruptionError(f"has {file.nbytes} bytes, expected {layout.nbytes}")
-        if _check_blocks(reader, file, page):
-            _check_framing(file, layout)
+        _check_blocks(reader, file, page)
 
 
-def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> bool:
-    """Return whether every block can be read and has its checksum."""
+def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> None:
+    """Record the blocks that cannot be read or have another checksum."""
     blocks = page.layout.blocks
     unreadable: list[str] = []
     changed: list[str] = []
@@ -60,7 +49,6 @@ def _check_blocks(reader: Reader, file: File, page: CommittedPage) -> bool:
             f"{len(changed)} of its {len(blocks)} blocks are not those written: the file may be "
             "of an older step or of another page",
         )
-    return not unreadable and not changed
 
 
 def _affected(layout: PageLayout, block: Extent) -> str:
@@ -75,23 +63,3 @@ def _affected(layout: PageLayout, block: Extent) -> str:
     names = list(dict.fromkeys(records))
     more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
     return f"they hold {', '.join(names[:_NAMED_MAX]) or 'padding'}{more}"
-
-
-def _check_framing(file: File, layout: PageLayout) -> None:
-    """Check the bytes around the data of records, which torch.load needs."""
-    for section in layout.sections:
-        for record in section.records:
-            if not is_record(file, record.offset, record.chunk.sizes, record.dtype):
-                raise CorruptionError(
-                    f"the record at offset {record.offset}, {record.state} of "
-                    f"{record.parameter.name}, lacks the bytes around it by which torch reads it"
-                )
-
-
-def is_record(file: File, offset: int, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Return whether a record begins at ``offset``, without reading its data."""
-    trailer = record_trailer(sizes, dtype)
-    trailer_offset = offset + record_length(sizes, dtype) - len(trailer)
-    return file.read(offset, RECORD_PREFIX_BYTES) == record_prefix(sizes, dtype) and (
-        file.read(trailer_offset, len(trailer)) == trailer
-    )

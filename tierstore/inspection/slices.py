@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from tierstore.errors import CorruptionError
 from tierstore.inspection.coverage import tiling_faults
-from tierstore.inspection.page_file import is_record
 from tierstore.inspection.reader import File, Reader
 from tierstore.inspection.torch_archive import member_start
 from tierstore.layout.chunks import Chunk, is_dense, storage_order
@@ -28,6 +27,8 @@ from tierstore.layout.records import (
     RECORD_DTYPES,
     RECORD_PREFIX_BYTES,
     record_length,
+    record_prefix,
+    record_trailer,
 )
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import format_bytes
@@ -189,7 +190,7 @@ def _is_page_record(file: File, piece: _Slice, expected: _Expected) -> bool:
         and len(sizes) <= RECORD_DIMENSIONS_MAX
         and math.prod(sizes) * dtype.itemsize < piece.nbytes
         and record_length(sizes, dtype) == piece.nbytes
-        and is_record(file, piece.offset, sizes, dtype)
+        and _is_record(file, piece.offset, sizes, dtype)
     )
 
 
@@ -343,3 +344,12 @@ class _SliceStream(io.RawIOBase):
             self._file.read_into(memoryview(buffer)[:count], start)
         self._position += count
         return count
+
+
+def _is_record(file: File, offset: int, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    """Return whether a record begins at ``offset``, without reading its data."""
+    trailer = record_trailer(sizes, dtype)
+    trailer_offset = offset + record_length(sizes, dtype) - len(trailer)
+    return file.read(offset, RECORD_PREFIX_BYTES) == record_prefix(sizes, dtype) and (
+        file.read(trailer_offset, len(trailer)) == trailer
+    )

@@ -283,11 +283,6 @@ def _check_pages(reader: Reader, pages: Sequence[tuple[str, CommittedPage]]) -> 
     """Record the faults of pages, given as _pages_to_check() returns them."""
     for path, page in pages:
         check_page(reader, path, page)
-    if not all(page.entry.checksums for _, page in pages):
-        reader.notes.append(
-            "the run was trained with checksums=False: only the lengths and framing of its "
-            "pages can be checked"
-        )
 
 
 # -------------------------------------------------------------------------- a checkpoint

@@ -205,15 +205,13 @@ class PageFiles:
     Args:
         storage: the files.
         run_id: bound into checksums.
-        checksums: whether pages are checked when they are read.
 
     A store without a directory has an empty MemoryStorage here: its pages stay in memory, and none
     is ever written.
     """
 
-    def __init__(self, storage: Storage, *, run_id: str, checksums: bool) -> None:
+    def __init__(self, storage: Storage, *, run_id: str) -> None:
         self._storage = storage
-        self._checksums = checksums
         self._run_id = run_id
         self._reads, self._writes = Lane("swap_in"), Lane("swap_out")
         self.bytes_read = 0
@@ -267,8 +265,8 @@ class PageFiles:
 
         Of a page that lacks the values of parameters, the other sections.
         """
-        checksums = (0,) * len(page.layout.blocks) if self._checksums else ()
-        entry = PageEntry(slot=slot, step=step, checksums=checksums)
+        unknown = (0,) * len(page.layout.blocks)
+        entry = PageEntry(slot=slot, step=step, checksums=unknown)
         return self._write(page, entry, page.filled)
 
     def add_parameters(self, page: Page, before: PageWrite | None) -> PageWrite:
@@ -366,11 +364,10 @@ class PageFiles:
         if page.copy is not None:
             page.copy.wait()
         memory, name = page.buffer.memory, page_file(page.index, entry.slot)
-        if entry.checksums:
-            with profiled("tierstore::checksums"):
-                found = self._checksums_of(page, memory, sections, entry.step)
-            checksums = (found.get(i, known) for i, known in enumerate(entry.checksums))
-            entry = replace(entry, checksums=tuple(checksums))
+        with profiled("tierstore::checksums"):
+            found = self._checksums_of(page, memory, sections, entry.step)
+        checksums = (found.get(i, known) for i, known in enumerate(entry.checksums))
+        entry = replace(entry, checksums=tuple(checksums))
         transfers = [
             self._storage.write(name, extent, memory[extent.offset : extent.offset + extent.nbytes])
             for extent in _merged(sections)
@@ -382,8 +379,6 @@ class PageFiles:
         """Compare the blocks of some sections in memory with the checksums of their commit."""
         entry = page.entry
         assert entry is not None
-        if not self._checksums or not entry.checksums:
-            return
         with profiled("tierstore::check"):
             found = self._checksums_of(page, memory, sections, entry.step)
         for number, checksum in found.items():

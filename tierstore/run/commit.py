@@ -24,15 +24,13 @@ class CommittedPage:
     layout: PageLayout
 
     def block_fault(self, index: int, pieces: Iterable[memoryview]) -> str | None:
-        """Return the fault of a block, in words; None if it is as written, or has no checksum.
+        """Return the fault of a block, in words; None if it is as written.
 
         Args:
             index: index of the block in ``layout.blocks``.
             pieces: the content of the block in order; each piece is used before the next one.
         """
         block, step = self.layout.blocks[index], self.entry.step
-        if not self.entry.checksums:
-            return None
         found = block_hash(run_id=self.run_id, page=self.number, offset=block.offset, step=step)
         for piece in pieces:
             found.update(piece)
@@ -99,7 +97,7 @@ class Commit:
             for number, entry in self.manifest.entries.items()
         ]
         for page in pages:
-            if len(page.entry.checksums) not in (0, len(page.layout.blocks)):
+            if len(page.entry.checksums) != len(page.layout.blocks):
                 raise CorruptionError(
                     f"page {page.number} has {len(page.entry.checksums)} checksums for "
                     f"{len(page.layout.blocks)} blocks"

@@ -53,7 +53,7 @@ class PageEntry:
     step: int
     """The step in which the page was written."""
     checksums: tuple[int, ...]
-    """Checksums of the blocks of the layout; empty if checksums are off."""
+    """Checksums of the blocks of the layout."""
 
     def to_json(self) -> list[Any]:
         """Return plain values, at most 64 bytes of JSON besides the checksums."""

@@ -267,11 +267,6 @@ class _RankCommits:
         damaged = {r: error for r, error in self._damaged.items() if not newest or r > newest}
         for error in damaged.values():
             logger.warning("%s; going back to the commit before it", error)
-            if newest and not all(page.checksums for page in kept[newest].entries.values()):
-                raise RunDirectoryError(
-                    f"{error}. Later steps may have overwritten the pages of the commit before "
-                    "it, and the run has no checksums to tell: start over with overwrite=True"
-                ) from error
         for revision in damaged:  # Kept under another name for an investigation.
             name = manifest_name(revision)
             storage.rename(name, f"{name}{_DAMAGED}")

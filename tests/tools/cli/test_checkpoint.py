@@ -170,16 +170,6 @@ def test_verify_reads_every_page_first(run: Path, tmp_path: Path) -> None:
     assert f"({len(pages) - 1} further faults); nothing was published" in err
 
 
-def test_verify_without_checksums_is_refused(tmp_path: Path) -> None:
-    toy = Toy(tmp_path / "run", checksums=False)
-    toy.step()
-    toy.store.close()
-    code, _, err = call("checkpoint", "--verify", tmp_path / "run", tmp_path / "out")
-    assert (code, (tmp_path / "out").exists()) == (2, False)
-    assert "checksums=False, so its pages cannot be verified" in err
-    assert call("checkpoint", tmp_path / "run", tmp_path / "out")[0] == 0
-
-
 def test_only_a_run_is_published(run: Path, originals: Path, tmp_path: Path) -> None:
     for source, why in (
         (originals / "published", "is a checkpoint already: name a run directory"),
