@@ -409,7 +409,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         cycle_betas(self.param_groups)
-        with self.store.calling("step()", patient=True):
+        with self.store.calling("step()"):
             is_attached = self._attach_groups()
             groups = self._attached.hyperparameters
             for number, group in enumerate(groups if is_attached else ()):
@@ -528,7 +528,7 @@ class Muon(torch.optim.Optimizer):
         }
         ranks = self.store.ranks
         if ranks is not None:  # Of another name than a step without logits, which gathers nothing.
-            ranks.roll_call("step(qk_logits=)", patient=True)
+            ranks.roll_call("step(qk_logits=)")
         logits = plain if ranks is None else largest(ranks.gather(plain))
         return self._qk_clip.scales(logits, self._attached.find)
 

@@ -109,7 +109,7 @@ class AveragedModel:
                 "restore() of the run, call restore() of the averages"
             )
         self._seen = step
-        with self.store.calling("update()", patient=True):
+        with self.store.calling("update()"):
             if step % self._every == 0 and step > self._kept["step"]:
                 self._take(step)
             if self.store.committed_step < self.store.step:  # Also after an interrupt.

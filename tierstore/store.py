@@ -35,9 +35,9 @@ from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
 from tierstore.paging.whole_states import (
     agree_to_remove,
 )
-from tierstore.ranks.calls import Calls
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, agree, together
+from tierstore.ranks.roll_call import Calls
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
@@ -90,9 +90,8 @@ class TierStore:
         process_group: the ranks that own the parameters together; None: all ranks if
             torch.distributed is initialized, else this process alone. ``Ranks`` are used as
             they are.
-        peer_timeout: seconds after which a rank that does not answer counts as failed.
-        roll_call_timeout: seconds after which a call that another rank does not make is refused
-            on all ranks; step() and close() wait for ``peer_timeout``.
+        timeout: seconds to wait for another rank. A call that it does not make is then refused on
+            all ranks; a rank that does not arrive in the middle of a call counts as failed.
 
     A store is used by one thread of the process that opened it.
 
@@ -124,8 +123,7 @@ class TierStore:
         compute: str = "device",
         free_gradients: bool | str = False,
         process_group: dist.ProcessGroup | Ranks | None = None,
-        peer_timeout: float = 600.0,
-        roll_call_timeout: float = 30.0,
+        timeout: float = 600.0,
     ) -> None:
         budget = Budget(
             host_memory=parse_bytes(host_memory),
@@ -147,9 +145,7 @@ class TierStore:
         }
         self._compute = compute
         self._free_gradients = free_gradients
-        self._ranks = ranks = ranks_of(
-            process_group, timeout_s=peer_timeout, roll_call_timeout_s=roll_call_timeout
-        )
+        self._ranks = ranks = ranks_of(process_group, timeout_s=timeout)
         self._calls = Calls(ranks)
         self._resharded: Path | None = None  # A checkpoint that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
@@ -238,7 +234,7 @@ class TierStore:
     # -- Calls that all ranks make together.
 
     @contextlib.contextmanager
-    def calling(self, call: str, *, patient: bool = False) -> Iterator[None]:
+    def calling(self, call: str) -> Iterator[None]:
         """Name the call that the program makes, for calls of the store in the block.
 
         The first of them that needs other ranks waits until all ranks make the call of this name;
@@ -246,9 +242,8 @@ class TierStore:
 
         Args:
             call: the name, as it appears in errors, such as "state_dict()".
-            patient: wait for a rank for ``peer_timeout`` instead of ``roll_call_timeout``.
         """
-        with self._calls.named(call, patient=patient):
+        with self._calls.named(call):
             yield
 
     # -- Parameters and steps.
@@ -290,7 +285,7 @@ class TierStore:
                     "free_gradients='backward' takes plain tensors, and parameter "
                     f"{parameter.name!r} is a DTensor: pass free_gradients=True"
                 )
-        with self._calls.together("attach()", patient=True):
+        with self._calls.together("attach()"):
             self._table.attach(groups)
         if follow is not None:
             self._table.follow = follow
@@ -390,7 +385,7 @@ class TierStore:
         table = self._table
         table.ensure_placed()
         table.offload_gradients()
-        with self._calls.together("step()", patient=True):
+        with self._calls.together("step()"):
             table.require_same_values()
             gradients = rank_checks.agree_on_gradients(
                 self._ranks,
@@ -909,7 +904,7 @@ class TierStore:
                     if not self._states.given.was_refused:
                         # Called last, so that the last step is committed nevertheless.
                         released.callback(self._states.given.require_unchanged)
-                    with self._calls.named("close()", patient=True):
+                    with self._calls.named("close()"):
                         self._synchronize()
                     committer.marks_clean_end = True
 

@@ -15,13 +15,13 @@ def test_a_call_that_another_rank_does_not_make_is_refused_and_the_next_step_wor
     pool: RankPool,
 ) -> None:
     (alone, first_step), (_, second_step) = pool.run(2, f"{CALLS}:state_dict_of_one")
-    assert alone.startswith("RollCallError: rank 1 did not call state_dict() within 1 s")
+    assert alone.startswith("RollCallError: rank 1 did not call state_dict() within")
     assert (first_step, second_step) == ("", "")
 
 
 def test_a_state_dict_of_one_rank_before_the_first_step_is_refused(pool: RankPool) -> None:
     alone, other = pool.run(2, f"{CALLS}:state_dict_before_a_step")
-    assert alone[0].startswith("RollCallError: rank 1 did not call state_dict() within 1 s")
+    assert alone[0].startswith("RollCallError: rank 1 did not call state_dict() within")
     assert alone[1:] == other[1:] == [""]
 
 
@@ -68,12 +68,6 @@ def test_a_store_that_one_rank_opens_is_refused_and_all_ranks_open_it_later(
     alone, other = pool.run(2, f"{CALLS}:open_again")
     assert alone[0].startswith("RollCallError: rank 1 did not call TierStore() within 1 s")
     assert alone[1:] == other[1:] == [""]
-
-
-def test_a_rank_may_come_to_a_step_and_to_the_end_later_than_to_other_calls(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    assert pool.run(2, f"{CALLS}:come_late", tmp_path / "run") == [2, 2]
 
 
 def test_states_of_own_parts_need_no_other_rank(pool: RankPool) -> None:

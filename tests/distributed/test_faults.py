@@ -76,12 +76,12 @@ class Training:
         return message
 
 
-def case_of(seed: int, directory: Path, peer_timeout: float = PATIENCE_S) -> Case:
+def case_of(seed: int, directory: Path, timeout: float = PATIENCE_S) -> Case:
     layout, partition = LAYOUTS[seed % len(LAYOUTS)]
     return Case(
         layout=layout,
         directory=directory / "run",
-        store={"page_bytes": 6000, "buffers": 5, "peer_timeout": peer_timeout},
+        store={"page_bytes": 6000, "buffers": 5, "timeout": timeout},
         options={"partition": partition},
     )
 
@@ -139,7 +139,7 @@ def test_stopped_at_any_moment(seed: int, pool: RankPool, tmp_path: Path) -> Non
     """It is taken for stuck when it lets the others wait for too long."""
     draw = random.Random(100 + seed)
     culprit, step, part = draw.randrange(WORLD_SIZE), draw.randint(2, 10), draw.random()
-    case = case_of(seed, tmp_path, peer_timeout=PATIENCE_WITH_STUCK_S)
+    case = case_of(seed, tmp_path, timeout=PATIENCE_WITH_STUCK_S)
     with training(case) as job:
         ranks = Training(job)
         took = ranks.until(culprit, step)

@@ -104,7 +104,7 @@ def work(kind: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     model = wrap(make_model())
     # Ranks of one part come after each other: tensor parallelism is the last dimension.
     part = dist.get_rank() * parts // dist.get_world_size()
-    with tierstore.TierStore(None, page_bytes=4096, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, page_bytes=4096, timeout=30.0) as store:
         train(model, store, part, parts, **options)
     return {
         name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach()

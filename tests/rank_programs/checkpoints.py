@@ -150,7 +150,7 @@ def train_step(model: nn.Module, optimizer: muon.Muon, step: int) -> None:
 def open_job(job: Job) -> tuple[nn.Module, tierstore.TierStore, muon.Muon]:
     model = make_model(job)
     LAYOUTS[job.layout](model)
-    options = {"page_bytes": PAGE_BYTES, "peer_timeout": 60.0, **job.store}
+    options = {"page_bytes": PAGE_BYTES, "timeout": 60.0, **job.store}
     store = tierstore.TierStore(job.run, **options)
     groups = make_groups(model)
     groups[0]["normuon_beta"] = job.normuon_beta
@@ -388,7 +388,7 @@ def publish_with_an_uneven_frozen_parameter(directory: Path) -> str:
     mesh = cpu_mesh()
     model.bias = unevenly(model.bias.data, mesh, [Shard(0)], seed=2).requires_grad_(False)
     assert model.bias.to_local().shape != (3,)
-    with tierstore.TierStore(directory / "run", peer_timeout=60.0) as store:
+    with tierstore.TierStore(directory / "run", timeout=60.0) as store:
         optimizer = muon.Muon([{"params": [("weight", model.weight)]}], store=store)
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,13 @@ def _open(
 ) -> tuple[tierstore.TierStore, muon.Muon, dict[str, nn.Parameter]]:
     parameters = {name: nn.Parameter(torch.ones(6, 4)) for name in NAMES}
     dist.barrier()  # Else a short timeout could end before a rank of a busy machine comes.
-    store = tierstore.TierStore(directory, **{"peer_timeout": 30.0, **options})
+    store = tierstore.TierStore(directory, **{"timeout": 30.0, **options})
     return store, muon.Muon(list(parameters.items()), store=store), parameters
+
+
+def _timeout() -> float:
+    """Return the seconds that this rank waits: few on rank 0, which makes a call alone."""
+    return 30.0 if dist.get_rank() else 3.0
 
 
 def _step(optimizer: muon.Muon) -> None:
@@ -44,7 +48,7 @@ def leave_run(directory: Path) -> None:
 
 def state_dict_of_one() -> tuple[str, str]:
     """Ask on rank 0 alone for the state dict, then step together: what each raises."""
-    store, optimizer, _ = _open(roll_call_timeout=1.0)
+    store, optimizer, _ = _open(timeout=_timeout())
     with store:
         _step(optimizer)
         alone = attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
@@ -62,7 +66,7 @@ def store_of_one() -> tuple[str, str]:
             if dist.get_rank():
                 _step(optimizer)
             else:  # Rank 1 looks for absent ranks after 1.25 s and after 2.5 s.
-                tierstore.TierStore(None, roll_call_timeout=3.0).close()
+                tierstore.TierStore(None, timeout=3.0).close()
 
         first = attempt(differ)
         dist.barrier()
@@ -73,7 +77,7 @@ def state_dict_of_own_parts() -> str:
     """Ask on rank 0 alone for a state dict, of which each rank has its own part."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         group = {"params": [("first", parameter)], "algorithm": "adamw"}
         optimizer = muon.Muon([group], store=store)
         _step(optimizer)
@@ -84,7 +88,7 @@ def state_dict_of_own_parts() -> str:
 
 def state_dict_before_a_step() -> list[str]:
     """Ask on rank 0 alone for the state dict of new parameters, then step together."""
-    store, optimizer, _ = _open(roll_call_timeout=1.0)
+    store, optimizer, _ = _open(timeout=_timeout())
     with store:
         alone = attempt(optimizer.state_dict) if dist.get_rank() == 0 else ""
         dist.barrier()
@@ -143,31 +147,15 @@ def open_again() -> list[str]:
     """Open a store on rank 0 alone, then on all ranks: what each raises."""
     alone = ""
     if dist.get_rank() == 0:
-        alone = attempt(lambda: tierstore.TierStore(None, roll_call_timeout=1.0))
+        alone = attempt(lambda: tierstore.TierStore(None, timeout=1.0))
     dist.barrier()
 
     def train() -> None:
-        store, optimizer, _ = _open(roll_call_timeout=10.0)
+        store, optimizer, _ = _open()
         with store:
             _step(optimizer)
 
     return [alone, attempt(train)]
-
-
-def come_late(directory: Path) -> int:
-    """Come late to steps and to the end on rank 1; return the step that a restart finds.
-
-    Later than the timeout of other calls; the steps go on however late the rank is.
-    """
-    store, optimizer, _ = _open(directory, roll_call_timeout=0.5)
-    with store:
-        for _ in range(2):
-            time.sleep(dist.get_rank())
-            _step(optimizer)
-        time.sleep(dist.get_rank())
-    store, optimizer, _ = _open(directory, resume=True)
-    with store:
-        return optimizer.restore()
 
 
 def states_of_own_parts() -> list[bool]:
@@ -178,7 +166,7 @@ def states_of_own_parts() -> list[bool]:
     parameter = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
     reference = nn.Parameter(whole.clone())
     stock = torch.optim.AdamW([reference])
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         group = {"params": [("first", parameter)], "algorithm": "adamw"}
         optimizer = muon.Muon([group], store=store)
         gradient = torch.linspace(-1, 1, 24).reshape(6, 4)

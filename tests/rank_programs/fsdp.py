@@ -33,7 +33,7 @@ from tests.support.references import assert_same
 from tierstore.ranks.peers import Alone
 from tierstore.storage.memory import MemoryStorage
 
-STREAMED: dict[str, Any] = {"page_bytes": 4096, "buffers": 5, "peer_timeout": 30.0}
+STREAMED: dict[str, Any] = {"page_bytes": 4096, "buffers": 5, "timeout": 30.0}
 # Rows of which 3 ranks have uneven parts, and some of them none.
 ROWS = (4, 5, 1)
 
@@ -249,7 +249,7 @@ def missing_gradients(partition: str) -> None:
     """On some ranks, which counts as zero; on all, where nothing is stepped."""
     model, reference = Net(), Net()
     with (
-        tierstore.TierStore(None, peer_timeout=30.0) as store,
+        tierstore.TierStore(None, timeout=30.0) as store,
         tierstore.TierStore(None, process_group=Alone()) as alone,
     ):
         optimizer = optimizer_of(model, store, partition=partition)
@@ -298,7 +298,7 @@ def wrapped(kind: str, directory: Path) -> None:
         assert saved["state"].keys() == dict(inner.named_parameters()).keys()
         other = Net()
         other.load_state_dict(inner.state_dict())
-        with tierstore.TierStore(None, peer_timeout=30.0) as other_store:
+        with tierstore.TierStore(None, timeout=30.0) as other_store:
             fresh = optimizer_of(other, other_store)
             set_optimizer_state_dict(other, fresh, saved)
             assert_same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
@@ -313,7 +313,7 @@ def placed_otherwise() -> dict[str, str]:
     messages = {}
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
     plain = nn.Parameter(torch.ones(4, 4))
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         optimizer = muon.Muon([("cut", parameter), ("plain", plain)], store=store)
         before = whole(parameter).clone()
         gradient = torch.ones(4, 4)
@@ -345,7 +345,7 @@ def measured_dtype() -> None:
     rank = dist.get_rank()
     model = Net()
     with (
-        tierstore.TierStore(None, peer_timeout=30.0) as store,
+        tierstore.TierStore(None, timeout=30.0) as store,
         measuring(torch.bfloat16 if rank else torch.float32) as measure,
     ):
         optimizer = optimizer_of(model, store, ns_dtype="auto")

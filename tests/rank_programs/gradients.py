@@ -75,7 +75,7 @@ def nan_on_one(directory: Path | None, layout: str, nonfinite: str) -> tuple[str
         What the second step raised or warned of, whether it changed something, the steps at the
         end, and what the third one raised.
     """
-    with tierstore.TierStore(directory, peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory, timeout=30.0) as store:
         job = Job(store, layout, nonfinite=nonfinite)
         assert job.step() == ""
         before = job.values
@@ -89,7 +89,7 @@ def nan_on_one(directory: Path | None, layout: str, nonfinite: str) -> tuple[str
 def nan_on_a_device(directory: Path) -> tuple[str, int]:
     """Step with a NaN on rank 1 that nobody waits for, then commit: what is raised."""
     with fake_cuda():
-        store = tierstore.TierStore(directory, peer_timeout=30.0)
+        store = tierstore.TierStore(directory, timeout=30.0)
         job = Job(store)
         assert job.step() == ""
         store.synchronize()
@@ -102,7 +102,7 @@ def nan_on_a_device(directory: Path) -> tuple[str, int]:
 
 
 def other_options() -> str:
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         return Job(store, nonfinite="skip" if dist.get_rank() else "raise").step()
 
 
@@ -123,7 +123,7 @@ def not_reduced(layout: str, step: int, ranks: list[int]) -> tuple[list[str], bo
         if dist.get_rank() in ranks:
             gradients["second"].mul_(2)
 
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         job = Job(store, layout)
         for _ in range(1, step):
             assert job.step() == ""
@@ -140,13 +140,13 @@ def rounded_otherwise() -> str:
     def differ(gradients: dict[str, torch.Tensor]) -> None:
         gradients["second"].mul_(1 + 1e-4 * dist.get_rank())
 
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         return Job(store).step(differ)
 
 
 def absent_on_one() -> tuple[str, str]:
     """Have a gradient on one rank alone, and no gradient on any: what is raised and warned of."""
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         job = Job(store)
         if dist.get_rank() == 1:
             job.parameters["second"].grad = torch.ones(6, 4)
@@ -162,7 +162,7 @@ def cut_elsewhere() -> tuple[str, int]:
     """Step with a gradient of other rows than the parameter: what is raised, and the steps."""
     rank = dist.get_rank()
     mesh = cpu_mesh(2)
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         parameter = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
         optimizer = muon.Muon([("matrix", parameter)], store=store)
         rows = torch.ones(4 - 2 * rank, 4)
@@ -174,7 +174,7 @@ def cut_elsewhere() -> tuple[str, int]:
 
 def missing_on_one(layout: str, missing: str) -> tuple[str, int]:
     """Step with a gradient that rank 1 has not: what is raised, and the steps at the end."""
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         job = Job(store, layout, missing=missing)
         for name, each in job.parameters.items():
             # Without the first parameter no rank has a gradient of it.

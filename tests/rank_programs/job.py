@@ -349,7 +349,7 @@ def in_work(ranks: ProcessGroupRanks) -> None:
 
 
 def in_roll_call(ranks: ProcessGroupRanks) -> None:
-    ranks.roll_call("step()", patient=True)
+    ranks.roll_call("step()")
 
 
 def in_group(ranks: ProcessGroupRanks) -> None:
@@ -470,7 +470,7 @@ def come_late(here: Here, absent: int) -> Failure | None:
 
 
 def make_impatient_ranks(group: dist.ProcessGroup | None) -> ProcessGroupRanks:
-    return ProcessGroupRanks(group, timeout_s=PATIENCE_S, roll_call_timeout_s=1)
+    return ProcessGroupRanks(group, timeout_s=1)
 
 
 def refusal_of(call: Callable[[], Any]) -> str:
@@ -536,21 +536,19 @@ def interrupt(here: Here, in_gather: bool) -> str:
 
 
 def come_late_to_calls(here: Here) -> tuple[str, str]:
-    """Come late on rank 1: first after a call was refused, then one second late to a patient call.
+    """Come late on rank 1, after the call was refused; then make the next call together.
 
     Returns:
-        What each of them raised.
+        What each call raised.
     """
-    ranks = ProcessGroupRanks(None, timeout_s=PATIENCE_S, roll_call_timeout_s=0.5)
+    ranks = ProcessGroupRanks(None, timeout_s=2)
     if here.rank:
         dist.barrier()
     refused = refusal_of(lambda: ranks.roll_call("state_dict()"))
     if here.rank == 0:
         dist.barrier()
     dist.barrier()
-    time.sleep(here.rank)  # Longer than the timeout; the call goes on however late the rank is.
-    went = refusal_of(lambda: ranks.roll_call("step()", patient=True))
-    ranks.gather(None)
+    went = refusal_of(lambda: ranks.roll_call("step()"))
     ranks.close()
     return refused, went
 
@@ -564,13 +562,13 @@ def interrupt_roll_call(here: Here) -> list[str]:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         try:
-            ranks.roll_call("step()", patient=True)
+            ranks.roll_call("step()")
         except KeyboardInterrupt as error:
             raised.append(type(error).__name__)
         here.test.send(raised)
     else:
         here.test.recv()
-    raised = [*raised, refusal_of(lambda: ranks.roll_call("step()", patient=True))]
+    raised = [*raised, refusal_of(lambda: ranks.roll_call("step()"))]
     ranks.gather(None)
     ranks.close()
     return raised

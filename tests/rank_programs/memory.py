@@ -125,7 +125,7 @@ def gather(gather_memory: list[int], directory: Path) -> Gathered:
     error = None
     before = [parameter.detach().to_local().clone() for parameter in parameters]
     with (
-        tierstore.TierStore(directory, peer_timeout=30.0) as store,
+        tierstore.TierStore(directory, timeout=30.0) as store,
         watched() as live,
     ):
         optimizer = muon.Muon(groups_of(parameters), store=store, gather_memory=gather_memory[rank])
@@ -168,7 +168,7 @@ def spread_peak(bytes_max: int) -> int:
 
     parameters = [torch.nn.Parameter(torch.ones(16, 16)) for _ in range(24)]
     with (
-        tierstore.TierStore(None, peer_timeout=30.0) as store,
+        tierstore.TierStore(None, timeout=30.0) as store,
         mock.patch.object(dist, "broadcast", broadcast),
         mock.patch.object(ProcessGroupRanks, "wait", wait),
         mock.patch("tierstore.paging.replication._BYTES_MAX", bytes_max),
@@ -198,7 +198,7 @@ def step_late(directory: Path, present: set[int]) -> list[float]:
         for chunk in itertools.chain.from_iterable(shard.chunks for shard in page.shards):
             chunk.master.add_(1)
 
-    with tierstore.TierStore(directory, buffers=5, peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory, buffers=5, timeout=30.0) as store:
         store.attach(groups)
         for index, parameter in enumerate(parameters):
             parameter.grad = torch.ones_like(parameter) if index in present else None

@@ -89,7 +89,7 @@ def refusal(kind: str) -> tuple[str, str]:
     """Return class and text of what the first step raises on this rank of three."""
     tensor, options = KINDS[kind](dist.get_rank())
     parameter = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor)
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         group = {"params": [("matrix", parameter)], **options.pop("group", {})}
         optimizer = muon.Muon([group], store=store, **options)
         parameter.grad = torch.ones_like(parameter)
@@ -108,7 +108,7 @@ def other_hyperparameters(key: str, value: Any) -> tuple[list[str], torch.Tensor
     """
     parameter = torch.nn.Parameter(torch.ones(6, 4))
     raised = []
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         optimizer = muon.Muon([("matrix", parameter)], store=store)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -133,7 +133,7 @@ def edited_groups(ranks_that_edit: list[int]) -> list[str]:
     """
     named = {name: torch.nn.Parameter(torch.ones(6, 4)) for name in ("first", "second")}
     raised = []
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         optimizer = muon.Muon(list(named.items()), store=store)
 
         def step() -> None:
@@ -176,7 +176,7 @@ def move_where_one_has_no_room(directory: Path, host_memory: list[int]) -> tuple
             directory / str(moves),
             page_bytes=4096,
             host_memory=host_memory[dist.get_rank()] if moves else "1GiB",
-            peer_timeout=30.0,
+            timeout=30.0,
         )
         with store:
             optimizer = muon.Muon(groups, store=store)
@@ -206,14 +206,14 @@ def other_options(directory: Path, key: str, values: list[Any]) -> tuple[str, in
     Returns:
         What was raised, and the step that is found afterwards.
     """
-    with tierstore.TierStore(directory, peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory, timeout=30.0) as store:
         _trained(store, 2)
-    options = {"resume": True, "peer_timeout": 30.0, key: values[dist.get_rank()]}
+    options = {"resume": True, "timeout": 30.0, key: values[dist.get_rank()]}
     if options.get("overwrite"):
         del options["resume"]
     with pytest.raises(ValueError) as raised:
         tierstore.TierStore(directory, **options)
-    with tierstore.TierStore(directory, resume=True, peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory, resume=True, timeout=30.0) as store:
         return str(raised.value), _trained(store, 0).restore()
 
 
@@ -224,7 +224,7 @@ def other_commit(directory: Path, how: str) -> tuple[str, int]:
         What was raised, and the step that is found afterwards.
     """
     alone = dist.get_rank() == 1
-    store = tierstore.TierStore(directory, commit_every=3, peer_timeout=30.0)
+    store = tierstore.TierStore(directory, commit_every=3, timeout=30.0)
     optimizer = _trained(store, 3)
     store.synchronize()
     optimizer.param_groups[0]["lr"] = 0.5 if alone and how == "lr" else 0.25
@@ -234,7 +234,7 @@ def other_commit(directory: Path, how: str) -> tuple[str, int]:
         call()
     with contextlib.suppress(ValueError, tierstore.TierstoreError):
         store.close()
-    with tierstore.TierStore(directory, commit_every=3, resume=True, peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory, commit_every=3, resume=True, timeout=30.0) as store:
         return str(raised.value), _trained(store, 0).restore()
 
 
@@ -254,12 +254,12 @@ def cut_over_more_ranks() -> str:
 
 def begin_with_other_values(directory: Path) -> list[float]:
     """Begin from a checkpoint with what each rank drew for itself."""
-    with tierstore.TierStore(directory / "run", peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory / "run", timeout=30.0) as store:
         _trained(store, 2)
         store.checkpoint(directory / "checkpoint")
     torch.manual_seed(dist.get_rank())
     parameter = torch.nn.Parameter(torch.randn(6, 4))
-    with tierstore.TierStore(directory / "new", peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory / "new", timeout=30.0) as store:
         optimizer = muon.Muon([("matrix", parameter)], store=store)
         assert optimizer.restore(checkpoint=directory / "checkpoint") == 2
         parameter.grad = torch.ones_like(parameter)

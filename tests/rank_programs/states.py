@@ -28,7 +28,7 @@ from tests.support.training import make_groups
 from tierstore.ranks.peers import Alone
 
 # Several subgroups of every group, and less room than they take.
-STREAMED: dict[str, Any] = {"page_bytes": 6000, "buffers": 5, "peer_timeout": 30.0}
+STREAMED: dict[str, Any] = {"page_bytes": 6000, "buffers": 5, "timeout": 30.0}
 
 StateDict = dict[str, Any]
 
@@ -120,7 +120,7 @@ def round_trip(case: Case, directory: Path) -> None:
     with (
         tierstore.TierStore(directory / "saved", **STREAMED) as store,
         tierstore.TierStore(directory / "loaded", **STREAMED) as other_store,
-        tierstore.TierStore(None, peer_timeout=30.0) as store_in_memory,
+        tierstore.TierStore(None, timeout=30.0) as store_in_memory,
     ):
         ours = Training(case, store)
         ours.assert_state(ours.optimizer.state_dict(), reference.optimizer.state_dict())
@@ -158,7 +158,7 @@ def save_by_stock(case: Case, directory: Path) -> dict[str, torch.Tensor]:
     """Save the states of three steps by dcp.save(); return the whole ones by name."""
     reference = Training(whole_case(case), None)
     reference.step(1, 2, 3)
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         ours = Training(case, store)
         ours.step(1, 2, 3)
         saved = ours.optimizer.state_dict()
@@ -175,7 +175,7 @@ def load_states_of_other_rows() -> tuple[str, torch.Tensor]:
     """Return what loading raises on this rank of two, and the momentum then."""
     mesh = cpu_mesh(2)
     parameter = nn.Parameter(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]))
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         optimizer = muon.Muon([("matrix", parameter)], store=store)
         saved = optimizer.state_dict()
         [states] = saved["state"].values()
@@ -225,7 +225,7 @@ def helpers(case: Case, directory: Path) -> None:
             if full and flatten:  # Which torch cannot load, of its own optimizers either.
                 continue
             options.broadcast_from_rank0 = on_rank_0
-            with tierstore.TierStore(None, peer_timeout=30.0) as other_store:
+            with tierstore.TierStore(None, timeout=30.0) as other_store:
                 other = Training(case, other_store, ours.values)
                 set_optimizer_state_dict(other.module, other.optimizer, saved, options=options)
                 assert (ours.store.step, other.store.step) == (2, 0)
@@ -239,7 +239,7 @@ def stock_adamw(case: Case) -> None:
     theirs = Model(case)
     (group,) = make_groups(theirs.parameters, shapes)
     stock = reference_of(group)
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         ours = Training(case, store)
 
         def step(number: int) -> None:
@@ -273,7 +273,7 @@ def stock_muon(case: Case) -> None:
     theirs = Model(case)
     (group,) = make_groups(theirs.parameters, shapes)
     stock = reference_of(group)
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         ours = Training(case, store)
         cut = any(isinstance(p, DTensor) for p in theirs.parameters.values())
 
@@ -304,7 +304,7 @@ def refused(case: Case) -> dict[str, str]:
     """Return the errors of calls that differ on one rank; all ranks continue."""
     rank = dist.get_rank()
     messages = {}
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         ours = Training(case, store)
         ours.step(1)
         saved = ours.optimizer.state_dict()

@@ -87,7 +87,7 @@ class Case:
     def store_options(self, rank: int) -> dict[str, Any]:
         """Return the options of TierStore for a rank."""
         extra = self.of_ranks[rank] if self.of_ranks else {}
-        return {"peer_timeout": 30.0, **self.store, **extra}
+        return {"timeout": 30.0, **self.store, **extra}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from tests.support.attempts import attempt
 def change_alone() -> dict[str, str]:
     """Change states as on one rank: what each way raises."""
     parameter = nn.Parameter(torch.ones(6, 4))
-    with tierstore.TierStore(None, peer_timeout=30.0) as store:
+    with tierstore.TierStore(None, timeout=30.0) as store:
         optimizer: Any = muon.Muon([("first", parameter)], store=store)
         parameter.grad = torch.ones(6, 4)
         optimizer.step()
@@ -43,7 +43,7 @@ def load_own(directory: Path) -> tuple[list[int], bool]:
     """Load the state dict: bytes written of tensors given out, and of a copy on rank 1; reset."""
     parameters = {name: nn.Parameter(torch.ones(6, 4)) for name in ("first", "second")}
     groups = [{"params": [*parameters.items()], "algorithm": "adamw"}]
-    with tierstore.TierStore(directory, peer_timeout=30.0) as store:
+    with tierstore.TierStore(directory, timeout=30.0) as store:
         optimizer = muon.Muon(groups, store=store)
         for parameter in parameters.values():
             parameter.grad = torch.ones(6, 4)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.rank_programs import job as programs
 from tests.rank_programs.job import Failure, Job, Waiting, Wrong, running
+from tierstore.ranks.failure_detector import ACCUSE_S
 from tierstore.ranks.job import FRAME_BYTES, ProcessGroupRanks
 
 # What is measured is a hundredth of it, or the second that a rank has to answer in.
@@ -118,10 +119,8 @@ def test_ranks_exit_well_twenty_times() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="peer_timeout must be a positive number"):
+        with pytest.raises(ValueError, match="timeout must be a positive number"):
             ProcessGroupRanks(None, timeout_s=timeout_s)
-        with pytest.raises(ValueError, match="roll_call_timeout must be a positive number"):
-            ProcessGroupRanks(None, timeout_s=1, roll_call_timeout_s=timeout_s)
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"call init_process_group\(\)"):
         ProcessGroupRanks(None, timeout_s=1)
@@ -226,9 +225,6 @@ def test_all_raise_that_a_rank_left(waiting: Waiting) -> None:
     ("wrong", "culprit", "waiting"),
     [
         (programs.stays_away, 1, programs.in_gather),
-        (programs.stays_away, 1, programs.in_roll_call),
-        (programs.stops, 0, programs.in_roll_call),
-        pytest.param(programs.stops, 1, programs.in_roll_call, marks=pytest.mark.long),
         pytest.param(programs.stays_away, 0, programs.in_work, marks=pytest.mark.long),
         pytest.param(programs.stops, 0, programs.in_commit, marks=pytest.mark.long),
         pytest.param(programs.stops, 1, programs.in_gather, marks=pytest.mark.long),
@@ -242,6 +238,15 @@ def test_all_raise_that_a_rank_is_stuck(wrong: Wrong, culprit: int, waiting: Wai
         thread = "commit" if waiting is programs.in_commit else "training"
         assert f"did not come to a collective of the {thread} thread within 2 s" in reason
         assert ("answer" in reason) == (wrong is programs.stops)
+
+
+def test_all_raise_that_a_rank_is_stuck_that_serves_the_key_value_store() -> None:
+    """No roll call ends without it."""
+    limit_s = 2.0 + 2 * ACCUSE_S
+    with running(programs.go_wrong, 3, 0, programs.stops, programs.in_roll_call, 2.0, True) as job:
+        reason = failure_of_all(job, 3, 0, within_s=SOON_S, timeout_s=limit_s)
+        assert f"within {limit_s:g} s" in reason
+        assert "does not answer" in reason
 
 
 def test_failing_after_the_key_value_store_is_gone_does_not_raise() -> None:

@@ -176,11 +176,11 @@ def test_a_rank_that_comes_at_the_last_moment_is_there_for_all_or_for_none(
 # --------------------------------------------------------------------------- in processes
 
 
-def test_a_rank_waits_for_others_in_a_patient_call_and_refuses_any_other() -> None:
+def test_a_rank_that_comes_late_is_refused_and_the_next_call_works() -> None:
     with running(programs.come_late_to_calls, 2) as job:
         refused, went = zip(*job.results(), strict=True)
-    assert refused[0].startswith("rank 1 did not call state_dict() within 0.5 s")
-    assert refused[1].startswith("rank 0 did not call state_dict() within 0.5 s")
+    assert refused[0].startswith("rank 1 did not call state_dict() within")
+    assert refused[1].startswith("rank 0 did not call state_dict() within")
     assert went == ("", "")
 
 

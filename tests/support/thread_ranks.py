@@ -113,7 +113,7 @@ class ThreadRanks(Ranks):
         return self._training.gather(value)
 
     @override
-    def roll_call(self, call: str, *, patient: bool = False) -> None:
+    def roll_call(self, call: str) -> None:
         pass
 
     @override

@@ -21,8 +21,8 @@ from tierstore.paging.whole_states import (
     show_in_memory,
     write_pages,
 )
-from tierstore.ranks.calls import Calls
 from tierstore.ranks.peers import Ranks, agree
+from tierstore.ranks.roll_call import Calls
 from tierstore.run.committer import Progress
 from tierstore.run.usability import Usability
 

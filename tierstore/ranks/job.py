@@ -65,9 +65,7 @@ class ProcessGroupRanks(Ranks):
 
     Args:
         group: the process group; None is the default one. Nothing is ever sent over it.
-        timeout_s: seconds that a rank may let others wait in one collective.
-        roll_call_timeout_s: seconds that a rank may let others wait in a roll call that is not
-            patient; at most ``timeout_s`` counts.
+        timeout_s: seconds that a rank may let others wait, in a roll call or in one collective.
 
     Attributes:
         rank: this rank, within the group.
@@ -82,19 +80,9 @@ class ProcessGroupRanks(Ranks):
         PeerFailed: another rank failed.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        timeout_s: float,
-        roll_call_timeout_s: float = 30.0,
-    ) -> None:
-        for name, value in (
-            ("peer_timeout", timeout_s),
-            ("roll_call_timeout", roll_call_timeout_s),
-        ):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number of seconds, got {value}")
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout_s: float) -> None:
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout_s}")
         if not dist.is_initialized():
             raise ValueError("torch.distributed is not initialized: call init_process_group()")
         self.rank = dist.get_rank(group)
@@ -108,7 +96,6 @@ class ProcessGroupRanks(Ranks):
         self._is_world = self.world_size == dist.get_world_size()
         self._pid = os.getpid()
         self._timeout_s = timeout_s
-        self._roll_call_timeout_s = min(roll_call_timeout_s, timeout_s)
         # A message may arrive one timeout early and then be waited for a full timeout.
         self.torch_timeout = timedelta(seconds=2 * timeout_s + 10)
         self._waiting_since: dict[str, float] = {}
@@ -153,11 +140,12 @@ class ProcessGroupRanks(Ranks):
         return self._training.gather(value)
 
     @override
-    def roll_call(self, call: str, *, patient: bool = False) -> None:
+    def roll_call(self, call: str) -> None:
         self._require_open()
         self.check()  # A failed rank must not seem to go on.
         interrupted = threading.Event()
-        timeout_s = math.inf if patient else self._roll_call_timeout_s
+        # A rank that is stuck in the collective before is found first, and named to all ranks.
+        timeout_s = self._timeout_s + ACCUSE_S
 
         def take_part() -> None:
             options: Any = {"timeout_s": timeout_s, "interrupted": interrupted}
@@ -176,8 +164,7 @@ class ProcessGroupRanks(Ranks):
         try:
             came.add_done_callback(lambda came: done.set())
             # The roll call ends itself, if the key-value store answers.
-            limit_s = self._timeout_s if patient else timeout_s + ACCUSE_S
-            self._poll(is_done, "training", timeout_s=limit_s)
+            self._poll(is_done, "training", timeout_s=timeout_s + ACCUSE_S)
         except Exception:
             raise
         except BaseException as error:
@@ -295,9 +282,9 @@ class ProcessGroupRanks(Ranks):
                 world_size=self.world_size,
                 awaits_this_rank=awaits_this_rank,
             )
-            timeout_s = self._roll_call_timeout_s
+            options: Any = {"timeout_s": self._timeout_s, "interrupted": interrupted}
             try:
-                came = calls.take_part("TierStore()", timeout_s=timeout_s, interrupted=interrupted)
+                came = calls.take_part("TierStore()", **options)
             finally:  # Ranks that arrive from now on go to another meeting.
                 meetings.compare_set("number", number, str(int(number) + 1))
             return (calls, store) if came else None
@@ -315,7 +302,7 @@ class ProcessGroupRanks(Ranks):
 
         met = self._submit(meet)
         try:
-            return met.result(self._roll_call_timeout_s + ACCUSE_S)
+            return met.result(self._timeout_s + ACCUSE_S)
         except TimeoutError as error:
             raise PeerFailed(self._host, f"{KEY_VALUE_STORE} does not answer") from error
         except Exception:
@@ -465,16 +452,13 @@ def _was_refused(roll_call: Future[Any]) -> bool:
         return False
 
 
-def ranks_of(
-    group: dist.ProcessGroup | Ranks | None, *, timeout_s: float, roll_call_timeout_s: float
-) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ranks:
     """Return the ranks of the job that a store is opened in.
 
     Args:
         group: the process group; None is the default group, or this process alone where
             torch.distributed is not initialized. ``Ranks`` are returned as they are.
         timeout_s: see ProcessGroupRanks.
-        roll_call_timeout_s: see ProcessGroupRanks.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return group
@@ -490,7 +474,7 @@ def ranks_of(
         return Alone()
     if dist.get_world_size(group) == 1:
         return Alone()
-    return ProcessGroupRanks(group, timeout_s=timeout_s, roll_call_timeout_s=roll_call_timeout_s)
+    return ProcessGroupRanks(group, timeout_s=timeout_s)
 
 
 def break_connections(group: Any) -> None:

@@ -43,12 +43,11 @@ class Ranks(Peers, Protocol):
     commits: Peers
     """The same ranks, for the thread that commits."""
 
-    def roll_call(self, call: str, *, patient: bool = False) -> None:
+    def roll_call(self, call: str) -> None:
         """Return when all ranks make the same call, before the first collective of the call.
 
         Args:
             call: names the call in errors, such as "state_dict()".
-            patient: wait for a rank as long as in a collective.
 
         Raises:
             RollCallError: another rank makes another call, or does not come in time. No rank
@@ -121,7 +120,7 @@ class Alone(Ranks):
         return [value]
 
     @override
-    def roll_call(self, call: str, *, patient: bool = False) -> None:
+    def roll_call(self, call: str) -> None:
         pass
 
     @override

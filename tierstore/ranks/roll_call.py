@@ -1,5 +1,7 @@
 """Roll calls: all ranks begin the same call of a store, or no rank begins it.
 
+``Calls`` calls the roll at most once for each call of the program.
+
 A rank cannot leave a collective that others do not enter, but it can leave a roll call. All ranks
 announce a call in the key-value store of the job before any of them enters a collective.
 
@@ -23,15 +25,17 @@ Example: ranks 0 and 1 of 3 call state_dict(), and rank 2 computes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch._C._distributed_c10d import Store
 
 from tierstore.errors import RollCallError
+from tierstore.ranks.peers import Ranks
 
 logger = logging.getLogger("tierstore")
 
@@ -141,7 +145,7 @@ class RollCalls:
             elif is_first and waited > timeout_s and (absent := self._absent()):
                 self._settle(
                     f"{_named(absent)} did not call {call} within {timeout_s:g} s: call it on all "
-                    "ranks together, or pass a longer roll_call_timeout to TierStore()",
+                    "ranks together, or pass a longer timeout to TierStore()",
                     absent,
                 )
             elif is_first and waited > look_s:
@@ -185,3 +189,47 @@ class RollCalls:
 def _named(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+class Calls:
+    """Names the call that the program makes now, and calls the roll before it needs other ranks.
+
+    Args:
+        ranks: all ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._current: str | None = None  # The call that the program makes now.
+        self._all_came = False
+
+    @property
+    def is_named(self) -> bool:
+        """True within a block of named()."""
+        return self._current is not None
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Name the call that is made in the block, unless the block is within another one.
+
+        Args:
+            name: the name, as it appears in errors, such as "state_dict()".
+        """
+        if self._current is not None:
+            yield
+            return
+        self._current, self._all_came = name, False
+        try:
+            yield
+        finally:
+            self._current = None
+
+    @contextlib.contextmanager
+    def together(self, name: str) -> Iterator[None]:
+        """Call the roll of all ranks before the block, unless the current call did."""
+        with self.named(name):
+            assert self._current is not None
+            if not self._all_came:
+                self._ranks.roll_call(self._current)
+                self._all_came = True
+            yield
