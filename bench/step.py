@@ -253,19 +253,10 @@ def open_store(directory: Path, stack: ExitStack, page_bytes: int) -> tierstore.
     return stack.enter_context(store)
 
 
-def contender(
-    model: Model,
-    algorithm: str,
-    store: tierstore.TierStore | None,
-    *,
-    prefetch_in_backward: bool = True,
-) -> Contender:
+def contender(model: Model, algorithm: str, store: tierstore.TierStore | None) -> Contender:
     """Return a contender that steps all parameters by one algorithm."""
     group = {"params": list(model.named_parameters()), "algorithm": algorithm}
-    optimizer = muon.Muon(
-        [group], store=store, prefetch_in_backward=prefetch_in_backward, ns_dtype="auto"
-    )
-    return Contender(model, optimizer)
+    return Contender(model, muon.Muon([group], store=store, ns_dtype="auto"))
 
 
 def make_contenders(
@@ -285,12 +276,6 @@ def make_contenders(
         "in memory": contender(make(), algorithm, None),
         "I/O alone": Contender(model, idle),
         "on NVMe": contender(make(), algorithm, open_store(directory / "nvme", stack, page_bytes)),
-        "on NVMe, read in the step": contender(
-            make(),
-            algorithm,
-            open_store(directory / "late", stack, page_bytes),
-            prefetch_in_backward=False,
-        ),
     }
 
 

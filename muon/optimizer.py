@@ -116,8 +116,6 @@ class Muon(torch.optim.Optimizer):
             gradients that another library keeps, or that are summed up in float32. A step calls it
             several times for a parameter, and gets the same tensor each time. ``zero_grad()`` and
             ``torch.amp.GradScaler`` are about ``.grad`` alone.
-        prefetch_in_backward: call prefetch() with the first gradient of each step. step() raises
-            what fails.
         nonfinite: what step() does if a gradient on any rank has an element that is NaN or
             infinite. "raise": raise ``tierstore.NonFiniteGradientError``. "skip": warn, and do
             not step. "allow": step, as ``torch.optim`` does.
@@ -155,7 +153,6 @@ class Muon(torch.optim.Optimizer):
         qk_clip: QKClip | None = None,
         statistics_every: int | None = None,
         gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
-        prefetch_in_backward: bool = True,
         nonfinite: str = "raise",
         missing: str = "zeros",
     ) -> None:
@@ -206,7 +203,7 @@ class Muon(torch.optim.Optimizer):
         self._gather_memory = tierstore.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
         self._use_store(tierstore.TierStore(None) if store is None else store)
-        self._prefetches = prefetch_in_backward and store is not None
+        self._prefetches = store is not None
         self._prefetched = False
         self._may_be_slow = True
         self._restored_rates: list[float] = []  # Of each attached group, until the next step.

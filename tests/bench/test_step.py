@@ -19,7 +19,6 @@ def test_small_run(tmp_path: Path) -> None:
             "in memory",
             "I/O alone",
             "on NVMe",
-            "on NVMe, read in the step",
             comparison["bound"] + " again",
         ]
         assert set(rows[comparison["bound"]]["ratio"]) == {1.0}
