@@ -22,7 +22,7 @@ LEVELS = (
     "errors units compiling",
     "threads",
     "layout storage ranks",
-    "run testing",
+    "run",
     "paging inspection",
     "checkpoint",
     "store",
@@ -163,7 +163,6 @@ def test_import_rule_sees(name: str, source: str, complaint: str) -> None:
         ("tierstore", "from tierstore.store import TierStore"),
         ("tierstore.storage.uring", "from tierstore.storage.base import Storage"),
         ("tierstore.storage", "from tierstore.units import Extent"),
-        ("tierstore.testing", "from tierstore.storage.memory import MemoryStorage"),
         ("tierstore.paging.pager", "import torch\nfrom tierstore.run.committer import Committer"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 
 import tierstore
 from tests.support import killed_processes
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.published import (
     assert_holds_toy,
     assert_nothing_left,
@@ -27,7 +28,6 @@ from tests.support.published import (
 from tests.support.toy import RANK, Toy, resumed, verified
 from tierstore.inspection.verify import verify
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 SHARED_MEMORY = Path("/dev/shm")
 

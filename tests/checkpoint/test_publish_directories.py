@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tierstore
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.originals import flip, places, reseal, text
 from tests.support.published import inodes, names_in, pages_of
 from tests.support.striped_runs import PAGES, made, resumed, toy
@@ -21,7 +22,6 @@ from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 from tierstore.tools.cli import app
 
 SHARED_MEMORY = Path("/dev/shm")

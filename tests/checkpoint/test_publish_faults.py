@@ -13,11 +13,11 @@ import pytest
 
 import tierstore
 from tests.support import killed_processes
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.published import assert_holds_toy, assert_nothing_left, names_in
 from tests.support.toy import RANK, Toy, resumed, unchanged, verified
 from tierstore.inspection.verify import verify
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 Operation = tuple[str, int]
 

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import muon
 import tierstore
 from tests.support import independent_reader, training
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.killed_processes import _processes
 from tests.support.published import assert_holds_toy, digests, names_in, published_toy
 from tests.support.thread_ranks import ThreadJob
@@ -34,7 +35,6 @@ from tierstore.inspection.summary import summarize
 from tierstore.inspection.verify import verify
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 TIERS: list[dict[str, Any]] = [
     {"buffers": 3},

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import tierstore
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, SECOND, THIRD, Spec, Toy, resumed
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 # Of the parameters that one rank owns whole, the second goes to another rank than the first.
 OTHER: Spec = ("other", (3, 4), torch.float16, {}, False)

@@ -24,6 +24,7 @@ import torch
 import tierstore
 from tests.support import kernel, killed_processes
 from tests.support.commands import call
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.originals import committed_pages, flip
 from tests.support.published import ROOT, assert_holds_toy, names_in, pages_of
 from tests.support.thread_ranks import ThreadJob
@@ -34,7 +35,6 @@ from tierstore.inspection.verify import verify
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.folder import LocalFolder
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 MARK = "rank-00000.whole"
 

@@ -19,8 +19,8 @@ from tests.rank_programs.checks import assert_as_one_process
 from tests.rank_programs.faults import Durable, FailAt, Restored, Wrong
 from tests.rank_programs.job import Failure, Job, running
 from tests.rank_programs.training import SHAPES, Case, Tensors, one_process
+from tests.support.faults import Fault
 from tests.support.rank_pool import RankPool
-from tierstore.testing.faults import Fault
 
 WORLD_SIZE = 3
 PATIENCE_S = 60.0

@@ -23,9 +23,9 @@ from tests.support.encoded_training import (
     step_in_place,
     train,
 )
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.independent_reader import read_run
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 PLACES = ("nvme", "host", "moved", "committed")
 # Few buffers, and no page rests in memory unless it is moved there.

@@ -19,8 +19,8 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.fake_cuda import fake_cuda
+from tests.support.faults import Fault, FaultyStorage
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 STEPS = 9
 PAGE_BYTES = 10000

@@ -13,11 +13,11 @@ import torch
 import muon
 import tierstore
 from tests.support import training
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.toy import FIRST, SECOND, THIRD, Toy, resumed, train_and_die
 from tierstore.paging import pager
 from tierstore.paging.buffers import BufferPool
 from tierstore.storage.memory import MemoryStorage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 STEPS = 12
 PAGE_BYTES = 10000

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
 import muon
 import tierstore
 from tests.support import kernel, training
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.published import Ours, Reference, assert_equal, inodes, run_pages
 from tests.support.references import assert_same
 from tests.support.toy import RANK, Toy, open_muon, resumed
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 MIB = 2**20
 HOST_MEMORY = 25 * MIB

@@ -23,9 +23,9 @@ from tests.rank_programs.training import (
     trained_by,
     whole_gradients,
 )
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.training import make_groups
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 # Steps after those that were found.
 GOES_ON = 3

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.published import run_pages
 from tests.support.toy import RANK, Toy, make_run, resumed, train_and_die
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 
 def test_close_marks_the_run_and_the_next_opening_removes_the_mark(tmp_path: Path) -> None:

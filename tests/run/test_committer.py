@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support import training
+from tests.support.faults import FaultyStorage
 from tests.support.toy import (
     RANK,
     Toy,
@@ -21,7 +22,6 @@ from tests.support.toy import (
     unchanged_parameters,
 )
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
-from tierstore.testing.faults import FaultyStorage
 
 # ----------------------------------------------------------------------------- which steps
 

@@ -13,12 +13,12 @@ import pytest
 
 import tierstore
 from tests.support import striped_runs
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.originals import check, committed_pages
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, Toy, contents, make_run, resumed, train_and_die, verified
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 BEFORE = 2  # Steps committed before anything goes wrong.
 ERRORS = [("write", "aiofiles"), ("flush", "aiofiles"), ("flush", "auto")]

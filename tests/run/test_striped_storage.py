@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.faults import Fault, FaultyStorage
+from tests.support.storage_sharing import FileSharingTests
+from tests.support.storage_tests import StorageTests
+from tests.support.transfers import create_with, random_bytes, read_bytes
 from tierstore.errors import RunDirectoryError, RunLockedError, StorageError
 from tierstore.run.bandwidth import measured_bandwidths
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage import open_storage
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
-from tierstore.testing.faults import Fault, FaultyStorage
-from tierstore.testing.storage_sharing import FileSharingTests
-from tierstore.testing.storage_tests import StorageTests
-from tierstore.testing.transfers import create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES
 
 
@@ -57,7 +57,7 @@ def content_of(storage: Storage, name: str) -> bytearray:
 
 
 class TestStripedMemory(StorageTests):
-    striped: type[StripedStorage] = StripedStorage
+    """Files lie in the second directory."""
 
     @pytest.fixture
     def storage(self) -> Iterator[Storage]:
@@ -67,7 +67,7 @@ class TestStripedMemory(StorageTests):
             yield storage
 
     def _open(self) -> Storage:
-        return self.striped([MemoryStorage(files) for files in self.files], weighing(3, 2, 1))
+        return _AsPages([MemoryStorage(files) for files in self.files], weighing(3, 2, 1))
 
     def raw_bytes(self, storage: Storage, name: str) -> bytes:
         return bytes(content_of(storage, name))
@@ -79,15 +79,8 @@ class TestStripedMemory(StorageTests):
         return self._open()
 
 
-class TestStripedMemoryElsewhere(TestStripedMemory):
-    striped = _AsPages
-
-
-class _InDirectories(StorageTests):
-    """Over two directories, of which raw access finds the one that has the file."""
-
-    striped: type[StripedStorage] = StripedStorage
-    engine = "auto"
+class TestStripedDirectories(FileSharingTests, StorageTests):
+    """Files lie in the first of two directories."""
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Iterator[Storage]:
@@ -96,8 +89,8 @@ class _InDirectories(StorageTests):
             yield storage
 
     def _open(self) -> Storage:
-        parts = [open_storage(directory, self.engine) for directory in self.directories]
-        return self.striped(parts, weighing(5, 4))
+        parts = [open_storage(directory) for directory in self.directories]
+        return StripedStorage(parts, weighing(5, 4))
 
     def _path(self, storage: Storage, name: str) -> Path:
         return Path(storage.home(name).location) / name
@@ -110,15 +103,6 @@ class _InDirectories(StorageTests):
 
     def open_again(self, storage: Storage) -> Storage:
         return self._open()
-
-
-class TestStripedDirectories(FileSharingTests, _InDirectories):
-    pass
-
-
-class TestStripedDirectoriesElsewhere(_InDirectories):
-    striped = _AsPages
-    engine = "aiofiles"
 
 
 # ------------------------------------------------------------------- where files lie

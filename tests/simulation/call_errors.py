@@ -13,11 +13,11 @@ from tests.simulation.plan import Plan
 from tests.simulation.session import Session, Settings
 from tests.simulation.simulator import Violation, draw_cuts
 from tests.simulation.storage import RecordedStorage
+from tests.support.faults import FaultyStorage
 from tests.support.thread_ranks import ThreadJob
 from tierstore.errors import RunLockedError
 from tierstore.storage.base import Storage
 from tierstore.storage.paths import storage_error
-from tierstore.testing.faults import FaultyStorage
 
 
 class ErrorSimulation(FaultSimulation):

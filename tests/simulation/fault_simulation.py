@@ -23,10 +23,10 @@ from tests.simulation.session import FOLDER, Protocol, Session, Settings
 from tests.simulation.simulator import HARMLESS, TYPED, Simulation, Violation
 from tests.simulation.storage import RecordedStorage
 from tests.simulation.write_back import OPERATIONS, FailedWriteBack
+from tests.support.faults import Fault, FaultKind, FaultyStorage
+from tests.support.transfers import aligned_buffer
 from tierstore.errors import RunDirectoryError, RunMismatchError, TierstoreError
 from tierstore.storage.base import Storage, Transfer
-from tierstore.testing.faults import Fault, FaultKind, FaultyStorage
-from tierstore.testing.transfers import aligned_buffer
 from tierstore.units import SECTOR_BYTES, Extent
 
 # How many faults are tried on one plan, and how many crashes after each.

@@ -246,7 +246,7 @@ def _site() -> str:
     while frame is not None and len(names) < 2:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("tierstore.") and not module.startswith(
-            ("tierstore.testing", "tierstore.storage", "tierstore.ranks.peers")
+            ("tierstore.storage", "tierstore.ranks.peers")
         ):
             code = frame.f_code
             name = code.co_qualname.replace("<locals>.", "")

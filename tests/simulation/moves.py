@@ -19,10 +19,10 @@ from tests.simulation.plan import Plan, beginning
 from tests.simulation.session import FOLDER, Protocol, Session, Settings
 from tests.simulation.simulator import Violation
 from tests.simulation.storage import RecordedStorage
+from tests.support.faults import FaultyStorage
 from tierstore.errors import RunDirectoryError
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryFiles
-from tierstore.testing.faults import FaultyStorage
 
 KINDS = ("another run", "another run", "another run, and back", "nothing", "renumbered")
 

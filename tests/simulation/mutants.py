@@ -21,6 +21,7 @@ from tests.simulation.moves import MoveSimulation, PlacedStorage
 from tests.simulation.session import Memory, Protocol, Settings
 from tests.simulation.simulator import RecoverySimulation, Simulation
 from tests.simulation.storage import RecordedStorage
+from tests.support.faults import FaultyStorage
 from tierstore.checkpoint import directory, publish, retention, verification
 from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.checkpoint.verification import Verifier
@@ -30,7 +31,6 @@ from tierstore.paging.pager import Pager
 from tierstore.paging.sweep import Sweep
 from tierstore.run import committer, file_names, manifest, opening, page_files, recovery
 from tierstore.run.file_names import manifest_revision
-from tierstore.testing.faults import FaultyStorage
 
 SITE_SEEDS = 40
 

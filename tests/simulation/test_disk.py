@@ -12,8 +12,8 @@ from tests.simulation.log import Log, Weakening
 from tests.simulation.simulator import draw_cuts
 from tests.simulation.storage import RecordedStorage
 from tests.simulation.write_back import OPERATIONS, FailedWriteBack
+from tests.support.transfers import aligned_buffer
 from tierstore.errors import StorageError
-from tierstore.testing.transfers import aligned_buffer
 from tierstore.units import SECTOR_BYTES, Extent
 
 OLD, NEW = b"o" * SECTOR_BYTES, b"n" * SECTOR_BYTES

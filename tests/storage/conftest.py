@@ -2,7 +2,6 @@ import pytest
 
 for module in (
     *("storage_tests", "storage_transfers", "storage_sharing", "storage_machine"),
-    *("folder_tests", "transfers"),
+    *("folder_tests", "transfers", "engine_suite"),
 ):
-    pytest.register_assert_rewrite(f"tierstore.testing.{module}")
-pytest.register_assert_rewrite("tests.support.engine_suite")
+    pytest.register_assert_rewrite(f"tests.support.{module}")

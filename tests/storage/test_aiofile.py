@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.engine_suite import EngineStorageTests
+from tests.support.transfers import write_bytes
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage import aiofile
 from tierstore.storage.aiofile import AiofilesEngine, AiofilesStorage, AiofilesTicket
 from tierstore.storage.base import Storage
-from tierstore.testing.transfers import write_bytes
 from tierstore.units import SECTOR_BYTES
 
 _NO_FD = 1 << 20

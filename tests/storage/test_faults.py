@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from tierstore.errors import StorageError
-from tierstore.storage.base import Folder, Storage
-from tierstore.storage.memory import MemoryStorage
-from tierstore.testing.faults import OPERATIONS, Fault, FaultyStorage
-from tierstore.testing.folder_tests import read_from
-from tierstore.testing.storage_tests import StorageTests
-from tierstore.testing.transfers import (
+from tests.support.faults import OPERATIONS, Fault, FaultyStorage
+from tests.support.folder_tests import read_from
+from tests.support.storage_tests import StorageTests
+from tests.support.transfers import (
     aligned_buffer,
     create_with,
     random_bytes,
     read_bytes,
     write_bytes,
 )
+from tierstore.errors import StorageError
+from tierstore.storage.base import Folder, Storage
+from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES, Extent
 
 OLD = b"o" * (8 * SECTOR_BYTES)

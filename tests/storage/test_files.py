@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.blocked_write import BlockedWrite
-from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
-from tierstore.storage import Extent, Storage, open_storage
-from tierstore.testing.transfers import (
+from tests.support.transfers import (
     aligned_buffer,
     create_with,
     exit_code_of_child,
@@ -27,6 +25,8 @@ from tierstore.testing.transfers import (
     read_bytes,
     write_bytes,
 )
+from tierstore.errors import RunDirectoryError, RunLockedError, StorageError, StoreClosedError
+from tierstore.storage import Extent, Storage, open_storage
 from tierstore.units import SECTOR_BYTES
 
 ENGINES = ["io_uring", "libaio", "aiofiles"]

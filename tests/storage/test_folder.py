@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults import FaultyStorage
+from tests.support.folder_tests import CONTENT, FolderTests, read_from
+from tests.support.storage_sharing import folder_path
+from tests.support.transfers import create_with
 from tierstore.errors import RunDirectoryError, StorageError, StoreClosedError
 from tierstore.storage.aiofile import AiofilesStorage
 from tierstore.storage.base import Folder, Storage
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
-from tierstore.testing.faults import FaultyStorage
-from tierstore.testing.folder_tests import CONTENT, FolderTests, read_from
-from tierstore.testing.storage_sharing import folder_path
-from tierstore.testing.transfers import create_with
 from tierstore.units import SECTOR_BYTES
 
 

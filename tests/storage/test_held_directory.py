@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.storage.test_interrupts import interrupted_after
+from tests.support.transfers import exit_code_of_child
 from tierstore.errors import RunDirectoryError, StorageError, ThreadError
 from tierstore.storage import Storage, open_storage
 from tierstore.storage.folder import LocalFolder
-from tierstore.testing.transfers import exit_code_of_child
 from tierstore.units import SECTOR_BYTES
 
 ENGINES = ["io_uring", "libaio", "aiofiles"]

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from tests.support.engine_suite import DirectStorageTests
-from tierstore.errors import StorageError
-from tierstore.storage.base import Storage
-from tierstore.testing.transfers import (
+from tests.support.transfers import (
     aligned_buffer,
     create_with,
     random_bytes,
     read_bytes,
     write_bytes,
 )
+from tierstore.errors import StorageError
+from tierstore.storage.base import Storage
 from tierstore.units import SECTOR_BYTES, Extent
 
 try:

@@ -5,9 +5,9 @@ from contextlib import closing
 
 import pytest
 
+from tests.support.storage_tests import StorageTests
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
-from tierstore.testing.storage_tests import StorageTests
 
 
 def memory_contents(storage: Storage) -> dict[str, bytearray]:

@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.blocked_write import BlockedWrite
 from tests.support.engine_suite import DirectStorageTests
+from tests.support.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.storage.base import Storage
-from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent
 
 native = pytest.importorskip("tierstore.storage._native", reason="installed without liburing")

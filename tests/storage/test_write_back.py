@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.transfers import random_bytes, read_bytes, write_bytes
 from tierstore.errors import StorageError
 from tierstore.storage import engine_storage, open_storage
-from tierstore.testing.transfers import random_bytes, read_bytes, write_bytes
 from tierstore.units import SECTOR_BYTES, Extent
 
 ENGINES = ["io_uring", "libaio", "aiofiles"]

@@ -18,10 +18,10 @@ from torch.optim import swa_utils
 import muon
 import tierstore
 from tests.support import killed_processes
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.killed_processes import KillAt
 from tierstore.storage.memory import MemoryStorage
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 DECAY = 0.9
 STREAMED: dict[str, Any] = {"page_bytes": 4096, "buffers": 2}

@@ -19,9 +19,9 @@ import torch
 import muon
 import tierstore
 from tests.support import killed_processes, training
+from tests.support.faults import Fault, FaultyStorage
 from tierstore.storage.base import Transfer
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 from tierstore.units import Extent
 
 BEFORE = 3  # Steps committed before a fault strikes.

@@ -18,11 +18,11 @@ import torch
 import muon
 import tierstore
 from tests.support import kernel
+from tests.support.faults import FaultyStorage
 from tests.support.toy import FIRST, RANK, SECOND, THIRD, Toy, resumed
 from tierstore.run.committer import Committer
 from tierstore.run.layout_file import RankLayout
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import FaultyStorage
 
 CALLS: list[Callable[[tierstore.TierStore], Any]] = [
     lambda store: store.commit(),

@@ -11,6 +11,7 @@ import torch
 import muon
 import tierstore
 from tests.support import training
+from tests.support.faults import Fault, FaultyStorage
 from tests.support.toy import (
     FIRST,
     FOURTH,
@@ -24,7 +25,6 @@ from tests.support.toy import (
 from tierstore.paging import buffers
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import Fault, FaultyStorage
 
 
 def test_a_bad_scalar_is_refused_before_the_step(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.transfers import aligned_buffer
 from tierstore.storage import Extent, Storage
-from tierstore.testing.transfers import aligned_buffer
 from tierstore.units import SECTOR_BYTES
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.storage_tests import FileStorageTests
+from tests.support.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
 from tierstore.storage.engine import REQUEST_BYTES
-from tierstore.testing.storage_tests import FileStorageTests
-from tierstore.testing.transfers import aligned_buffer, create_with, random_bytes, read_bytes
 from tierstore.units import SECTOR_BYTES, Extent
 
 

@@ -18,10 +18,10 @@ import torch
 import muon
 import tierstore
 from tests.support import training
+from tests.support.faults import FaultyStorage
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import FaultyStorage
 
 # A server that has imported everything forks the children: starting one takes milliseconds.
 _processes = multiprocessing.get_context("forkserver")

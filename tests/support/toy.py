@@ -15,9 +15,9 @@ import torch
 import muon
 import tierstore
 from tests.support import killed_processes, training
+from tests.support.faults import FaultyStorage
 from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
-from tierstore.testing.faults import FaultyStorage
 
 RANK = "rank-00000"
 

@@ -23,18 +23,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from typing_extensions import override
 
-from tierstore.errors import (
-    CorruptionError,
-    RunDirectoryError,
-    RunLockedError,
-    StoreClosedError,
-)
-from tierstore.storage.base import Storage
-from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
-from tierstore.testing.storage_machine import StorageMachine
-from tierstore.testing.storage_sharing import FileSharingTests, SharingTests, folder_path
-from tierstore.testing.storage_transfers import FileTransferTests, TransferTests
-from tierstore.testing.transfers import (
+from tests.support.storage_machine import StorageMachine
+from tests.support.storage_sharing import FileSharingTests, SharingTests, folder_path
+from tests.support.storage_transfers import FileTransferTests, TransferTests
+from tests.support.transfers import (
     aligned_buffer,
     create_with,
     exit_code_of_child,
@@ -43,6 +35,14 @@ from tierstore.testing.transfers import (
     read_bytes,
     write_bytes,
 )
+from tierstore.errors import (
+    CorruptionError,
+    RunDirectoryError,
+    RunLockedError,
+    StoreClosedError,
+)
+from tierstore.storage.base import Storage
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import SECTOR_BYTES
 
 _OLD = random_bytes(2 * SECTOR_BYTES, seed=1)

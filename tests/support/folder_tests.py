@@ -12,10 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tierstore.storage.base import Folder, Storage
-from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
-from tierstore.testing.storage_sharing import folder_path
-from tierstore.testing.transfers import (
+from tests.support.storage_sharing import folder_path
+from tests.support.transfers import (
     aligned_buffer,
     create_with,
     fails_with,
@@ -23,6 +21,8 @@ from tierstore.testing.transfers import (
     read_bytes,
     write_bytes,
 )
+from tierstore.storage.base import Folder, Storage
+from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import SECTOR_BYTES
 
 CONTENT = random_bytes(3 * SECTOR_BYTES)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from tests.support.transfers import random_bytes, read_bytes, write_bytes
 from tierstore.errors import StorageError
 from tierstore.storage.base import Storage
-from tierstore.testing.transfers import random_bytes, read_bytes, write_bytes
 from tierstore.units import SECTOR_BYTES
 
 _SECTORS_MAX = 6

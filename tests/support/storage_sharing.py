@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.storage.base import Storage
-from tierstore.testing.transfers import (
+from tests.support.transfers import (
     RawAccess,
     create_with,
     exit_code_of_child,
@@ -27,6 +26,7 @@ from tierstore.testing.transfers import (
     resource_limit,
     write_bytes,
 )
+from tierstore.storage.base import Storage
 from tierstore.units import SECTOR_BYTES
 
 OLD = random_bytes(3 * SECTOR_BYTES, seed=1)

@@ -16,9 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierstore.errors import StorageError
-from tierstore.storage.base import Storage
-from tierstore.testing.transfers import (
+from tests.support.transfers import (
     RawAccess,
     aligned_buffer,
     create_with,
@@ -31,6 +29,8 @@ from tierstore.testing.transfers import (
     wait_all,
     write_bytes,
 )
+from tierstore.errors import StorageError
+from tierstore.storage.base import Storage
 from tierstore.units import SECTOR_BYTES, Extent
 
 _MIB = 1 << 20

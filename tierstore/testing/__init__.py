@@ -1,1 +1,0 @@
-"""For authors of a storage: conformance suite and fault injection."""
