@@ -154,7 +154,6 @@ def run(share: Share, directory: Path) -> None:
                 host_memory="16MiB",
                 page_bytes="1MiB",
                 resume=resume,
-                reshard=resume,
             ) as store:
                 published = checkpoints or directory.with_name(f"{directory.name}-checkpoints")
                 train(store, share, options, published, checkpoint_every, from_checkpoint)

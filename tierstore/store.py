@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from tierstore.checkpoint.publication import Publication
-from tierstore.checkpoint.reshard import look_for_other_ranks, remove_other_ranks
+from tierstore.checkpoint.reshard import OtherRanks, look_for_other_ranks, remove_other_ranks
 from tierstore.checkpoint.restore import Restore
 from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
@@ -76,11 +76,10 @@ class TierStore:
             None keeps one slot of each page instead of two, and commits on synchronize() and
             close() only; a crash in between loses the run.
         engine: "io_uring", "libaio", "aiofiles", or "auto": the first of them that works here.
-        resume: resume the run in the directory, with restore(). A directory without a commit
-            begins a new run.
+        resume: resume the run in the directory, with restore(). A run of another number of ranks
+            is laid out anew by restore(), with pages of ``page_bytes``. A directory without a
+            commit begins a new run.
         overwrite: delete the run in the directory and begin a new one.
-        reshard: with ``resume``, also resume a run of another number of ranks: restore() then
-            begins a run from it, with pages of ``page_bytes``.
         compute: where steps are computed: on the parameters' "device", or on the "host", to
             which gradients are then copied.
         free_gradients: set each ``.grad`` to None after its use. "backward", with
@@ -119,7 +118,6 @@ class TierStore:
         engine: str = "auto",
         resume: bool = False,
         overwrite: bool = False,
-        reshard: bool = False,
         compute: str = "device",
         free_gradients: bool | str = False,
         process_group: dist.ProcessGroup | Ranks | None = None,
@@ -135,8 +133,8 @@ class TierStore:
         directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
         _check_page_options(page_size, commit_every, compute, budget)
         _check_free_gradients(free_gradients, compute)
-        _check_modes(directories, resume=resume, overwrite=overwrite, reshard=reshard)
-        modes = {"resume": resume, "reshard": reshard, "overwrite": overwrite}
+        _check_modes(resume=resume, overwrite=overwrite)
+        modes = {"resume": resume, "overwrite": overwrite}
         options = {
             "page_bytes": None if page_bytes is None else page_size,
             "commit_every": commit_every,
@@ -147,7 +145,7 @@ class TierStore:
         self._free_gradients = free_gradients
         self._ranks = ranks = ranks_of(process_group, timeout_s=timeout)
         self._calls = Calls(ranks)
-        self._resharded: Path | None = None  # A checkpoint that restore() begins from.
+        self._other_ranks: OtherRanks | None = None  # The run that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._verifier = Verifier()
         self._changes = Changes()
@@ -166,7 +164,14 @@ class TierStore:
                 )
             page_size = min(ranks.gather(page_size))
             if directories:
-                self._resharded, directories = look_for_other_ranks(directories, ranks, **modes)
+                self._other_ranks, directories = look_for_other_ranks(directories, ranks, **modes)
+            other = self._other_ranks
+            if other is not None and ranks.rank == 0:
+                warnings.warn(
+                    f"the run in {directories[0]} had {len(other.manifests)} ranks, and this job "
+                    f"has {ranks.world_size}: restore() lays it out anew, from step {other.step}",
+                    stacklevel=2,
+                )
 
             def open_storage() -> Storage | None:
                 if not isinstance(paths, Sequence):
@@ -181,7 +186,7 @@ class TierStore:
 
             storage = together(ranks, "open the run directory", open_storage)
             self._committer: Progress = Progress()
-            awaits_restore = self._resharded is not None
+            awaits_restore = other is not None
             run_id = ""
             if storage is not None:
                 opened.callback(close_storage, storage)
@@ -192,7 +197,10 @@ class TierStore:
                     overwrite=overwrite,
                     page_bytes=page_size,
                     commit_every=commit_every,
+                    begins_later=other is not None,
                 )
+                if other is not None:
+                    committer.extra = other.extra
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.callback(self._committer.close)
@@ -603,7 +611,8 @@ class TierStore:
     @property
     def committed_step(self) -> int:
         """The newest durable step, which a restart finds; 0 without a commit."""
-        return self._committer.committed_step
+        other = self._other_ranks
+        return self._committer.committed_step if other is None else other.step
 
     @property
     def extra(self) -> Any:
@@ -841,9 +850,9 @@ class TierStore:
             return step
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
-        if self._resharded is not None:
-            step = restore.from_resharded(self._resharded, self.synchronize)
-            self._resharded = None
+        if self._other_ranks is not None:
+            step = restore.from_other_ranks(self._other_ranks, self.synchronize)
+            self._other_ranks = None
             return step
         was_changed = committer.step or committer.groups_written or usability.failure
         if not (usability.awaits_restore or was_changed):
@@ -1002,12 +1011,6 @@ def _check_free_gradients(free_gradients: bool | str, compute: str) -> None:
         )
 
 
-def _check_modes(
-    directories: Sequence[Path], *, resume: bool, overwrite: bool, reshard: bool
-) -> None:
+def _check_modes(*, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ValueError("resume=True keeps a run and overwrite=True deletes it: pass one")
-    if reshard and not resume:
-        raise ValueError("reshard=True is about how a run is resumed: pass resume=True, too")
-    if reshard and not directories:
-        raise ValueError("reshard=True needs the path of a run directory")

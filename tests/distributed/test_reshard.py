@@ -1,4 +1,4 @@
-"""resume=True, reshard=True: a run goes on with another number of ranks, whenever it is killed."""
+"""resume=True: a run continues on another number of ranks, whenever it is killed."""
 
 from __future__ import annotations
 
@@ -65,19 +65,25 @@ def test_on_fewer_and_on_more_ranks(root: Path, pool: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_without_it_another_number_of_ranks_is_refused(
+def test_opening_on_other_ranks_changes_nothing_of_the_run(
     ranks: int, root: Path, pool: RankPool, tmp_path: Path
 ) -> None:
+    """What was committed can be read before restore(), and as many ranks as before can resume."""
     run = copied(root, tmp_path) / "run"
-    before = {path: data for path, data in contents(run).items() if data is not None}
-    job = job_of(tmp_path, "copies", store={"resume": True})
-    for kind, text in pool.run(ranks, "tests.rank_programs.checkpoints:fail_to_open", job):
-        assert kind == "RunDirectoryError"
-        assert f"of 3, this is rank {text[text.index('this is rank ') + 13]} of {ranks}" in text
-        assert "start the job with 3 ranks, or pass reshard=True" in text
-    after = {path: data for path, data in contents(run).items() if data is not None}
-    assert after == before
+    before = needed(run)
+    job = job_of(tmp_path, "copies", store=RESUMED)
+    looks = pool.run(ranks, "tests.rank_programs.checkpoints:look", job)
+    warning = f"had 3 ranks, and this job has {ranks}: restore() lays it out anew, from step 3"
+    assert [(step, extra) for step, extra, _ in looks] == [(3, repr(EXTRA))] * ranks
+    assert [warning in text for *_, text in looks] == [True, *[False] * (ranks - 1)]
+    after = needed(run)
+    assert {path: after[path] for path in before} == before
     assert verify(run).good
+    assert pool.run(3, WORK, job_of(tmp_path, "rows", store=RESUMED)) == [(3, repr(EXTRA))] * 3
+    assert verify(run).good
+    # A job of more ranks leaves an empty folder.
+    assert names_in(run) == [f"rank-{rank:05d}" for rank in range(max(ranks, 3))]
+    assert (run / "rank-00000" / "run.json").read_bytes() == before["rank-00000/run.json"]
 
 
 def test_held_in_another_way_by_as_many_ranks(root: Path, pool: RankPool, tmp_path: Path) -> None:
@@ -93,7 +99,6 @@ def test_held_in_another_way_by_as_many_ranks(root: Path, pool: RankPool, tmp_pa
 
 
 def test_a_new_run(pool: RankPool, tmp_path: Path) -> None:
-    """As it is with resume=True alone."""
     job = job_of(tmp_path, "rows", 1, store=RESUMED)
     assert pool.run(2, WORK, job) == [(0, "None")] * 2
     assert_run(tmp_path / "run", 2)
@@ -147,16 +152,13 @@ def test_after_a_job_of_more_ranks_that_committed_nothing(pool: RankPool, tmp_pa
     assert_run(tmp_path / "run", 3)
 
 
-@pytest.mark.parametrize("options", [{"resume": True}, RESUMED])
-def test_a_directory_of_some_ranks_only(
-    options: dict[str, Any], root: Path, tmp_path: Path
-) -> None:
+def test_a_directory_of_some_ranks_only(root: Path, tmp_path: Path) -> None:
     """Nothing is begun anew beside what others have committed, unless that is asked for."""
     directory = copied(root, tmp_path)
     shutil.rmtree(directory / "run" / "rank-00000")
     before = needed(directory / "run")
     with pytest.raises(tierstore.RunDirectoryError, match="rank 0 finds commits of rank 1 in"):
-        checkpoints.work(job_of(directory, "copies", 1, store=options))
+        checkpoints.work(job_of(directory, "copies", 1, store=RESUMED))
     assert needed(directory / "run") == before
     job = job_of(directory, "copies", 1, store={"overwrite": True})
     assert checkpoints.work(job) == (0, "None")
@@ -260,16 +262,14 @@ def test_in_use_on_the_way(root: Path, tmp_path: Path) -> None:
 
 
 def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:
-    for number in range(30, 200, 5):
+    for number in range(150, 300, 5):
         directory = copied(root, tmp_path / str(number))
         assert resume(job_of(directory, "copies", store=RESUMED), kill_at=number)
         if not any((directory / "run").glob("rank-*/commit-*")):
             break
     assert (directory / "run" / "resharded").exists()
-    for options in ({"resume": True}, {}):
-        job = job_of(directory, "copies", store=options)
-        with pytest.raises(tierstore.RunDirectoryError, match="another number of ranks when the"):
-            checkpoints.work(job)
+    with pytest.raises(tierstore.RunDirectoryError, match="another number of ranks when the"):
+        checkpoints.work(job_of(directory, "copies"))
     job = job_of(directory, "copies", 1, store={"overwrite": True})
     assert checkpoints.work(job) == (0, "None")
     assert not (directory / "run" / "resharded").exists()
@@ -278,9 +278,18 @@ def test_half_way_nothing_else_is_begun(root: Path, tmp_path: Path) -> None:
 def left_on_the_way(root: Path, directory: Path) -> Path:
     """A run that was about to go on with one rank when the job ended."""
     job = job_of(copied(root, directory), "copies", store=RESUMED)
-    checkpoints.open_job(job)[1].close()
+    _, store, optimizer = checkpoints.open_job(job)
+    with store, failing_to_read(), pytest.raises(tierstore.StorageError):
+        optimizer.restore()
     assert (directory / "run" / "resharded").exists()
+    assert not list((directory / "run").glob("rank-*/commit-*"))
     return directory
+
+
+def failing_to_read() -> Any:
+    """Let a restore on other ranks fail when the old run is gone."""
+    broken = tierstore.StorageError("read", path="/disk/page", errno=errno.EIO)
+    return mock.patch("tierstore.checkpoint.load.CheckpointSource.fill", side_effect=broken)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "checkpoint"])
@@ -301,7 +310,7 @@ def test_the_commands_know_when_it_means_nothing(root: Path, tmp_path: Path) -> 
 
 
 def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
-    """It is the user's: nothing takes it for what reshard=True left, or removes it."""
+    """It is the user's: nothing takes it for what a reshard left, or removes it."""
     directory = copied(root, tmp_path)
     taken = directory / "run" / "resharded"
     with pytest.raises(tierstore.CheckpointError, match="lies in the run directory"):
@@ -312,7 +321,7 @@ def test_a_directory_of_the_same_name(root: Path, tmp_path: Path) -> None:
     taken.mkdir()
     (taken / "notes").write_text("mine")
     for _ in range(2):
-        for options in ({"resume": True}, RESUMED, {}, {"overwrite": True}):
+        for options in (RESUMED, {}, {"overwrite": True}):
             with pytest.raises(tierstore.RunDirectoryError, match="move it somewhere else"):
                 checkpoints.work(job_of(directory, "copies", store=options))
         assert names_in(directory / "run") == [*(f"rank-0000{n}" for n in range(3)), "resharded"]
@@ -331,7 +340,7 @@ def test_what_cannot_be_removed_afterwards(
     (tmp_path / "run" / "resharded" / "strange").mkdir()
     job = job_of(tmp_path, "copies", store=RESUMED)
     assert checkpoints.work(job) == (3, repr(EXTRA))
-    assert "a checkpoint that reshard=True no longer needs stays" in caplog.text
+    assert "a checkpoint that the run no longer needs stays" in caplog.text
     (left,) = (tmp_path / "run").glob(".resharded.tmp-*")
     (left / "strange").rmdir()
     assert checkpoints.work(job) == (3, repr(EXTRA))
@@ -342,12 +351,8 @@ def test_a_restore_on_the_way_that_fails(root: Path, tmp_path: Path) -> None:
     """It says how nothing is lost."""
     left_on_the_way(root, tmp_path)
     _, store, optimizer = checkpoints.open_job(job_of(tmp_path, "copies", store=RESUMED))
-    broken = tierstore.StorageError("read", path="/disk/page", errno=errno.EIO)
     with store:
-        with (
-            mock.patch("tierstore.checkpoint.load.CheckpointSource.fill", side_effect=broken),
-            pytest.raises(tierstore.StorageError),
-        ):
+        with failing_to_read(), pytest.raises(tierstore.StorageError):
             optimizer.restore()
         with pytest.raises(tierstore.RunDirectoryError, match="start the job again with resume"):
             optimizer.restore()
@@ -375,8 +380,7 @@ def test_older_commits_are_gone_for_good_before_the_newest(
     assert len(list((directory / "run" / "rank-00000").glob("commit-*"))) == 2
     monkeypatch.setattr(os, "unlink", note)
     monkeypatch.setattr(os, "fsync", separate)
-    _, store, _ = checkpoints.open_job(job_of(directory, "copies", store=RESUMED))
-    store.close()
+    checkpoints.work(job_of(directory, "copies", store=RESUMED))
     order = [names for names in removed if names]
     assert order == [{"commit-0000000002"}, {"commit-0000000003"}] * 3
 

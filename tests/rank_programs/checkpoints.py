@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +187,16 @@ def die_before_a_commit(job: Job) -> bool:
     with pytest.raises(RuntimeError, match="no luck"), store:
         raise RuntimeError("no luck")
     return True
+
+
+def look(job: Job) -> tuple[int, str, str]:
+    """Open a job's store and close it; return what it has before restore(), and its warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        _, store, _ = open_job(job)
+    with store:
+        text = " ".join(str(each.message) for each in caught)
+        return store.committed_step, repr(store.extra), text
 
 
 def fail_to_open(job: Job) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """A rank of a job on several nodes: trains, commits each step, and notes what it did.
 
-Usage: python -m tests.rank_programs.nodes DIRECTORY NOTES STEPS [reshard]
+Usage: python -m tests.rank_programs.nodes DIRECTORY NOTES STEPS
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def digest(parameters: dict[str, torch.nn.Parameter]) -> str:
     return found.hexdigest()
 
 
-def main(directory: str, notes: str, steps: str, *options: str) -> None:
+def main(directory: str, notes: str, steps: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
@@ -33,7 +33,7 @@ def main(directory: str, notes: str, steps: str, *options: str) -> None:
             file.write(f"{kind} {rank} {value}\n")
 
     parameters = training.make_parameters(torch.float32)
-    with tierstore.TierStore(directory, resume=True, reshard="reshard" in options) as store:
+    with tierstore.TierStore(directory, resume=True) as store:
         groups = training.make_groups(parameters)
         optimizer = muon.Muon(groups, store=store, ns_dtype=torch.float32)
         committed = optimizer.restore()

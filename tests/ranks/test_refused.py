@@ -116,7 +116,6 @@ def test_a_move_that_one_rank_has_no_room_for(pool: RankPool, tmp_path: Path) ->
         ("page_bytes", [4096, 8192], "page_bytes is 4096 on rank 0 and 8192 on rank 1"),
         ("commit_every", [1, 2], "commit_every is 1 on rank 0 and 2 on rank 1"),
         ("overwrite", [False, True], "resume is True on rank 0 and False on rank 1"),
-        ("reshard", [True, False], "reshard is True on rank 0 and False on rank 1"),
     ],
 )
 def test_different_options(

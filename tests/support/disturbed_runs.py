@@ -50,7 +50,6 @@ class Case:
             directories=2 if name == "striped" else 1,
             folder=scratch / folder,
             engine=engine,
-            reshard=name == "reshard",
         )
         scratch.mkdir(exist_ok=True)
         if name == "reshard":

@@ -134,7 +134,6 @@ class Settings:
     folder: Path
     """Where checkpoints are published."""
     engine: str = "auto"
-    reshard: bool = False
     attempt: int = 0
     after_error: str = "end"
     """One of AFTER_ERROR."""
@@ -218,8 +217,7 @@ class _Program:
 
     def _open(self) -> None:
         settings = self._settings
-        options = {"engine": settings.engine, "reshard": settings.reshard}
-        self._run = Interrupted(settings.places, settings.attempt, **options)
+        self._run = Interrupted(settings.places, settings.attempt, engine=settings.engine)
         self._restore(self._run)
 
     def _restore(self, run: Interrupted) -> None:

@@ -12,7 +12,7 @@ from tests.support.published import names_in
 from tierstore.inspection.verify import verify
 
 WORK = "tests.rank_programs.checkpoints:work"
-RESUMED = {"resume": True, "reshard": True}
+RESUMED = {"resume": True}
 
 
 def job_of(directory: Path, layout: str, *steps: int, **options: Any) -> Job:

@@ -128,7 +128,7 @@ def test_a_job_continues_on_fewer_nodes(cluster: tuple[tuple[Node, Node], Path, 
         node.kill()
     done = notes.done_before_resume(3)
     shutil.copytree(second.disk / "run", first.disk / "run", dirs_exist_ok=True)
-    first.start(PROGRAM, str(shared / "run"), str(notes.path), str(done + 20), "reshard", nodes=1)
+    first.start(PROGRAM, str(shared / "run"), str(notes.path), str(done + 20), nodes=1)
     assert first.wait() == 0
     assert abs(int(notes.lines("resumed")[2][1]) - done) <= 1  # As above.
     assert notes.lines("ended") == [(0, undisturbed(done + 20))]

@@ -58,7 +58,7 @@ class Committed:
     model_prefix: str
     """Prefix of the names of the model: ends in a dot, or is empty."""
     for_reshard: bool = False
-    """True if reshard=True begins from the checkpoint, which may then have RESHARDED_NAME."""
+    """True if other ranks begin from the checkpoint, which may then have RESHARDED_NAME."""
 
 
 def publish(

@@ -1,7 +1,7 @@
 """Resume on another number of ranks, and removal of the files of ranks that are no longer there.
 
-The committed step is published as ``RUN/resharded``, which moves no data. Then the commits are
-removed and a new run begins from that checkpoint. The first commit of the new run ends the reshard.
+Opening the run publishes the committed step as ``RUN/resharded``, which moves no data. restore()
+then begins a new run from that checkpoint, whose first commit ends the reshard.
 """
 
 from __future__ import annotations
@@ -15,21 +15,28 @@ import secrets
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tierstore.checkpoint.retention import remove
 from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import Rank, newest_commit, parse_marker, read_ranks
-from tierstore.ranks.peers import Peers, agree, on_rank_0
+from tierstore.ranks.peers import Peers, agree, on_rank_0, together
+from tierstore.run import tagged_json
+from tierstore.run.committer import Committer
 from tierstore.run.directories import looking_into, rank_directory, striping_in, whole_run
 from tierstore.run.file_names import (
     MARKER_NAME,
     RESHARDED_NAME,
     folder_rank,
     manifest_revision,
+    published_manifest,
     rank_folder,
 )
+from tierstore.run.manifest import Manifest
+from tierstore.run.opening import begin_run
 from tierstore.run.recovery import erase, erase_commits, find_whole_run
 from tierstore.storage.base import Storage
 from tierstore.storage.folder import LocalFolder
@@ -48,49 +55,106 @@ _LEFTOVER = re.compile(
 # ------------------------------------------------------------------- before a run is opened
 
 
+@dataclass(frozen=True, slots=True)
+class OtherRanks:
+    """A run of another number of ranks, published in its directory for restore() to begin from."""
+
+    directories: Sequence[Path]
+    """The directories of the run, in order; the first one has the checkpoint."""
+    manifests: Sequence[Manifest]
+    """The commit of each rank that the run had."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """The published run."""
+        return self.directories[0] / RESHARDED_NAME
+
+    @property
+    def step(self) -> int:
+        """The committed step."""
+        return self.manifests[0].step
+
+    @property
+    def extra(self) -> Any:
+        """The ``extra`` of rank 0."""
+        return tagged_json.decode(self.manifests[0].extra)
+
+    def begin_anew(self, committer: Committer, peers: Peers) -> None:
+        """Remove the commits of the run and begin a new run; all ranks call this.
+
+        The checkpoint keeps the committed step until end_reshard().
+
+        Raises:
+            StorageError, RunDirectoryError, RunLockedError, PeerFailed: the next job begins from
+                the checkpoint.
+        """
+
+        def remove_further() -> None:
+            # Before the first commit of the new run, which would lack these ranks.
+            with whole_run(self.directories, first_rank=peers.world_size) as storages:
+                _remove_ranks(self.directories, storages)
+
+        on_rank_0(peers, "remove the commits of further ranks", remove_further)
+        begin_run(committer.storage, peers, committer.identity)
+
+
 def look_for_other_ranks(
-    directories: Sequence[Path], peers: Peers, *, resume: bool, reshard: bool, overwrite: bool
-) -> tuple[Path | None, list[Path]]:
+    directories: Sequence[Path], peers: Peers, *, resume: bool, overwrite: bool
+) -> tuple[OtherRanks | None, list[Path]]:
     """Find the commits of other ranks in the directories of a run; all ranks call this.
 
     Args:
         directories: of the run, in any order.
         peers: all ranks.
-        resume: whether the run is resumed.
-        reshard: whether the run may have had another number of ranks; it is then published.
+        resume: whether the run is resumed; a run of another number of ranks is then published.
         overwrite: whether the run is removed.
 
     Returns:
-        The checkpoint from which a new run must begin, or None, and the directories in the
-        order of the run.
+        The run from which a new run must begin, or None, and the directories in the order of the
+        run.
 
     Raises:
         RunDirectoryError: a directory cannot be used; or it has commits of a rank that this job
-            starts elsewhere, or not at all; or a reshard did not end and ``reshard`` is False.
+            starts elsewhere, or not at all; or a reshard did not end and ``resume`` is False.
         RunLockedError, CheckpointError, StorageError, CorruptionError: the run cannot be
             published; see publish_run(). The run was not changed.
         PeerFailed: any of this on another rank.
     """
     given = [str(directory.absolute()) for directory in directories]
 
-    def look() -> tuple[str | None, list[str]]:
+    def look() -> tuple[bool, list[str]]:
         for directory in directories:
             rank_directory(directory, 0)  # Refuses a directory that cannot be used.
             if overwrite:
                 has_resharded(directory)  # Refuses a directory that must not be removed.
         if overwrite:
-            return None, given
+            return False, given
         ordered = sorted(map(Path, given), key=_position)
         with looking_into(ordered[0]):
-            checkpoint = _begin_reshard(ordered, peers.world_size, reshard=reshard)
-        return checkpoint, list(map(str, ordered))
+            is_published = _publish_other_ranks(ordered, peers.world_size, resume=resume)
+        return is_published, list(map(str, ordered))
 
-    checkpoint, ordered = on_rank_0(peers, "look into the run directories", look)
-    if sorted(ordered) != sorted(given):
-        ordered = given  # This rank has a disk of its own, under another path.
-    if checkpoint is None and resume:
+    is_published, of_rank_0 = on_rank_0(peers, "look into the run directories", look)
+    # If not, this rank has a disk of its own, under another path.
+    ordered = of_rank_0 if sorted(of_rank_0) == sorted(given) else given
+    if is_published:
+        found = list(map(Path, of_rank_0))
+        manifests = together(
+            peers, "read the commits of other ranks", lambda: _manifests_in(found[0])
+        )
+        return OtherRanks(found, manifests), list(map(Path, ordered))
+    if resume:
         _require_commits_of_same_ranks(ordered, peers)
-    return Path(checkpoint) if checkpoint else None, list(map(Path, ordered))
+    return None, list(map(Path, ordered))
+
+
+def _manifests_in(run: Path) -> list[Manifest]:
+    """Return the commit of each rank of a run that was published in its directory."""
+    manifests: list[Manifest] = []
+    while not manifests or len(manifests) < manifests[0].world_size:
+        path = run / RESHARDED_NAME / published_manifest(len(manifests))
+        manifests.append(Manifest.from_bytes(get_file(Entry.of(path)), str(path)))
+    return manifests
 
 
 def _position(directory: Path) -> tuple[int, bool]:
@@ -137,11 +201,12 @@ def _has_commits(folder: Path) -> bool:
 
 # ---------------------------------------------------------------------------- the reshard
 
-# A crash leaves                 the next job with reshard=True
+# In the directory               the next job with resume=True, on another number of ranks
 #
-# the old run                    publishes it as resharded, removes its commits
+# the old run                    publishes it as resharded; restore() removes the commits of the
+#                                old run, and begins the new run
 # the old run and resharded      the same, after removing resharded
-# resharded                      begins the new run from it
+# resharded                      begins the new run from it, on any number of ranks
 # resharded and the new run      removes resharded, resumes the new run
 # the new run                    resumes it
 #
@@ -150,33 +215,30 @@ def _has_commits(folder: Path) -> bool:
 # run from its first commit on.
 
 
-def _begin_reshard(directories: Sequence[Path], world_size: int, *, reshard: bool) -> str | None:
-    """Return the checkpoint to begin from; None if the run is opened as it is."""
+def _publish_other_ranks(directories: Sequence[Path], world_size: int, *, resume: bool) -> bool:
+    """Return whether a new run must begin from the checkpoint in the first of the directories."""
     run = directories[0]
-    if not _leftovers(run) and not (reshard and _is_of_other_ranks(run, world_size)):
-        return None
+    if not _leftovers(run) and not (resume and _is_of_other_ranks(run, world_size)):
+        return False
     with whole_run(directories) as storages:  # Locked: no other job changes anything now.
         old_world_size = _world_size(read_ranks(Reader(run)))
         if old_world_size is not None:
             end_reshard(run)
-            if not reshard or old_world_size == world_size:
-                return None
+            if not resume or old_world_size == world_size:
+                return False
             from tierstore.checkpoint.publish_stopped import publish_whole  # Imports much.
 
             publish_whole(list(storages.values()), run / RESHARDED_NAME, for_reshard=True)
         elif not has_resharded(run):
-            if reshard:
+            if resume:
                 find_whole_run(list(storages.values()))  # Raises what the run lacks.
-            return None
-        elif not reshard:
+            return False
+        elif not resume:
             raise RunDirectoryError(
-                f"{run} was about to go on with another number of ranks when the job ended: pass "
-                "resume=True and reshard=True to go on, or overwrite=True to delete it"
+                f"{run} was about to continue on another number of ranks when the job ended: pass "
+                "resume=True to continue, or overwrite=True to delete it"
             )
-        for storage in storages.values():
-            erase_commits(storage)
-        _remove_ranks(directories, {r: s for r, s in storages.items() if r >= world_size})
-    return str(run / RESHARDED_NAME)
+    return True
 
 
 def _world_size(ranks: Sequence[Rank]) -> int | None:
@@ -213,7 +275,7 @@ def has_resharded(run: Path) -> bool:
         name = error
     if name != RESHARDED_NAME:
         raise RunDirectoryError(
-            f"{path} is not the checkpoint that reshard=True leaves under this name, but {name}: "
+            f"{path} is not the checkpoint of a run that continues on other ranks, but {name}: "
             "move it somewhere else"
         )
     return True
@@ -234,7 +296,7 @@ def end_reshard(run: Path) -> None:
             try:
                 remove(folder, name)
             except StorageError as error:
-                logger.warning("a checkpoint that reshard=True no longer needs stays: %s", error)
+                logger.warning("a checkpoint that the run no longer needs stays: %s", error)
 
 
 def _leftovers(directory: Path) -> list[str]:

@@ -6,10 +6,9 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierstore.checkpoint.reshard import end_reshard
+from tierstore.checkpoint.reshard import OtherRanks, end_reshard
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.whole_states import restore_parameters, write_pages
@@ -120,28 +119,29 @@ class Restore:
             commit()
         return source.step
 
-    def from_resharded(self, checkpoint: Path, commit: Callable[[], None]) -> int:
-        """Begin a run from a checkpoint of the run on another number of ranks; return its step.
+    def from_other_ranks(self, other: OtherRanks, commit: Callable[[], None]) -> int:
+        """Begin a new run from a run of another number of ranks; return its step.
 
         Args:
-            checkpoint: the old run, published in its own directory; removed at the end.
-            commit: makes a step durable, after which the checkpoint is not needed.
+            other: the run, whose checkpoint is removed at the end.
+            commit: makes a step durable.
         """
-        self._usability.awaits_restore = False
-        try:
-            pages = self._table.pages
-            together(self._ranks, "allocate pages", lambda: self._table.allocate_files(pages))
-            step = self._begin(
-                checkpoint,
-                "nothing is lost, start the job again with resume=True and reshard=True",
+        committer, table = self._committer, self._table
+        if self._usability.failure:
+            raise RunDirectoryError(
+                "a restore on another number of ranks failed: nothing is lost, start the job again "
+                "with resume=True"
             )
-        except BaseException:
-            self._usability.awaits_restore = True
-            raise
-        self._committer.annotate(self._committer.extra)
+        source = self._checked_source(other.checkpoint, committer.scalars, is_earlier=False)
+        other.begin_anew(committer, self._ranks)
+        together(self._ranks, "allocate pages", lambda: table.allocate_files(table.pages))
+        self._usability.awaits_restore = False
+        with self._usability.failing(interrupts=True):
+            self._fill(source)
+        committer.annotate(committer.extra)
         commit()
-        on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(checkpoint.parent))
-        return step
+        on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(other.directories[0]))
+        return source.step
 
     def _recover(self) -> Manifest:
         """Return the last commit of all ranks, after removing what is newer.

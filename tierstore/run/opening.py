@@ -79,6 +79,7 @@ def open_committer(
     overwrite: bool,
     page_bytes: int,
     commit_every: int | None,
+    begins_later: bool = False,
 ) -> Committer:
     """Open the run in a rank's files; all ranks call this.
 
@@ -89,6 +90,8 @@ def open_committer(
         overwrite: delete the run in the directory.
         page_bytes: approximate size of the pages of a new run.
         commit_every: see Committer.
+        begins_later: the caller begins a new run with begin_run(), and the files stay as they are
+            until then.
 
     Returns:
         The committer; ``committed`` is the commit to restore, None in a new run.
@@ -97,7 +100,12 @@ def open_committer(
         RunLockedError, RunDirectoryError, StorageError, PeerFailed: as open_run().
     """
     identity, found, was_closed = open_run(
-        storage, ranks, resume=resume, overwrite=overwrite, page_bytes=page_bytes
+        storage,
+        ranks,
+        resume=resume,
+        overwrite=overwrite,
+        page_bytes=page_bytes,
+        begins_later=begins_later,
     )
     committer = Committer(storage, ranks.commits, identity, commit_every=commit_every)
     committer.is_clean = was_closed
@@ -107,7 +115,13 @@ def open_committer(
 
 
 def open_run(
-    storage: Storage, peers: Peers, *, resume: bool, overwrite: bool, page_bytes: int
+    storage: Storage,
+    peers: Peers,
+    *,
+    resume: bool,
+    overwrite: bool,
+    page_bytes: int,
+    begins_later: bool = False,
 ) -> tuple[RunIdentity, Manifest | None, bool]:
     """Lock a rank's directory and find its run in it, or begin a new one.
 
@@ -134,14 +148,24 @@ def open_run(
             )
         return holds_work
 
-    if any(agree(peers, "look for a run", look)) and resume:
+    if any(agree(peers, "look for a run", look)) and resume and not begins_later:
         return find_run(storage, peers)
-    together(peers, "erase the commits of the old run", lambda: erase_commits(storage))
-    together(peers, "erase the old run", lambda: erase(storage))
     run_id = peers.gather(secrets.token_hex(16))[0]
     identity = RunIdentity(
         run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
     )
+    if not begins_later:
+        begin_run(storage, peers, identity)
+    return identity, None, True
+
+
+def begin_run(storage: Storage, peers: Peers, identity: RunIdentity) -> None:
+    """Erase the files of another run, and begin a new one; all ranks call this.
+
+    Raises:
+        StorageError, PeerFailed: a file operation failed.
+    """
+    together(peers, "erase the commits of the old run", lambda: erase_commits(storage))
+    together(peers, "erase the old run", lambda: erase(storage))
     data = identity.to_bytes()
     together(peers, "write the identity", lambda: write_durably(storage, IDENTITY_NAME, data))
-    return identity, None, True

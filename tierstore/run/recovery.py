@@ -58,8 +58,8 @@ def find_run(storage: Storage, peers: Peers) -> tuple[RunIdentity, Manifest | No
             raise RunDirectoryError(
                 f"{storage.location} belongs to rank {(found[peers.rank] or other).rank} of "
                 f"{other.world_size}, this is rank {peers.rank} of {peers.world_size}: start the "
-                f"job with {other.world_size} ranks, or pass reshard=True to resume with "
-                f"{peers.world_size}"
+                f"job with {other.world_size} ranks, or on a machine where rank 0 finds the "
+                "directories of all ranks"
             )
     act = partial(_require_rank, found[peers.rank], storage, peers.rank)
     identity = together(peers, "check the identity", act)
@@ -100,7 +100,8 @@ def find_whole_run(storages: Sequence[Storage]) -> list[tuple[Storage, Manifest]
         raise RunDirectoryError(
             f"the run in {storages[0].location} has {first.world_size} ranks, but the directories "
             f"of {first.world_size - len(ranks)} ranks are missing beside it: if they are on disks "
-            "of other machines, publish from the job, with store.checkpoint()"
+            f"of other machines, resume on {first.world_size} ranks, or publish from the job, with "
+            "store.checkpoint()"
         )
     identities = [
         _require_rank(_identity_in(storage), storage, rank) for rank, storage in enumerate(ranks)

@@ -1,4 +1,4 @@
-"""Conversions to a run of one rank, which opens with resume=True, and with reshard on others."""
+"""Conversions to a run of one rank, which opens with resume=True, also on others."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_run_on_other_ranks(pool: RankPool, tmp_path: Path) -> None:
         layout="rows",
         steps=(3,),
         awkward=False,
-        store={"resume": True, "reshard": True},
+        store={"resume": True},
     )
     assert [step for step, _ in pool.run(2, WORK, resumed)] == [2, 2]
     whole = Job(run=tmp_path / "whole", layout="copies", steps=(1, 2, 3), awkward=False)

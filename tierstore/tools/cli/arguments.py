@@ -24,6 +24,5 @@ def note_interrupted_reshard(run: Path) -> None:
     if (run / RESHARDED_NAME).exists() and newest_commit(read_ranks(Reader(run))) is None:
         complain(
             f"{run} was being resharded to another number of ranks: its committed step is in the "
-            f"checkpoint {RESHARDED_NAME} in it. Open it with resume=True and reshard=True to "
-            "resume."
+            f"checkpoint {RESHARDED_NAME} in it. Open it with resume=True to resume."
         )

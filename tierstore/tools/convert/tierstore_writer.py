@@ -51,7 +51,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Writer:
-    """Writes a run that ``TierStore(resume=True)`` opens on one rank, with ``reshard`` on others.
+    """Writes a run that ``TierStore(resume=True)`` opens on any number of ranks.
 
     Args:
         contents: what is written.
