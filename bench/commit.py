@@ -184,7 +184,8 @@ class Job:
         groups = make_groups(plan, per_layer=case.groups_per_layer)
         # Few iterations: the step is not measured.
         self._optimizer = muon.Muon(groups, store=self.store, ns_steps=1, ns_dtype="auto")
-        self._turns = 0
+        self._data = {"batch": 0}
+        self.store.register(data=self._data, random=tierstore.RandomState())
         self._thread = next(
             thread
             for thread in threading.enumerate()
@@ -203,11 +204,10 @@ class Job:
     def turn(self) -> Turn:
         """Step, commit, and wait until the commit is durable."""
         self._optimizer.step()
-        self._turns += 1
-        extra = {"batch": self._turns, "random": torch.get_rng_state()}
+        self._data["batch"] += 1
         thread_began_s = self._thread_cpu_s()
         began_s, cpu_began_s = time.perf_counter(), time.thread_time()
-        self.store.commit(extra)
+        self.store.commit()
         ended_s, cpu_ended_s = time.perf_counter(), time.thread_time()
         self.store.synchronize()
         durable_s = time.perf_counter()

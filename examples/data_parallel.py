@@ -73,7 +73,8 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
-    first_step = optimizer.restore(from_checkpoint, scheduler=scheduler)
+    store.register(scheduler=scheduler)
+    first_step = optimizer.restore(from_checkpoint)
     if first_step > 0:
         say(f"resumed after step {first_step}")
     order = shuffled_windows(
@@ -88,7 +89,7 @@ def train(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        store.commit(extra={"scheduler": scheduler.state_dict()})
+        store.commit()
         if checkpoint_every and (step % checkpoint_every == 0 or step == options.steps):
             store.checkpoint(checkpoints / f"step-{step}", model=model, keep_last=2)
         if step % max(1, options.steps // 20) == 0:
@@ -97,7 +98,7 @@ def train(
     digest = parameter_digest((name, whole(p)) for name, p in model.named_parameters())
     own = validation_loss(shared_model, validation_text, options, rank, world_size)
     final = mean_of_ranks(own, device)
-    say(f"validation loss {final:.4f} nats per byte after step {store.committed_step}")
+    say(f"validation loss {final:.4f} nats per byte after step {store.committed.step}")
     say(f"parameters sha256 {digest}")
 
 

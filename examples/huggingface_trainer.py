@@ -84,7 +84,7 @@ def main(
             adamw_lr=3e-3,
             muon_options={"ns_dtype": torch.float32},
         )
-        print(f"starts after step {store.committed_step}", flush=True)
+        print(f"starts after step {store.committed.step}", flush=True)
         trainer.train()
         if trainer.is_world_process_zero():
             print(f"parameters sha256 {parameter_digest(model.named_parameters())}")

@@ -97,7 +97,7 @@ def main(
             enable_progress_bar=False,
         )
         if trainer.is_global_zero:
-            print(f"starts after step {store.committed_step}", flush=True)
+            print(f"starts after step {store.committed.step}", flush=True)
         trainer.fit(
             module,
             DataLoader(data, batch_size=batch, shuffle=True),

@@ -121,7 +121,7 @@ def main(
         trainer, folder=f"{directory}/checkpoints", interval=50, keep_last=2
     )
     store = trainer.optimizers.store
-    print(f"starts after step {store.committed_step}", flush=True)
+    print(f"starts after step {store.committed.step}", flush=True)
     try:
         trainer.train()
     finally:

@@ -48,14 +48,13 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.steps)
     )
-    position = 0
-    first_step = optimizer.restore(scheduler=scheduler) if resume else 0
+    data = {"position": 0}
+    store.register(scheduler=scheduler, data=data, random=tierstore.RandomState())
+    first_step = optimizer.restore() if resume else 0
     if first_step > 0:
-        torch.set_rng_state(store.extra["rng"])
-        torch.cuda.set_rng_state_all(store.extra["cuda_rng"])
-        position = store.extra["position"]
         print(f"resumed after step {first_step}")
-    order = shuffled_windows((len(train_text) - 1) // options.context, options.seed, position)
+    count = (len(train_text) - 1) // options.context
+    order = shuffled_windows(count, options.seed, data["position"])
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train_text):,} bytes")
 
     status = TextColumn("{task.fields[now]}")
@@ -70,15 +69,8 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            position += options.batch
-            store.commit(
-                extra={
-                    "scheduler": scheduler.state_dict(),
-                    "rng": torch.get_rng_state(),
-                    "cuda_rng": torch.cuda.get_rng_state_all(),
-                    "position": position,
-                }
-            )
+            data["position"] += options.batch
+            store.commit()
             seconds = time.perf_counter() - started
             tokens = (step - first_step) * options.batch * options.context
             stats = store.stats()
@@ -95,7 +87,7 @@ def train(store: tierstore.TierStore, options: Options, *, resume: bool) -> None
                 print(f"step {step}  validation loss {loss_now:.4f}", flush=True)
     store.synchronize()
     final = validation_loss(model, validation_text, options)
-    print(f"validation loss {final:.4f} nats per byte after step {store.committed_step}")
+    print(f"validation loss {final:.4f} nats per byte after step {store.committed.step}")
     print(f"parameters sha256 {parameter_digest(model.named_parameters())}")
 
 

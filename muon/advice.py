@@ -34,7 +34,7 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Mapping[i
             warnings.warn(
                 f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
                 f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "
-                "start: make the scheduler before and pass it, restore(scheduler=scheduler)",
+                "start: make it before, and call store.register(scheduler=scheduler)",
                 stacklevel=3,
             )
             return

@@ -350,19 +350,6 @@ def _require(
         raise ValueError(f"{name} must {expected}, got {group[name]!r}{advice}")
 
 
-def check_has_scheduler(step: int, extra: Any) -> None:
-    """Check that the extra of a commit has the state of a scheduler.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if not isinstance(extra, Mapping) or "scheduler" not in extra:
-        raise ValueError(
-            f"step {step} has no extra['scheduler'] to restore a scheduler from: restore without "
-            "scheduler=, and commit with extra={'scheduler': scheduler.state_dict()}"
-        )
-
-
 def check_saved(
     saved: Mapping[str, Any], parameter: tierstore.PagedParameter, *, has_step: bool
 ) -> None:

@@ -21,7 +21,6 @@ from muon.attached import AttachedGroups
 from muon.blocks import at_step
 from muon.checks import (
     algorithm_of,
-    check_has_scheduler,
     check_hyperparameters,
     check_loaded,
     check_matrices,
@@ -535,10 +534,8 @@ class Muon(torch.optim.Optimizer):
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         rewind: bool = False,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        expected_step: int | None = None,
     ) -> int:
-        """Restore parameters, state and hyperparameters of the last committed step.
+        """Restore the last committed step: see ``TierStore.restore()``.
 
         Groups that were added after that step, in this process, keep their parameters and
         hyperparameters, and their states begin anew.
@@ -548,47 +545,30 @@ class Muon(torch.optim.Optimizer):
                 parameters need names.
             rewind: go on from the step of the checkpoint in this run, which may have steps; see
                 ``TierStore.restore()``.
-            scheduler: restored from ``extra["scheduler"]`` of the commit; unchanged in a new run.
-            expected_step: the only step to restore; 0 for a new run.
 
         Returns:
             The step, or 0 for a new run.
 
         Raises:
-            ValueError: the step is not ``expected_step``, or has no ``extra["scheduler"]``.
-                Nothing was changed.
+            ValueError: a committed state is of no object that is registered with the store, for
+                example. Nothing was changed.
             RunMismatchError, CheckpointError: the run or checkpoint does not fit the model.
                 Nothing was changed.
         """
         cycle_betas(self.param_groups)
         unchanged = [fixed(group) for group in self.param_groups]
 
-        def check(step: int, extra: Any) -> None:
-            if expected_step not in (None, step):
-                raise ValueError(f"there is step {step} to restore, not step {expected_step}")
-            if scheduler is not None and step:
-                check_has_scheduler(step, extra)
-
         with self.store.calling("restore(rewind=True)" if rewind else "restore()"):
             # A failed store restores the groups that it has; the next step attaches the others.
             with contextlib.suppress(tierstore.StoreFailedError):
                 self._attach_groups()
-            step = self.store.restore(checkpoint, rewind=rewind, check=check)
+            step = self.store.restore(checkpoint, rewind=rewind)
         self._sample = None  # It may be of a later step.
         self._begin_counts()
-        committed = [
-            {**with_dtypes(group), **values}
-            for group, values in zip(self.param_groups, unchanged, strict=True)
-        ]
-        try:
-            if scheduler is not None and step:
-                scheduler.load_state_dict(deepcopy(self.store.extra["scheduler"]))
-        finally:  # A scheduler may set hyperparameters of its own.
-            for group, values in zip(self.param_groups, committed, strict=True):
-                group.update(values)
-            for group, values in zip(self.param_groups, unchanged, strict=True):
-                if "matrices" not in values:  # Nor does a declaration of the run change it.
-                    group.pop("matrices", None)
+        for group, values in zip(self.param_groups, unchanged, strict=True):
+            group.update({**with_dtypes(group), **values})
+            if "matrices" not in values:  # Nor does a declaration of the run change it.
+                group.pop("matrices", None)
         # Groups that were attached after the commit come last.
         restored = self._attached.hyperparameters[: self.store.groups_written]
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []

@@ -227,5 +227,5 @@ def test_gradients_that_are_not_finite_are_never_committed(
         parameters["large"].grad[512, 64] = value  # type: ignore[index]
         with pytest.raises(tierstore.NonFiniteGradientError, match="'large'"):
             optimizer.step()
-        assert store.committed_step == 1
+        assert store.committed.step == 1
         assert optimizer.restore() == 1

@@ -91,7 +91,7 @@ def of_readme() -> Names:
 
 def of_getting_started() -> Names:
     names = with_optimizer(usual())
-    return {**names, "loss": loss_of(names["model"])}
+    return {**names, "loss": loss_of(names["model"]), "loader": {"batch": 0}}
 
 
 class Layers(nn.Module):

@@ -144,7 +144,7 @@ def test_the_readme_works_as_any_user(python: Path, folder: Path) -> None:
     work.mkdir()
     program = AROUND + loop.replace("/nvme", str(work)).replace("% 1000", "% 4")
     program += textwrap.dedent("""
-        assert store.committed_step == 4
+        assert store.committed.step == 4
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tierstore.paging.sweep import SteppedPages
     from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
     from tierstore.ranks.peers import Peers, Ranks
+    from tierstore.run.random_state import RandomState
+    from tierstore.run.registered import CommittedStep
     from tierstore.store import TierStore
 
 __version__ = "0.1.0"
@@ -54,6 +56,8 @@ _NAMES = {
     "paging.sweep": ("SteppedPages",),
     "paging.views": ("ChunkView", "PageView", "RoundedMaster", "ShardView"),
     "ranks.peers": ("Peers", "Ranks"),
+    "run.random_state": ("RandomState",),
+    "run.registered": ("CommittedStep",),
     "store": ("TierStore",),
 }
 
@@ -76,6 +80,7 @@ __all__ = [
     "CheckpointError",
     "Chunk",
     "ChunkView",
+    "CommittedStep",
     "CorruptionError",
     "EncodedState",
     "NonFiniteGradientError",
@@ -85,6 +90,7 @@ __all__ = [
     "PeerFailed",
     "Peers",
     "Publication",
+    "RandomState",
     "Ranks",
     "RollCallError",
     "RoundedMaster",

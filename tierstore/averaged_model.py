@@ -6,7 +6,6 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from tierstore.compiling import not_compiled
 from tierstore.layout.dtensors import describe_placement, local_tensor
 from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_name
 from tierstore.paging.views import ChunkView
+from tierstore.run.registered import CommittedStep
 from tierstore.store import TierStore
 
 
@@ -72,7 +72,7 @@ class AveragedModel:
         self._seen = 0  # The last step that update() was called for.
         # What commits keep with the averages: the step of the run that they are of.
         self._kept = kept = {"step": 0, "every": every}
-        store.provide_extra(lambda: dict(kept))
+        store.register(averages=kept)
         # During an update: the weights that are averaged, as gradients.
         self._now = now = dict[str, torch.Tensor]()
         parameters = [
@@ -112,7 +112,7 @@ class AveragedModel:
         with self.store.calling("update()"):
             if step % self._every == 0 and step > self._kept["step"]:
                 self._take(step)
-            if self.store.committed_step < self.store.step:  # Also after an interrupt.
+            if self.store.committed.step < self.store.step:  # Also after an interrupt.
                 self.store.synchronize()
 
     def _take(self, step: int) -> None:
@@ -177,28 +177,28 @@ class AveragedModel:
             UserWarning: the averages are ahead of the run.
         """
 
-        def check(updates: int, extra: Any) -> None:
-            if not updates and checkpoint is None:
+        def check(committed: CommittedStep) -> None:
+            if not committed.step and checkpoint is None:
                 return
-            if not isinstance(extra, dict) or not extra.keys() >= self._kept.keys():
+            kept = committed.states.get("averages")
+            if not isinstance(kept, dict) or kept.keys() != self._kept.keys():
                 raise ValueError(
                     f"{checkpoint or 'the store'} holds no averages of an AveragedModel"
                 )
-            if extra["every"] != self._every:
+            if kept["every"] != self._every:
                 raise ValueError(
-                    f"the averages have an update every {extra['every']} steps: pass "
-                    f"every={extra['every']} instead of {self._every}"
+                    f"the averages have an update every {kept['every']} steps: pass "
+                    f"every={kept['every']} instead of {self._every}"
                 )
-            if step - extra["step"] >= self._every:
+            if step - kept["step"] >= self._every:
                 raise ValueError(
-                    f"the averages are of step {extra['step']}, the run is at step {step}, and "
+                    f"the averages are of step {kept['step']}, the run is at step {step}, and "
                     f"every {self._every} steps there is an update: restore averages of the steps "
                     "between, or begin new ones with overwrite=True"
                 )
 
-        updates = self.store.restore(checkpoint, rewind=rewind, check=check)
-        last = self.store.extra["step"] if updates else 0
-        self._kept["step"], self._seen = last, step
+        self.store.restore(checkpoint, rewind=rewind, check=check)
+        last, self._seen = self._kept["step"], step
         if last > step:
             warnings.warn(
                 f"the averages are of step {last}, and the run is at step {step}, as after a kill: "

@@ -42,6 +42,7 @@ from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import close_storage, open_committer
+from tierstore.run.registered import CommittedStep, Registered, Stateful, committed_step
 from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
@@ -152,7 +153,7 @@ class TierStore:
         self._opened_at = time.monotonic()
         self._steps_begun = 0  # Since the store was opened, the same on all ranks.
         self._warned_of_no_gradient = False
-        self._give_extra: Callable[[], Any] | None = None  # For commits without an extra.
+        self._registered = Registered()
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
@@ -169,7 +170,8 @@ class TierStore:
             if other is not None and ranks.rank == 0:
                 warnings.warn(
                     f"the run in {directories[0]} had {len(other.manifests)} ranks, and this job "
-                    f"has {ranks.world_size}: restore() lays it out anew, from step {other.step}",
+                    f"has {ranks.world_size}: restore() lays it out anew, from step "
+                    f"{other.manifests[0].step}",
                     stacklevel=2,
                 )
 
@@ -199,8 +201,6 @@ class TierStore:
                     commit_every=commit_every,
                     begins_later=other is not None,
                 )
-                if other is not None:
-                    committer.extra = other.extra
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.callback(self._committer.close)
@@ -366,7 +366,8 @@ class TierStore:
         Raises:
             StorageError, CorruptionError: a page could not be read or written. Before the
                 first page was handed out, nothing was changed and the step may be retried.
-            SweepError: the loop was left before its last page.
+            SweepError: the loop was left before its last page; or objects are registered, and
+                the step before was not committed: nothing was changed.
             NonFiniteGradientError: see ``nonfinite``.
             ValueError: a parameter or gradient is not as it was attached, a tensor of
                 show_states() was changed in place and the state was not, replicas have different
@@ -388,6 +389,12 @@ class TierStore:
             raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
         if missing not in ("zeros", "raise"):
             raise ValueError(f"missing must be 'zeros' or 'raise', got {missing!r}")
+        if self._registered and self.step and not self._committer.has_states:
+            raise SweepError(
+                f"step {self.step} was not committed, and the next step would commit it with the "
+                "data and random numbers of another batch. Nothing was changed: call "
+                "store.commit() after each step, once all that is registered has its new state"
+            )
         self._states.follow_scalars()
         self._states.given.require_unchanged()
         table = self._table
@@ -609,58 +616,77 @@ class TierStore:
     # -- Commits and checkpoints.
 
     @property
-    def committed_step(self) -> int:
-        """The newest durable step, which a restart finds; 0 without a commit."""
-        other = self._other_ranks
-        return self._committer.committed_step if other is None else other.step
+    def committed(self) -> CommittedStep:
+        """The newest durable step, which a restart finds, and the states of what was registered.
 
-    @property
-    def extra(self) -> Any:
-        """The extra of the commit that the run was opened with, or that was restored."""
-        return self._committer.extra
+        Also before restore(), for a program that must know where it continues. On another number
+        of ranks it has the states that are equal on all ranks of the commit.
+        """
+        ranks = self._ranks
+        if self._other_ranks is not None:
+            return committed_step(self._other_ranks.manifests, ranks.rank, ranks.world_size)
+        manifest = self._committer.committed if isinstance(self._committer, Committer) else None
+        return CommittedStep(step=0) if manifest is None else committed_step([manifest], 0, 1)
+
+    def register(self, **objects: Stateful | dict[Any, Any] | None) -> None:
+        """Make the states of objects part of each commit, and let restore() give them back.
+
+        For example ``store.register(scheduler=scheduler, random=tierstore.RandomState())``.
+        commit() asks each object for its state; restore() loads the states in the order of
+        registration, and what is registered later is not loaded.
+
+        Args:
+            objects: by name, objects with ``state_dict()`` and ``load_state_dict()``, as
+                schedulers, gradient scalers and data loaders have them, or dicts, which restore()
+                fills with the committed items. A state is of plain values and small tensors. None
+                forgets an object, and lets restore() leave out its committed state.
+
+        Raises:
+            TypeError, ValueError: an object has no state, or its state is that of this store.
+                Nothing was registered.
+            RunDirectoryError: the store has no directory.
+        """
+        self._usability.require_open()
+        self._require_committer("register()")
+        for name, given in objects.items():
+            if getattr(given, "store", None) is self:
+                raise ValueError(
+                    f"register({name}=) got the {type(given).__name__} whose state is in the pages "
+                    "of this store, and so in each commit: leave it out"
+                )
+        self._registered.add(objects)
 
     @not_compiled
-    def commit(self, extra: Any = None) -> None:
+    def commit(self) -> None:
         """Make the last step durable in the background, so that a restart finds it.
 
-        Copies hyperparameters and ``extra`` now; parameters and states are as the step left them.
+        Copies hyperparameters and the states of what is registered now; parameters and states are
+        as the step left them.
         With ``commit_every`` other than 1 float32 parameters, which only commits write, are as they
         are now: they are copied to page buffers, which may wait for earlier writes.
         With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
-        commits it with ``extra``.
-
-        Args:
-            extra: plain values and small tensors to get back after a restart, for example the
-                state of the scheduler and of random generators, and the position in the data.
+        commits it with the states of now. A step is committed again if a state has changed.
 
         Raises:
-            TypeError, ValueError: ``extra`` cannot be stored, or is too large; the message names
-                the value. Or a tensor of show_states() was changed in place; or the memory of a
-                parameter was freed, and the store has failed.
+            TypeError, ValueError: a registered state cannot be stored, or is too large; the message
+                names the value. Or a tensor of show_states() was changed in place; or the memory of
+                a parameter was freed, and the store has failed.
             StorageError: an earlier commit or write failed.
         """
         self._usability.require_restored()
         self._raise_damage()
         self._states.given.require_unchanged()
         committer = self._require_committer("commit()")
-        if not committer.begins_commit(extra):
-            committer.annotate(extra)
-            return
-        with self._calls.together("commit()"):
-            committer.annotate(extra)
-            self._begin_commit()
-
-    def provide_extra(self, give: Callable[[], Any]) -> None:
-        """Let a function give the ``extra`` of every commit that would have none.
-
-        Those are the commits of synchronize(), checkpoint(), close() and the next step, if
-        commit() was not called for a step. After an exception in the program, close() commits
-        nothing.
-
-        Args:
-            give: returns what commit() takes. What it raises comes from the call that commits.
-        """
-        self._give_extra = give
+        committer.keep_states(self._registered.ask())
+        begins = committer.begins_commit
+        if committer.was_begun and self._registered:  # Another rank may have changed states.
+            with self._calls.together("commit()"):
+                begins = any(self._ranks.gather(begins))
+                if begins:
+                    self._begin_commit()
+        elif begins:
+            with self._calls.together("commit()"):
+                self._begin_commit()
 
     @not_compiled
     def synchronize(self) -> None:
@@ -677,6 +703,7 @@ class TierStore:
 
     def _synchronize(self) -> None:
         committer = self._require_committer("synchronize()")
+        self._ask()
         if not committer.is_up_to_date:
             with self._calls.together("synchronize()"):
                 self._begin_commit()
@@ -782,9 +809,14 @@ class TierStore:
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         rewind: bool = False,
-        check: Callable[[int, Any], None] = lambda step, extra: None,
+        check: Callable[[CommittedStep], None] = lambda committed: None,
     ) -> int:
-        """Go back to the committed step: parameters, states, hyperparameters and ``extra``.
+        """Go back to the committed step: parameters, states, hyperparameters, registered objects.
+
+        What is registered gets its state when the pages have theirs, in the order of registration;
+        hyperparameters are set last. Each rank gets what it has committed. On another number of
+        ranks all get the states that are equal on the ranks of the commit, and a RandomState stays
+        as it is.
 
         Groups that this store attached after the commit begin anew: parameters and hyperparameters
         stay as they are, states become those of a new parameter, and ``scalars`` has no entries of
@@ -799,7 +831,7 @@ class TierStore:
                 the checkpoint's step, also if later steps were committed before; a crash during
                 the call finds the last commit, or this one. Checkpoints of the run stay as they
                 are. A run without steps begins from the checkpoint.
-            check: called with the step and its ``extra`` before anything is changed; raises
+            check: called with the step and its states before anything is changed; raises
                 ValueError if the program cannot continue from there.
 
         Returns:
@@ -811,11 +843,16 @@ class TierStore:
             RunMismatchError: the run is of another model; the message names the first
                 difference. Nothing was changed.
             CorruptionError: a page, or the checkpoint, is not what was written.
-            ValueError: of ``check``; or the optimizer cannot use a hyperparameter of the
+            ValueError: of ``check``; or a committed state is of no registered object (with
+                ``checkpoint`` a warning), or differs between the ranks of a commit by another
+                number of ranks; or the optimizer cannot use a hyperparameter of the
                 checkpoint, or a forward of FSDP2 is in progress, or ``rewind`` without
                 ``checkpoint`` or in a run with ``commit_every=None``. Nothing was changed.
             StorageError: a page could not be read or written, on a full disk for example; restore()
                 goes back to the last commit.
+
+        Warns:
+            UserWarning: a registered object has no state in the commit, and stays as it is.
         """
         self._usability.require_open()
         committer = self._require_committer("restore()")
@@ -832,7 +869,7 @@ class TierStore:
         committer: Committer,
         checkpoint: str | os.PathLike[str] | None,
         rewind: bool,
-        check: Callable[[int, Any], None],
+        check: Callable[[CommittedStep], None],
     ) -> int:
         usability = self._usability
 
@@ -842,7 +879,7 @@ class TierStore:
 
         together(self._ranks, "begin a restore", begin)
         self._states.given.forget()
-        restore = Restore(self._ranks, committer, self._table, usability, check)
+        restore = Restore(self._ranks, committer, self._table, usability, self._registered, check)
         if checkpoint is not None and rewind:
             self._settle_publication()
             step = restore.rewound(checkpoint, self._synchronize)
@@ -856,7 +893,7 @@ class TierStore:
             return step
         was_changed = committer.step or committer.groups_written or usability.failure
         if not (usability.awaits_restore or was_changed):
-            together(self._ranks, "check the step", lambda: check(0, None))
+            together(self._ranks, "check the step", lambda: check(CommittedStep(step=0)))
             return 0
         self._settle_publication()  # It reads files that recovery would remove.
         return restore.from_commit()
@@ -928,8 +965,8 @@ class TierStore:
     ) -> None:
         """Close. After an exception, do not commit the last step if no commit of it has begun.
 
-        It may lack its ``extra`` and the learning rates of the scheduler. A checkpoint that is
-        being copied is waited for; if the copy fails, the log says so.
+        What is registered, and the learning rates of the scheduler, may be of the step before. A
+        checkpoint that is being copied is waited for; if the copy fails, the log says so.
         """
         if error is not None:
             self._ranks.fail(error, other_group=True)
@@ -938,8 +975,7 @@ class TierStore:
     def _begin_commit(self) -> None:
         """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
-        if self._give_extra is not None and not committer.has_extra:
-            committer.annotate(self._give_extra())
+        self._ask()
         table.follow_edits()  # If it cannot, the commit has the groups as the last step had them.
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
@@ -950,6 +986,11 @@ class TierStore:
         manifest = committer.manifest(layout, table.groups, pages)
         with self._pager.stalled(), self._usability.failing(interrupts=False):
             committer.begin(manifest, writes)
+
+    def _ask(self) -> None:
+        """Ask for the states of what is registered, unless that was done after the last step."""
+        if isinstance(self._committer, Committer) and not self._committer.has_states:
+            self._committer.keep_states(self._registered.ask())
 
     def _require_committer(self, call: str) -> Committer:
         if not isinstance(self._committer, Committer):

@@ -57,7 +57,8 @@ def test_continues_as_the_published_run(
     optimizer = muon.Muon(training.make_groups(parameters), store=store)
     scheduler = training.make_scheduler(optimizer)
     training.train(optimizer, parameters, range(1, 6), scheduler=scheduler)
-    store.commit(extra={"scheduler": scheduler.state_dict(), "seen": (5, [torch.arange(3)])})
+    store.register(scheduler=scheduler, seen={5: [torch.arange(3)]})
+    store.commit()
     store.checkpoint(tmp_path / "checkpoint")
     store.close()
 
@@ -65,9 +66,11 @@ def test_continues_as_the_published_run(
     with tierstore.TierStore(tmp_path / "new", page_bytes=page_bytes) as store:
         optimizer = muon.Muon(training.make_groups(parameters), store=store)
         scheduler = training.make_scheduler(optimizer)
+        seen: dict[int, Any] = {7: "another"}
+        store.register(scheduler=scheduler, seen=seen)
         assert optimizer.restore(checkpoint=tmp_path / "checkpoint") == store.step == 5
-        assert_equal(store.extra["seen"], (5, [torch.arange(3)]))
-        scheduler.load_state_dict(store.extra["scheduler"])
+        assert_equal(seen, {5: [torch.arange(3)]})
+        store.register(scheduler=None, seen=None)
         training.assert_identical(
             training.snapshot(optimizer, parameters), training.resident_run(5, dtype)
         )
@@ -113,7 +116,6 @@ def test_continues_from_a_checkpoint_of_stock_pytorch(
     save_with_dcp(reference, tmp_path / "stock", flat=flat, prefix=prefix)
     ours = Ours(tmp_path / "run", "everything", seed=3)
     assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 3
-    assert ours.store.extra is None
     groups = ours.optimizer.param_groups
     assert [group["lr"] for group in groups] == [0.125, 0.004]
     assert [group["algorithm"] for group in groups] == ["muon", "adamw"]
@@ -252,9 +254,9 @@ def test_the_first_commit_holds_the_loaded_state(tmp_path: Path) -> None:
     checkpoint = published_toy(tmp_path)
     toy = Toy(tmp_path / "run")
     assert toy.store.restore(checkpoint=checkpoint) == 3
-    assert toy.store.committed_step == 0
+    assert toy.store.committed.step == 0
     toy.store.synchronize()
-    assert toy.store.committed_step == 3
+    assert toy.store.committed.step == 3
     toy.store.close()
     train_and_die(tmp_path / "run", ["step", "synchronize"])
     toy = resumed(tmp_path / "run", 4)

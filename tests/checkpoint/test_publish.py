@@ -15,6 +15,7 @@ from torch import nn
 import muon
 import tierstore
 from tests.support import kernel, training
+from tests.support.kept import commit_with, wanted
 from tests.support.published import (
     Ours,
     Reference,
@@ -163,16 +164,17 @@ def test_killed_while_published_files_are_replaced(moment: tuple[str, str], tmp_
     resumed(tmp_path / "run", 5).store.close()
 
 
-def test_the_checkpoint_has_the_extra_of_the_last_commit(tmp_path: Path) -> None:
+def test_the_checkpoint_has_the_states_of_the_last_commit(tmp_path: Path) -> None:
     """checkpoint() does not commit a step twice."""
     toy = Toy(tmp_path / "run")
     toy.step()
-    toy.store.commit(extra={"position": 17})
+    commit_with(toy.store, {"position": 17})
     toy.store.checkpoint(tmp_path / "checkpoint")
     toy.store.close()
     other = Toy(tmp_path / "other")
-    assert other.store.restore(checkpoint=tmp_path / "checkpoint") == 1
-    assert other.store.extra == {"position": 17}
+    with wanted(other.store) as kept:
+        assert other.store.restore(checkpoint=tmp_path / "checkpoint") == 1
+    assert kept == {"state": {"position": 17}}
     other.assert_at(1)
     other.store.close()
 
@@ -195,7 +197,7 @@ def test_a_step_that_is_not_committed_is_committed_first(tmp_path: Path) -> None
     for _ in range(3):
         toy.step()
     publication = toy.store.checkpoint(tmp_path / "3")
-    assert publication.step == toy.store.committed_step == 3
+    assert publication.step == toy.store.committed.step == 3
     assert_holds_toy(tmp_path / "3", 3)
     toy.store.write_states(toy.store.read_states())
     toy.store.write_states({"second": {"average": torch.full((9,), 0.5)}})

@@ -80,7 +80,7 @@ def test_training_continues_during_the_copy(tmp_path: Path) -> None:
     for step in range(3, 8):
         here.toy.step()
         here.store.synchronize()
-        assert here.store.committed_step == step
+        assert here.store.committed.step == step
     assert not publication.done()
     assert not (here.folder / "2").exists()
     copied = [publication.bytes_copied]

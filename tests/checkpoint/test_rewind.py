@@ -17,6 +17,7 @@ import muon
 import tierstore
 from tests.support import independent_reader, training
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.kept import commit_with, kept_by, wanted
 from tests.support.killed_processes import _processes
 from tests.support.published import assert_holds_toy, digests, names_in, published_toy
 from tests.support.thread_ranks import ThreadJob
@@ -49,11 +50,11 @@ def spiked(directory: Path, **options: Any) -> tuple[Toy, Path]:
     toy = Toy(directory / "run", **options)
     toy.step()
     toy.step()
-    toy.store.commit(extra={"seen": 2})
+    commit_with(toy.store, {"seen": 2})
     toy.store.checkpoint(directory / "step-2")
     for _ in range(3):
         toy.step()
-    toy.store.commit(extra={"seen": 5})
+    commit_with(toy.store, {"seen": 5})
     toy.store.synchronize()
     return toy, directory / "step-2"
 
@@ -61,7 +62,9 @@ def spiked(directory: Path, **options: Any) -> tuple[Toy, Path]:
 def rewound(directory: Path, **options: Any) -> Toy:
     """The run of spiked(), back at step 2."""
     toy, checkpoint = spiked(directory, **options)
-    assert toy.store.restore(checkpoint=checkpoint, rewind=True) == 2
+    with wanted(toy.store) as kept:
+        assert toy.store.restore(checkpoint=checkpoint, rewind=True) == 2
+    assert kept == {"state": {"seen": 2}}
     return toy
 
 
@@ -76,43 +79,53 @@ def test_goes_on_as_a_run_that_began_from_the_checkpoint(
 ) -> None:
     def opened(**modes: Any) -> tuple[Any, Any, Any, Any]:
         store, optimizer, parameters = open_muon(tmp_path / "run", dtype, **options, **modes)
-        return store, optimizer, parameters, training.make_scheduler(optimizer)
+        scheduler = training.make_scheduler(optimizer)
+        store.register(scheduler=scheduler)
+        return store, optimizer, parameters, scheduler
+
+    def train(steps: range, seed: int = 0) -> None:
+        training.train(
+            optimizer,
+            parameters,
+            steps,
+            scheduler=scheduler,
+            after_step=lambda step: store.commit(),
+            seed=seed,
+        )
 
     store, optimizer, parameters, scheduler = opened()
-    training.train(optimizer, parameters, range(1, 5), scheduler=scheduler)
-    store.commit(extra={"scheduler": scheduler.state_dict()})
+    train(range(1, 5))
     store.checkpoint(tmp_path / "checkpoint")
-    training.train(optimizer, parameters, range(5, 8), scheduler=scheduler, seed=1)
+    train(range(5, 8), seed=1)
     if state == "failed":
         with pytest.raises(tierstore.SweepError), store.sweep() as pages:
             next(pages)
     elif state == "resumed":
         store.close()
         store, optimizer, parameters, scheduler = opened(resume=True)
-    assert optimizer.restore(tmp_path / "checkpoint", rewind=True, scheduler=scheduler) == 4
-    assert store.step == store.committed_step == 4
+    assert optimizer.restore(tmp_path / "checkpoint", rewind=True) == 4
+    assert store.step == store.committed.step == 4
     training.assert_identical(
         training.snapshot(optimizer, parameters), training.resident_run(4, dtype)
     )
-    training.train(optimizer, parameters, range(5, 9), scheduler=scheduler)
+    train(range(5, 9))
     expected = training.resident_run(8, dtype)
     training.assert_identical(training.snapshot(optimizer, parameters), expected)
-    store.commit(extra={"scheduler": scheduler.state_dict()})
     store.close()
     store, optimizer, parameters, scheduler = opened(resume=True)
-    assert optimizer.restore(scheduler=scheduler) == 8
+    assert optimizer.restore() == 8
     training.assert_identical(training.snapshot(optimizer, parameters), expected)
     store.close()
 
 
 def test_the_rewound_step_is_the_one_that_a_restart_finds(tmp_path: Path) -> None:
     toy = rewound(tmp_path)
-    assert (toy.store.step, toy.store.committed_step) == (2, 2)
-    assert toy.store.extra == {"seen": 2}
+    assert (toy.store.step, toy.store.committed.step) == (2, 2)
+    assert kept_by(toy.store) == {"seen": 2}
     toy.assert_at(2)
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
     killed = resumed(tmp_path / "killed", 2)
-    assert killed.store.extra == {"seen": 2}
+    assert kept_by(killed.store) == {"seen": 2}
     killed.store.close()
     assert toy.store.restore() == 2
     toy.step()
@@ -155,7 +168,7 @@ def test_scalars_are_those_of_the_checkpoint(opened: bool, tmp_path: Path) -> No
     for step in (1, 2):
         toy.step()
         toy.store.scalars["first"] = {"count": step}
-        toy.store.commit(extra=step)
+        toy.store.commit()
         toy.store.checkpoint(tmp_path / f"step-{step}")
     if opened:
         toy.store.close()
@@ -171,7 +184,7 @@ def test_scalars_that_began_after_the_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         toy.step()
         toy.store.scalars.update({name: {"count": step} for name in ("first", "second")[:step]})
-        toy.store.commit(extra=step)
+        toy.store.commit()
         toy.store.checkpoint(tmp_path / f"step-{step}")
     toy.store.restore(tmp_path / "step-1", rewind=True)
     assert toy.store.scalars == {"first": {"count": 1}}
@@ -211,7 +224,7 @@ def test_a_run_without_steps_begins(tmp_path: Path) -> None:
     checkpoint = published_toy(tmp_path)
     toy = Toy(tmp_path / "run")
     assert toy.store.restore(checkpoint, rewind=True) == 3
-    assert toy.store.committed_step == 0
+    assert toy.store.committed.step == 0
     toy.store.close()
     assert "commit-0000000003" in names_in(tmp_path / "run" / RANK)
 
@@ -220,28 +233,27 @@ def test_commits_that_are_not_due(tmp_path: Path) -> None:
     """Steps that nothing has committed are given up."""
     toy, checkpoint = spiked(tmp_path, commit_every=10)
     toy.step()
-    toy.store.commit(extra={"seen": 6})
+    commit_with(toy.store, {"seen": 6})
     assert toy.store.restore(checkpoint, rewind=True) == 2
     toy.step()
-    assert toy.store.committed_step == 2
+    assert toy.store.committed.step == 2
     toy.store.close()
     resumed(tmp_path / "run", 3).store.close()
 
 
 def test_a_step_of_the_same_number_that_is_not_committed(tmp_path: Path) -> None:
-    """Its extra is given up with it."""
+    """Its state is given up with it."""
     toy = Toy(tmp_path / "run", commit_every=10)
     toy.step()
     toy.store.checkpoint(tmp_path / "step-1")
     toy.store.restore(tmp_path / "step-1", rewind=True)
     toy.store.write_states({})
-    toy.store.commit(extra="of states that were replaced")
-    toy.store.provide_extra(lambda: "of the program")
+    commit_with(toy.store, "of states that were replaced")
     assert toy.store.restore(tmp_path / "step-1", rewind=True) == 1
-    assert toy.store.extra is None
+    assert kept_by(toy.store) is None
     toy.store.close()
     toy = resumed(tmp_path / "run", 1)
-    assert toy.store.extra is None
+    assert kept_by(toy.store) is None
     toy.store.close()
 
 
@@ -251,11 +263,11 @@ def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "weights", no_dist=True)
     assert toy.store.restore(tmp_path / "weights", rewind=True) == 0
     assert all(torch.equal(p, weights[name]) for name, p in toy.parameters.items())
-    toy.store.commit(extra={"seen": 0})
+    commit_with(toy.store, {"seen": 0})
     toy.store.close()
     toy = Toy(tmp_path / "run", resume=True)
     assert toy.store.restore() == 0
-    assert toy.store.extra == {"seen": 0}
+    assert kept_by(toy.store) == {"seen": 0}
     assert all(torch.equal(p, weights[name]) for name, p in toy.parameters.items())
     toy.store.close()
 
@@ -388,8 +400,8 @@ def test_what_is_refused_changes_nothing(wrong: str, tmp_path: Path) -> None:
     toy, checkpoint = spiked(tmp_path)
     toy.step()  # Not committed yet, and not lost.
 
-    def refuse(step: int, extra: Any) -> None:
-        raise ValueError(f"not step {step} with {extra}")
+    def refuse(committed: tierstore.CommittedStep) -> None:
+        raise ValueError(f"not step {committed.step} with {committed.states}")
 
     options: dict[str, Any] = {"check": refuse} if wrong == "check" else {}
     if wrong == "another model":
@@ -431,7 +443,8 @@ def _rewind_and_die(directory: Path, checkpoint: Path, operation: int) -> None:
     toy = Toy(FaultyStorage(open_storage(directory / RANK), on_operation=watch), resume=True)
     toy.store.restore()
     is_watched = True
-    toy.store.restore(checkpoint, rewind=True)
+    with wanted(toy.store):
+        toy.store.restore(checkpoint, rewind=True)
     is_watched = False
     toy.store.close()
 
@@ -449,7 +462,7 @@ def test_killed_at_any_operation(first: int, tmp_path: Path) -> None:
         child.join()
         toy = Toy(run, resume=True)
         step = toy.store.restore()
-        assert toy.store.extra == {"seen": step}
+        assert kept_by(toy.store) == {"seen": step}
         toy.assert_at(step)
         found.append(step)
         toy.step()
@@ -514,7 +527,7 @@ def test_out_of_a_run_with_a_damaged_page(damage: str, tmp_path: Path) -> None:
 def test_two_ranks(options: dict[str, Any], tmp_path: Path) -> None:
     def train(ranks: Ranks) -> None:
         toy = rewound(tmp_path, process_group=ranks, **options)
-        assert toy.store.committed_step == 2
+        assert toy.store.committed.step == 2
         toy.assert_at(2)
         toy.step()
         toy.store.checkpoint(tmp_path / "step-3")

@@ -11,6 +11,7 @@ import torch
 
 import tierstore
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.kept import commit_with, kept_by
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, SECOND, THIRD, Spec, Toy, resumed
 from tierstore.ranks.peers import Ranks
@@ -58,10 +59,10 @@ def test_no_space_for_a_shared_file_leaves_the_commit(
         toy.step()  # Into the other copies, which nobody shares.
     with pytest.raises(tierstore.StorageError, match="No space"):
         toy.step()
-    assert toy.store.committed_step in (2, 3)
+    assert toy.store.committed.step in (2, 3)
     storage.disarm()
-    assert toy.store.restore() == toy.store.committed_step
-    toy.assert_at(toy.store.committed_step)
+    assert toy.store.restore() == toy.store.committed.step
+    toy.assert_at(toy.store.committed.step)
     assert states["second"]["average"].eq(2).all()
     toy.store.close()
 
@@ -71,7 +72,7 @@ def test_a_refused_restore_leaves_no_stale_spares(tmp_path: Path) -> None:
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoints" / "one")
 
-    def refuse(step: int, extra: object) -> None:
+    def refuse(committed: tierstore.CommittedStep) -> None:
         raise ValueError("not this one")
 
     with pytest.raises(ValueError, match="not this one"):
@@ -97,14 +98,14 @@ def test_a_failed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:
 
 
 def test_what_a_run_begins_with_can_be_committed(tmp_path: Path) -> None:
-    """Before any step: the commit holds what was loaded, and its extra."""
+    """Before any step: the commit holds what was loaded, and its state."""
     toy = Toy(tmp_path)
     toy.store.write_states({"second": {"average": torch.full((9,), 5.0)}})
-    toy.store.commit(extra={"seed": 3})
+    commit_with(toy.store, {"seed": 3})
     toy.store.close()
     again = Toy(tmp_path, resume=True)
     assert again.store.restore() == 0
-    assert again.store.extra == {"seed": 3}
+    assert kept_by(again.store) == {"seed": 3}
     assert again.store.read_states()["second"]["average"].eq(5).all()
     again.store.close()
 

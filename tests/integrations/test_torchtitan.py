@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from torch import nn
 import tierstore
 from muon.integrations.torchtitan import MuonContainer
 from tests.support.attempts import attempt
+from tests.support.rank_pool import RankPool
+from tests.support.titan_loop import Batches, Loop
 from tierstore.integrations.torchtitan import Checkpointer, Container
 
 
@@ -26,69 +27,6 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-class Batches:
-    """A data loader with the position as its state, which draws a seed as torch's does."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Batches:
-        torch.empty((), dtype=torch.int64).random_()
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        self.position += 1
-        return torch.randn(4, 8, generator=torch.Generator().manual_seed(self.position))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-class Loop:
-    """A loop with what a checkpointer takes from a Trainer, in the order of its calls."""
-
-    def __init__(self, store: tierstore.TierStore) -> None:
-        torch.manual_seed(0)
-        layers = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)
-        self.model_parts: list[nn.Module] = [nn.Sequential(*layers)]
-        self.optimizers: Any = MuonContainer(self.model_parts, store=store, ns_dtype=torch.float32)
-        self.lr_schedulers = torch.optim.lr_scheduler.LambdaLR(
-            next(iter(self.optimizers)), lambda step: 1 / (1 + step)
-        )
-        self.dataloader = Batches()
-        self.step = self.seen = 0
-        self.checkpointer = Checkpointer(self)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.seen = state["step"], state["seen"]
-
-    def train(self, steps: int, fails_at: int = 0) -> None:
-        self.checkpointer.load(step=-1)
-        batches = iter(self.dataloader)
-        while self.step < steps:
-            self.step += 1
-            self.optimizers.zero_grad()
-            batch = next(batches)
-            self.seen += len(batch)
-            self.model_parts[0](batch).square().mean().backward()
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
-            if self.step == fails_at:
-                raise RuntimeError("between step and schedule")
-            self.lr_schedulers.step()
-            self.checkpointer.save(self.step, last_step=self.step == steps)
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model_parts[0].parameters()]
 
 
 def train(directory: Path, steps: int) -> Loop:
@@ -132,7 +70,7 @@ def test_steps_that_are_not_due_are_committed_at_the_end(tmp_path: Path) -> None
         loop.train(3)
         loop.checkpointer.close()
     with tierstore.TierStore(tmp_path, resume=True) as store:
-        assert store.committed_step == 3
+        assert store.committed.step == 3
 
 
 def test_checkpoints_are_published(tmp_path: Path) -> None:
@@ -193,10 +131,59 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
         loop = Loop(store)
         loop.model_parts[0](next(loop.dataloader)).sum().backward()
         loop.optimizers.step()
-        store.commit(extra={"own": 1})
+        store.register(own={"at": 1})
+        store.commit()
     loop = Loop(tierstore.TierStore(tmp_path, resume=True))
     with pytest.raises(ValueError, match="step 1 of the store was not committed by a Trainer"):
         loop.checkpointer.load()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_continue_where_they_were(ranks: int, pool: RankPool, tmp_path: Path) -> None:
+    """After an exception between a step and its commit, and refused in between on other ranks."""
+    work = "tests.rank_programs.titan:train"
+    whole = pool.run(ranks, work, tmp_path / "whole", 4)
+    assert pool.run(ranks, work, tmp_path / "run", 4, 3) == ["RuntimeError: at step 3"] * ranks
+    refused = pool.run(3, work, tmp_path / "run", 4)
+    text = "was committed by a Trainer with this checkpointer of another number of processes"
+    assert all(text in str(each) for each in refused)
+    found = pool.run(ranks, work, tmp_path / "run", 4)
+    for one, other in zip(found, whole, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_rewind_by_a_program_that_carries_the_states_along(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 5)
+    with tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        loop.checkpointer = Checkpointer(loop, folder=tmp_path, interval=2)
+        loop.train(4)
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        loop = Loop(store)
+        store.register(**{name: {} for name in store.committed.states})
+        assert next(iter(loop.optimizers)).restore(tmp_path / "step-2", rewind=True) == 2
+    resumed = train(tmp_path / "run", 5)
+    assert resumed.state_dict() == {"step": 5, "seen": 20}
+    assert all(map(torch.equal, resumed.values, whole.values))
+
+
+def test_a_loop_with_one_object_more_or_less(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    more = {"a": 1}
+    loop = Loop(tierstore.TierStore(tmp_path, resume=True))
+    loop.optimizers.store.register(more=more)
+    with pytest.warns(UserWarning, match="step 2 was committed without 'more'"):
+        loop.train(3)
+    loop.checkpointer.close()
+    loop = Loop(tierstore.TierStore(tmp_path, resume=True))
+    with pytest.raises(ValueError, match=r"step 3 was committed with 'more'.*\(more=None\)"):
+        loop.checkpointer.load()
+    loop.optimizers.store.register(more=None)
+    loop.train(4)
+    loop.checkpointer.close()
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        assert store.committed.step == 4
+        assert "more" not in store.committed.states
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_compiled_function_may_step(
             step()
             twins.stock.step()
         store.synchronize()
-        assert store.committed_step == 2
+        assert store.committed.step == 2
         twins.assert_identical()
 
 
@@ -62,7 +62,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.store.commit(extra={"loss": loss.detach()})
+        self.store.commit()
         return loss.detach()
 
 

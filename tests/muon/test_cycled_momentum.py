@@ -92,14 +92,16 @@ def test_cycled_betas_are_resumed(commits: bool, tmp_path: Path) -> None:
         with tierstore.TierStore(tmp_path, resume=True) as store:
             optimizer, parameters = mixed(store)
             scheduler = one_cycle(optimizer)
+            store.register(scheduler=scheduler)
             assert optimizer.restore() == first
-            if first:
-                scheduler.load_state_dict(store.extra)
+            if not commits:
+                store.register(scheduler=None)
             for number in range(first, first + 3):
                 step(optimizer, number)
                 scheduler.step()
                 if commits or number == 2:
-                    store.commit(extra=scheduler.state_dict())
+                    store.register(scheduler=scheduler)
+                    store.commit()
     assert all(map(torch.equal, parameters, expected))
 
 

@@ -164,10 +164,11 @@ def test_a_commit_of_5000_parameters_takes_less_than_30_ms(tmp_path: Path) -> No
         weight.grad = torch.ones_like(weight)
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon([{"params": weights, "algorithm": "adamw"}], store=store)
+        store.register(random=tierstore.RandomState())
         found = []
         for _ in range(4):
             optimizer.step()
             started = time.thread_time()
-            store.commit({"random": torch.get_rng_state()})
+            store.commit()
             found.append(time.thread_time() - started)
     assert min(found) < 0.03

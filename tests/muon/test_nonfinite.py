@@ -79,10 +79,10 @@ def test_a_refused_step_is_not_committed_and_the_next_one_works(
     with tierstore.TierStore(tmp_path, commit_every=commit_every) as store:
         twins = refuse_second_step(store)
         store.synchronize()
-        assert store.step == store.committed_step == 1
+        assert store.step == store.committed.step == 1
         twins.step()
         store.synchronize()
-        assert store.committed_step == 2
+        assert store.committed.step == 2
         twins.assert_identical()
 
 
@@ -176,7 +176,7 @@ def test_a_step_is_skipped_on_request(place: str, algorithm: str, tmp_path: Path
         twins.assert_identical()
         if place == "disk":
             store.synchronize()
-            assert store.committed_step == 2
+            assert store.committed.step == 2
 
 
 def test_the_first_step_may_be_skipped(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_step_on_a_device_fails_before_its_commit(
             twins.optimizer.step()
         with pytest.raises(tierstore.StoreFailedError, match="NonFiniteGradientError"):
             store.commit()
-        assert store.committed_step == 1
+        assert store.committed.step == 1
         assert twins.optimizer.restore() == 1
         twins.step()
         twins.assert_identical()

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 import muon
 import tierstore
 from tests.support import training
+from tests.support.kept import commit_with, wanted
 from tests.support.references import Pair, assert_same, stored
 from tests.support.twins import PLACES, Twins, open_store
 
@@ -132,7 +133,7 @@ def test_added_group_is_paged_committed_and_restored(tmp_path: Path) -> None:
         pair.step(1, 2)
         pages, buffer_bytes = store.stats().pages, store.stats().host_bytes_peak
         add_group(pair, 0)
-        store.commit(extra="before the new group was stepped")
+        store.commit()
         pair.step(3, 4)
         assert store.stats().pages == pages + 1
         assert store.stats().host_bytes_peak > buffer_bytes
@@ -240,19 +241,24 @@ def test_skipped_step_does_not_count(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon([("weight", weight)], store=store)
+        position = {"batch": 1}
+        store.register(position=position, scaler=scaler)
         scaled_step(scaler, optimizer, weight, 1.0)
-        store.commit(extra={"batch": 1, "scaler": scaler.state_dict()})
+        store.commit()
         before = stored(optimizer)
         scaled_step(scaler, optimizer, weight, float("inf"))
         assert scaler.get_scale() == 2.0**15
         assert_same(stored(optimizer), before)
-        store.commit(extra={"batch": 2, "scaler": scaler.state_dict()})
+        position["batch"] = 2
+        store.commit()
     with tierstore.TierStore(tmp_path, resume=True) as store:
         optimizer = muon.Muon([("weight", matrix(seed=1))], store=store)
+        position, scaler = {}, torch.amp.GradScaler("cpu")
+        store.register(position=position, scaler=scaler)
         assert optimizer.restore() == 1
         assert_same(stored(optimizer), before)
-        assert store.extra["batch"] == 2
-        assert store.extra["scaler"]["scale"] == 2.0**15
+        assert position == {"batch": 2}
+        assert scaler.get_scale() == 2.0**15
 
 
 def test_first_step_may_be_skipped(tmp_path: Path) -> None:
@@ -261,17 +267,18 @@ def test_first_step_may_be_skipped(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon([("weight", weight)], store=store)
         scaled_step(scaler, optimizer, weight, float("inf"))
-        store.commit(extra={"batch": 1})
-        assert (store.step, store.committed_step) == (0, 0)
+        commit_with(store, 1)
+        assert (store.step, store.committed.step) == (0, 0)
         assert torch.equal(weight, reference_weight)
         scaled_step(scaler, optimizer, weight, 3.0)
-        store.commit(extra={"batch": 2})
+        commit_with(store, 2)
     reference_weight.grad = torch.full_like(weight, 3.0)
     torch.optim.Muon([reference_weight]).step()  # type: ignore[no-untyped-call]
     with tierstore.TierStore(tmp_path, resume=True) as store:
         restored = matrix(seed=1)
-        assert muon.Muon([("weight", restored)], store=store).restore() == 1
-        assert store.extra == {"batch": 2}
+        with wanted(store) as kept:
+            assert muon.Muon([("weight", restored)], store=store).restore() == 1
+        assert kept == {"state": 2}
         assert torch.equal(restored, reference_weight)
 
 
@@ -282,7 +289,7 @@ def test_run_with_only_skipped_steps_starts_again(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path) as store:
         optimizer = muon.Muon([("weight", weight)], store=store)
         scaled_step(scaler, optimizer, weight, float("inf"))
-        store.commit(extra={"batch": 1})
+        commit_with(store, 1)
         store.synchronize()
     with tierstore.TierStore(tmp_path, resume=True) as store:
         again = matrix(seed=1)

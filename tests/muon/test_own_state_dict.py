@@ -206,7 +206,8 @@ def test_a_device_context_matters_nowhere(place: str, tmp_path: Path) -> None:
             found = store.read_states()["first"].values()
             assert {value.device.type for value in found} == {"cpu"}
             if place == "disk":
-                store.commit(extra={"rng": torch.get_rng_state()})
+                store.register(random=tierstore.RandomState())
+                store.commit()
                 store.checkpoint(tmp_path / "out")
         twins.stock.step()
         twins.step()

@@ -182,7 +182,7 @@ def test_a_commit_does_not_wait_for_the_writes_of_its_step(tmp_path: Path) -> No
             parameter.fill_(7.0)
         release.set()
         store.synchronize()
-        assert store.committed_step == 2
+        assert store.committed.step == 2
     content = read_run(tmp_path)
     assert np.array_equal(content.states["w"]["master"], expected.numpy())
 

@@ -14,6 +14,7 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.independent_reader import read_checkpoint, read_run
+from tests.support.kept import commit_with, wanted
 from tests.support.references import assert_same
 from tests.support.toy import Toy
 from tests.support.training import SHAPES
@@ -261,7 +262,7 @@ def interrupt(store: tierstore.TierStore) -> None:
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_crash_before_the_next_commit_undoes_a_removal(commits: bool, tmp_path: Path) -> None:
     reference, ours = reference_and_ours(tmp_path, 1, 2)
-    ours.store.commit({"position": 7})
+    commit_with(ours.store, {"position": 7})
     ours.store.synchronize()
     ours.remove(["tall", "slow"])
     if commits:
@@ -269,8 +270,9 @@ def test_a_crash_before_the_next_commit_undoes_a_removal(commits: bool, tmp_path
     interrupt(ours.store)
     removed = ["tall", "slow"] if commits else []
     again = Trained(tmp_path, STREAMED, removed=removed, resume=True)
-    assert again.optimizer.restore() == 2
-    assert again.store.extra == {"position": 7}
+    with wanted(again.store) as kept:
+        assert again.optimizer.restore() == 2
+    assert kept == {"state": {"position": 7}}
     again.assert_as(reference)
     again.store.close()
 

@@ -1,4 +1,4 @@
-"""restore() of an optimizer: the scheduler, the learning rates, and the step that is expected."""
+"""restore() of an optimizer: the scheduler and the learning rates."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def train(
     optimizer: muon.Muon, weight: nn.Parameter, scheduler: lr_scheduler.LRScheduler, steps: int
 ) -> list[float]:
     """Do some steps; return the lr of each, and the lr that comes next."""
+    optimizer.store.register(scheduler=scheduler)
     rates = []
     for step in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -60,7 +61,7 @@ def train(
             scheduler.step(float(step))
         else:
             scheduler.step()
-        optimizer.store.commit(extra={"scheduler": scheduler.state_dict()})
+        optimizer.store.commit()
     return [*rates, optimizer.param_groups[0]["lr"]]
 
 
@@ -83,7 +84,8 @@ def test_restore_brings_a_scheduler_back(schedule: Schedule, tmp_path: Path) -> 
     with store, warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = schedule(optimizer)
-        assert optimizer.restore(scheduler=scheduler) == 3
+        store.register(scheduler=scheduler)
+        assert optimizer.restore() == 3
         assert optimizer.param_groups[0]["lr"] == lr
         rates = train(optimizer, weight, scheduler, 3)
     assert rates == expected_rates[3:]
@@ -95,9 +97,11 @@ def test_a_scheduler_gets_a_copy_of_its_state(tmp_path: Path) -> None:
     store, optimizer, weight = open_run(tmp_path)
     with store:
         scheduler = warm_up(optimizer)
-        optimizer.restore(scheduler=scheduler)
+        store.register(scheduler=scheduler)
+        optimizer.restore()
+        committed = store.committed
         train(optimizer, weight, scheduler, 1)
-        assert store.extra["scheduler"]["last_epoch"] == 3
+        assert committed.states["scheduler"]["last_epoch"] == 3
 
 
 class _Eager(lr_scheduler.LinearLR):
@@ -112,7 +116,8 @@ def test_the_committed_lr_prevails_over_that_of_a_scheduler(tmp_path: Path) -> N
     lr = make_run(tmp_path)
     store, optimizer, _ = open_run(tmp_path)
     with store:
-        optimizer.restore(scheduler=_Eager(optimizer))
+        store.register(scheduler=_Eager(optimizer))
+        optimizer.restore()
         assert optimizer.param_groups[0]["lr"] == lr
 
 
@@ -121,28 +126,10 @@ def test_a_new_run_leaves_the_scheduler_as_it_is(tmp_path: Path) -> None:
     with store:
         scheduler = warm_up(optimizer)
         before = scheduler.state_dict()
-        assert optimizer.restore(scheduler=scheduler, expected_step=0) == 0
+        store.register(scheduler=scheduler)
+        assert optimizer.restore() == 0
         assert scheduler.state_dict() == before
         assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-@pytest.mark.parametrize("extra", [None, {"rng": 1}, ["scheduler"]])
-def test_a_commit_without_a_scheduler_is_refused_before_anything_changes(
-    extra: Any, tmp_path: Path
-) -> None:
-    store, optimizer, weight = open_run(tmp_path)
-    with store:
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        store.commit(extra=extra)
-    store, optimizer, weight = open_run(tmp_path)
-    with store:
-        scheduler = warm_up(optimizer)
-        with pytest.raises(ValueError, match=r"step 1 has no extra\['scheduler'\].*commit with"):
-            optimizer.restore(scheduler=scheduler)
-        assert torch.equal(weight, parameter())
-        assert optimizer.param_groups[0]["lr"] == 0.1
-        assert optimizer.restore() == 1
 
 
 def test_a_run_that_begins_from_a_checkpoint_brings_a_scheduler_back(tmp_path: Path) -> None:
@@ -153,10 +140,8 @@ def test_a_run_that_begins_from_a_checkpoint_brings_a_scheduler_back(tmp_path: P
     store, optimizer, weight = open_run(tmp_path / "new")
     with store:
         scheduler = warm_up(optimizer)
-        with pytest.raises(ValueError, match="step 3 to restore, not step 4"):
-            optimizer.restore(tmp_path / "checkpoint", expected_step=4)
-        assert torch.equal(weight, parameter())
-        assert optimizer.restore(tmp_path / "checkpoint", scheduler=scheduler) == 3
+        store.register(scheduler=scheduler)
+        assert optimizer.restore(tmp_path / "checkpoint") == 3
         assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (lr, 3)
 
 
@@ -164,13 +149,15 @@ def test_lr_that_a_late_scheduler_sets_back_warns_once(tmp_path: Path) -> None:
     lr = make_run(tmp_path)
     store, optimizer, weight = open_run(tmp_path)
     with store:
+        store.register(scheduler=None)
+        state = store.committed.states["scheduler"]
         optimizer.restore()
         scheduler = warm_up(optimizer)
-        scheduler.load_state_dict(store.extra["scheduler"])
+        scheduler.load_state_dict(state)
         weight.grad = torch.ones_like(weight)
         found = optimizer.param_groups[0]["lr"]
         assert found != lr
-        with pytest.warns(UserWarning, match=r"lr of group 0 .*restore\(scheduler=") as caught:
+        with pytest.warns(UserWarning, match=r"lr of group 0 .*register\(scheduler=") as caught:
             optimizer.step()
         assert f"{found}" in str(caught[0].message)
         assert f"{lr}" in str(caught[0].message)
@@ -195,25 +182,3 @@ def test_lr_of_groups_in_another_order_is_compared_by_parameters(tmp_path: Path)
         twins.optimizer.param_groups[1]["lr"] = 2.0  # That of "first".
         with pytest.warns(UserWarning, match=r"lr of group 1 is 2\.0, .* committed lr, 0\.5\."):
             twins.optimizer.step()
-
-
-def test_another_step_than_the_expected_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    store, optimizer, weight = open_run(tmp_path)
-    with store:
-        with pytest.raises(ValueError, match=r"\b3\b.*\b5\b"):
-            optimizer.restore(expected_step=5)
-        assert torch.equal(weight, parameter())
-        assert optimizer.param_groups[0]["lr"] == 1.0
-        with pytest.raises(tierstore.RunDirectoryError, match="restore"):
-            optimizer.step()
-        assert optimizer.restore(expected_step=3) == 3
-
-
-def test_a_new_run_is_refused_where_a_step_is_expected(tmp_path: Path) -> None:
-    store, optimizer, weight = open_run(tmp_path)
-    with store:
-        with pytest.raises(ValueError, match=r"\b0\b.*\b5\b"):
-            optimizer.restore(expected_step=5)
-        assert optimizer.restore(expected_step=0) == 0
-        train(optimizer, weight, warm_up(optimizer), 1)

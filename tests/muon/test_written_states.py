@@ -205,7 +205,7 @@ def test_a_refused_change_is_written_once_it_is_assigned(call: str, tmp_path: Pa
         twins.step()
         calls: dict[str, Callable[[], Any]] = {
             "step": twins.optimizer.step,
-            "commit": lambda: store.commit(extra=1),
+            "commit": store.commit,
             "synchronize": store.synchronize,
             "checkpoint": lambda: store.checkpoint(tmp_path / "out"),
         }

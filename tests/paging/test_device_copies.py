@@ -304,7 +304,7 @@ class Played:
                 assert call in ("device", "host", "nvme")
             except tierstore.StorageError:
                 self.storage.disarm()
-                if not store.committed_step or self.history.commit_every is None:
+                if not store.committed.step or self.history.commit_every is None:
                     break
                 if call == "reopen":  # The store is closed in any case.
                     self.open()
@@ -329,7 +329,7 @@ class Played:
         elif call == "restore":
             if self.history.commit_every is None:  # The last commit may be overwritten.
                 store.synchronize()
-            if store.committed_step:
+            if store.committed.step:
                 trained.optimizer.restore()
                 trained.assert_right()
         elif call == "reopen":

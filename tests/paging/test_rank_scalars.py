@@ -21,7 +21,7 @@ def committed(directory: Path, *rank_scalars: dict[str, dict[str, float]]) -> li
             store.scalars.update(rank_scalars[ranks.rank])
             store.commit()
             store.synchronize()
-            return store.committed_step
+            return store.committed.step
 
     return ThreadJob(len(rank_scalars)).run(act)
 

@@ -51,7 +51,7 @@ def test_buffers_and_page_sizes_do_not_change_the_result(
 def test_commits_do_not_change_the_result(commit_every: int | None, tmp_path: Path) -> None:
     store = tierstore.TierStore(tmp_path, page_bytes=10000, buffers=2, commit_every=commit_every)
     training.assert_identical(run(store, torch.float32), training.resident_run(STEPS))
-    assert store.committed_step == STEPS
+    assert store.committed.step == STEPS
 
 
 def test_embedding_spans_pages(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_the_step_before_a_break(tmp_path: Path) -> None:
     expected = train(tmp_path / "whole", 5)
     train(tmp_path / "resumed", 2)
     with tierstore.TierStore(tmp_path / "resumed", resume=True) as store:
-        assert store.committed_step == 2
+        assert store.committed.step == 2
     assert_equal(train(tmp_path / "resumed", 5), expected)
 
 
@@ -219,11 +219,12 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
         optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        store.commit(extra={"own": 1})
+        store.register(own={"at": 1})
+        store.commit()
     with tierstore.TierStore(tmp_path / "run", resume=True) as store:
         with pytest.raises(ValueError, match=r"step 1 .* was not committed by a loop of prepare"):
             Loop(store)
-        assert store.committed_step == 1
+        assert store.committed.step == 1
 
 
 @pytest.mark.parametrize("call", ["checkpoint", "synchronize"])
@@ -281,7 +282,8 @@ def test_a_state_of_other_processes_and_of_another_program(tmp_path: Path) -> No
         optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
-        store.commit(extra={"scheduler": {}})
+        store.register(scheduler={})
+        store.commit()
         store.checkpoint(tmp_path / "saved/store")
     with tierstore.TierStore(tmp_path / "run") as store:
         from accelerate import Accelerator
@@ -310,3 +312,51 @@ def test_saving_again_into_a_folder_keeps_what_is_there_until_then(tmp_path: Pat
         with pytest.raises((tierstore.CheckpointError, FileExistsError)):
             loop.accelerator.save_state(str(tmp_path / "saved"))  # There is no step to publish.
         assert (tmp_path / "saved/store/.metadata").exists()
+
+
+def test_a_rewind_by_a_program_that_carries_the_states_along(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        whole = Loop(store)
+        whole.run()
+    torch.manual_seed(0)
+    with contextlib.suppress(StoppedError), tierstore.TierStore(tmp_path / "run") as store:
+        loop = Loop(store)
+        for number, (_, inputs, targets) in enumerate(loop.batches):
+            if number == 4:
+                store.checkpoint(tmp_path / "step-2")
+            loop.train_on(inputs, targets)
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        layers = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3)]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 1))
+        optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
+        store.register(**{name: {} for name in store.committed.states})
+        assert optimizer.restore(tmp_path / "step-2", rewind=True) == 2
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        resumed = Loop(store)
+        assert resumed.began == 2
+        resumed.run()
+        assert resumed.seen == whole.seen[4:]
+        assert_equal(resumed.result(), whole.result())
+
+
+def test_a_loop_with_one_object_more_or_less(tmp_path: Path) -> None:
+    with tierstore.TierStore(tmp_path / "whole") as store:
+        whole = Loop(store)
+        whole.run()
+    torch.manual_seed(0)
+    with pytest.raises(StoppedError), tierstore.TierStore(tmp_path / "run") as store:
+        Loop(store).run(4)
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        store.register(more={"a": 1})
+        with pytest.warns(UserWarning, match="step 2 was committed without 'more'"):
+            loop = Loop(store)
+        with contextlib.suppress(StoppedError):
+            loop.run(1)
+    refused = pytest.raises(ValueError, match=r"step 3 was committed with 'more'.*\(more=None\)")
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store, refused:
+        Loop(store)
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        store.register(more=None)
+        resumed = Loop(store)
+        resumed.run()
+        assert_equal(resumed.result(), whole.result())

@@ -84,6 +84,7 @@ class Trained:
         *,
         manual: bool = False,
         callbacks: tuple[Any, ...] = (),
+        more: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         import lightning
@@ -104,7 +105,8 @@ class Trained:
             contextlib.suppress(StoppedError),
             tierstore.TierStore(directory / "run", resume=True) as store,
         ):
-            self.began = store.committed_step
+            self.began = store.committed.step
+            store.register(**(more or {}))
             module = module_class()(store, stop_at, manual=manual)
             self.trainer = lightning.Trainer(
                 callbacks=[Commit(store), *callbacks], **{**defaults, **options}
@@ -300,6 +302,45 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
         optimizer = muon.Muon(muon.param_groups(model, lr=0.02), store=store)
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        store.commit(extra={"own": 1})
+        store.register(own={"at": 1})
+        store.commit()
     with pytest.raises(ValueError, match=r"step 1 .* was not committed by a Trainer of Lightning"):
         Trained(tmp_path)
+
+
+def test_a_loop_with_one_object_more_or_less(tmp_path: Path) -> None:
+    whole = Trained(tmp_path / "whole")
+    torch.manual_seed(0)
+    first = Trained(tmp_path / "run", stop_at=5, more={"more": {"a": 1}})
+    assert first.stopped
+    with pytest.raises(ValueError, match=r"was committed with 'more'.*\(more=None\)"):
+        Trained(tmp_path / "run")
+    resumed = Trained(tmp_path / "run", more={"more": None})
+    assert resumed.seen == whole.seen[5:]
+    assert_equal(resumed.result, whole.result)
+    with pytest.warns(UserWarning, match="step 6 was committed without 'more'"):
+        Trained(tmp_path / "run", more={"more": {"a": 1}})
+
+
+def test_a_rewind_by_a_program_that_carries_the_states_along(tmp_path: Path) -> None:
+    import lightning
+
+    class Publish(lightning.Callback):
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 4 and trainer.current_epoch == 0:
+                pl_module.store.checkpoint(tmp_path / "step-2")
+
+    whole = Trained(tmp_path / "whole")
+    torch.manual_seed(0)
+    Trained(tmp_path / "run", callbacks=(Publish(),))
+    with tierstore.TierStore(tmp_path / "run/run", resume=True) as store:
+        module = module_class()(store, 0, manual=False)
+        optimizer = muon.Muon(muon.param_groups(module, lr=0.02), store=store)
+        store.register(**{name: {} for name in store.committed.states})
+        assert optimizer.restore(tmp_path / "step-2", rewind=True) == 2
+    resumed = Trained(tmp_path / "run")
+    assert resumed.began == 2
+    assert resumed.seen == whole.seen[4:]
+    assert_equal(resumed.result, whole.result)

@@ -149,11 +149,12 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        store.commit(extra={"own": 1})
+        store.register(own={"at": 1})
+        store.commit()
     with tierstore.TierStore(tmp_path / "run", resume=True) as store:
         with pytest.raises(ValueError, match="step 1 of the store was not committed by a Trainer"):
             trainer_of(tmp_path, store).train()
-        assert store.committed_step == 1
+        assert store.committed.step == 1
 
 
 def test_another_trainer_and_another_optimizer(tmp_path: Path) -> None:
@@ -257,3 +258,32 @@ def sft_trainer_of(directory: Path, store: tierstore.TierStore, steps: int) -> A
 
 def test_a_trainer_of_trl(tmp_path: Path) -> None:
     assert_resumes(sft_trainer_of, tmp_path)
+
+
+def test_a_trainer_with_one_object_more_or_less_and_rewound(tmp_path: Path) -> None:
+    def train(name: str, steps: int, **registered: Any) -> dict[str, torch.Tensor]:
+        with tierstore.TierStore(tmp_path / name, resume=True) as store:
+            store.register(**registered)
+            trainer = trainer_of(tmp_path / f"{name}-checkpoints", store)
+            trainer.args.max_steps, trainer.args.lr_scheduler_type = steps, "constant"
+            trainer.args.save_strategy, trainer.args.save_steps = "steps", 2
+            trainer.train()
+            assert store.step == steps
+            return {key: value.clone() for key, value in trainer.model.state_dict().items()}
+
+    expected = train("whole", 5)
+    train("run", 3, more={"a": 1})
+    with pytest.raises(ValueError, match=r"step 3 was committed with 'more'.*\(more=None\)"):
+        train("run", 5)
+    for name, value in train("run", 5, more=None).items():
+        assert torch.equal(value, expected[name]), name
+    with tierstore.TierStore(tmp_path / "run", resume=True) as store:
+        model = trainer_of(tmp_path, store).model
+        optimizer = muon.Muon(muon.param_groups(model), store=store)
+        store.register(**{name: {} for name in store.committed.states})
+        published = tmp_path / "run-checkpoints/checkpoint-4/store"
+        assert optimizer.restore(published, rewind=True) == 4
+    with pytest.warns(UserWarning, match="step 4 was committed without 'more'"):
+        found = train("run", 5, more={"a": 1})
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name

@@ -30,6 +30,7 @@ from tests.rank_programs.meshes import cpu_mesh
 from tests.rank_programs.training import unevenly
 from tests.support import stock_reader
 from tests.support.attempts import attempt
+from tests.support.kept import commit_with, kept_by, wanted
 from tests.support.published import PAGE_BYTES, make_groups
 from tests.support.toy import verified
 from tierstore.storage.folder import LocalFolder
@@ -160,17 +161,17 @@ def open_job(job: Job) -> tuple[nn.Module, tierstore.TierStore, muon.Muon]:
 
 
 def work(job: Job) -> tuple[int, str]:
-    """Do a job; return the step that it began from, and the extra that was found there."""
+    """Do a job; return the step that it began from, and the state that was found there."""
     model, store, optimizer = open_job(job)
     with store:
-        began = optimizer.restore(checkpoint=job.begin_from, rewind=job.rewind)
-        found = repr(store.extra)
+        with wanted(store) as kept:
+            began = optimizer.restore(checkpoint=job.begin_from, rewind=job.rewind)
         for step in job.steps:
             train_step(model, optimizer, step)
         if job.checkpoint is not None:
-            store.commit(extra=EXTRA)
+            commit_with(store, EXTRA)
             store.checkpoint(job.checkpoint, model=model, **job.options)
-    return began, found
+    return began, repr(kept.get("state"))
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -196,7 +197,7 @@ def look(job: Job) -> tuple[int, str, str]:
         _, store, _ = open_job(job)
     with store:
         text = " ".join(str(each.message) for each in caught)
-        return store.committed_step, repr(store.extra), text
+        return store.committed.step, repr(kept_by(store)), text
 
 
 def fail_to_open(job: Job) -> tuple[str, str]:
@@ -249,7 +250,7 @@ def fail_to_publish(job: Job, failing: int, refused: str = ".hidden") -> tuple[s
             store.checkpoint(job.checkpoint.with_name(name))
         train_step(model, optimizer, 2)
         store.checkpoint(job.checkpoint, model=model)
-    return type(raised.value).__name__, str(raised.value), store.committed_step == 2
+    return type(raised.value).__name__, str(raised.value), store.committed.step == 2
 
 
 def interrupted(job: Job, failing: int) -> tuple[str, str]:
@@ -378,7 +379,7 @@ def copied_pages(job: Job, failing: int | None) -> tuple[int, str]:
     with store, mock.patch.object(LocalFolder, "link", link):
         for step in job.steps:
             train_step(model, optimizer, step)
-        store.commit(extra=EXTRA)
+        commit_with(store, EXTRA)
         store.synchronize()
         if dist.get_rank() == failing:
             for page in job.run.glob(f"rank-{failing:05d}/page-*"):

@@ -105,7 +105,7 @@ def _train(directory: Path, differ: Callable[[Any, Any], None]) -> tuple[int, li
         differ(store, optimizer)
         _step(optimizer)
         store.synchronize()
-        return store.committed_step, list(parameters.values())
+        return store.committed.step, list(parameters.values())
 
 
 def other_call(directory: Path, name: str) -> list[Any]:
@@ -126,7 +126,7 @@ def other_call(directory: Path, name: str) -> list[Any]:
             "read_states()": store.read_states,
             "write_states()": lambda: store.write_states(states),
             "move()": lambda: store.move("host"),
-            "commit()": lambda: store.commit(extra=1),
+            "commit()": store.commit,
             "synchronize()": store.synchronize,
             "checkpoint()": lambda: store.checkpoint(directory / "checkpoint"),
             "restore()": optimizer.restore,
@@ -135,7 +135,7 @@ def other_call(directory: Path, name: str) -> list[Any]:
         }
         call = calls[name] if dist.get_rank() == 0 else optimizer.step
         raised.append(attempt(call))
-        raised.append(attempt(lambda: store.commit(extra=2)))
+        raised.append(attempt(store.commit))
         assert not (directory / "checkpoint").exists()
 
     step, found = _train(directory / "run", differ)

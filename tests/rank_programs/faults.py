@@ -24,6 +24,7 @@ from tests.rank_programs.training import (
     whole_gradients,
 )
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.kept import commit_with, wanted
 from tests.support.training import make_groups
 from tierstore.storage.select import open_storage
 
@@ -72,7 +73,7 @@ def train_until(here: Here, case: Case, wrong: Wrong | None, culprit: int) -> Fa
                     wrong(here, storage, step)
                 model.set_gradients(whole_gradients(SHAPES, step))
                 optimizer.step()
-                store.commit(extra={"step": step})
+                commit_with(store, {"step": step})
                 if step % 3 == 0:
                     store.synchronize()
                     here.test.send(Durable(step))
@@ -114,11 +115,11 @@ def go_on(case: Case) -> Restored:
         case.directory, resume=True, **case.store_options(dist.get_rank())
     ) as store:
         optimizer = muon.Muon(make_groups(model.parameters, SHAPES), store=store, **case.options)
-        step = optimizer.restore()
+        with wanted(store) as kept:
+            step = optimizer.restore()
         values = {name: local(p).clone() for name, p in model.parameters.items()}
-        extra = store.extra
         for later in range(step + 1, step + GOES_ON + 1):
             model.set_gradients(whole_gradients(SHAPES, later))
             optimizer.step()
             store.commit()
-        return Restored(step, extra, values, trained_by(model, optimizer, []))
+        return Restored(step, kept.get("state"), values, trained_by(model, optimizer, []))

@@ -96,7 +96,7 @@ def nan_on_a_device(directory: Path) -> tuple[str, int]:
         raised = job.step(_spoil_on_1)
         if not raised:
             raised = attempt(store.synchronize)
-        step = store.committed_step
+        step = store.committed.step
         attempt(store.close)
     return raised, step
 

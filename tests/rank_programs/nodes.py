@@ -41,7 +41,7 @@ def main(directory: str, notes: str, steps: str) -> None:
         for step in range(committed + 1, int(steps) + 1):
             training.set_gradients(parameters, step)
             optimizer.step()
-            store.commit(extra=step)
+            store.commit()
             note("step", step)
     note("ended", digest(parameters))
     dist.destroy_process_group()

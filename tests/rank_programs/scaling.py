@@ -34,6 +34,7 @@ def train(directory: Path) -> tuple[list[float], int, dict[str, torch.Tensor]]:
     scales = []
     with tierstore.TierStore(directory) as store:
         optimizer = muon.Muon(muon.param_groups(model), store=store)
+        store.register(scaler=scaler)
         for step in range(STEPS):
             scaler.scale(model(tokens)).backward()
             if step in OVERFLOWS and dist.get_rank() == dist.get_world_size() - 1:
@@ -42,7 +43,7 @@ def train(directory: Path) -> tuple[list[float], int, dict[str, torch.Tensor]]:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            store.commit(extra={"scaler": scaler.state_dict()})
+            store.commit()
             scales.append(scaler.get_scale())
         done = store.step
     whole = {name: cast(DTensor, p).full_tensor().detach() for name, p in model.named_parameters()}

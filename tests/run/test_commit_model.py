@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tierstore
+from tests.support.kept import commit_with, kept_by
 from tests.support.toy import MODEL, Toy
 from tierstore.storage.memory import MemoryFiles, MemoryStorage
 
@@ -43,7 +44,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.files = MemoryFiles()
         self.present = Moment()
         self.committed: Moment | None = None
-        self.given: tuple[int, Any] = (0, None)
+        self.given: tuple[int, Any] = (0, None)  # A step, and the state that was registered.
         self.written = False  # Since the last commit.
         self.open()
 
@@ -55,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         step, extra = self.given
         extra = extra if step == self.present.step else None
         self.committed = replace(self.present, extra=extra)
-        self.given, self.written = (0, None), False
+        self.given, self.written = (self.present.step, extra), False
 
     def commit_if_due(self) -> None:
         last = self.committed.step if self.committed else 0
@@ -79,25 +80,26 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(extra=st.one_of(st.none(), st.integers(), st.tuples(st.floats(allow_nan=False))))
     def commit(self, extra: Any) -> None:
+        self.given = (self.present.step, extra)
         if self.committed is None or self.present.step != self.committed.step:
-            self.given = (self.present.step, extra)
             self.commit_if_due()
-        elif extra is not None:  # The same step again, with something new.
-            self.given = (self.present.step, extra)
+        elif extra != self.committed.extra:  # The same step again, with something new.
             self.commit_now()
-        self.toy.store.commit(extra=extra)
+        if extra is None:
+            self.toy.store.commit()
+        else:
+            commit_with(self.toy.store, extra)
 
     def catch_up(self) -> None:
-        """Commit as synchronize() does: only a step, or an extra, that is in no commit yet."""
-        last = self.committed.step if self.committed else 0
-        if self.present.step > last or (self.present.step and self.given[0] == self.present.step):
+        """Commit as synchronize() does: only a step that is in no commit yet."""
+        if self.present.step > (self.committed.step if self.committed else 0):
             self.commit_now()
 
     @rule()
     def synchronize(self) -> None:
         self.catch_up()
         self.toy.store.synchronize()
-        assert self.toy.store.committed_step == self.present.step
+        assert self.toy.store.committed.step == self.present.step
 
     @rule()
     def restart(self) -> None:
@@ -106,8 +108,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
         self.present = self.committed or Moment()
         assert self.toy.store.restore() == self.present.step
-        assert self.toy.store.extra == self.present.extra
-        self.given = (0, None)
+        assert kept_by(self.toy.store) == self.present.extra
+        self.given = (self.present.step, self.present.extra)
 
     @precondition(lambda self: self.committed or not self.present.step)
     @rule()
@@ -118,9 +120,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if self.committed:
             self.present = self.committed
-            self.given = (0, None)
+            self.given = (self.present.step, self.present.extra)
         assert self.toy.store.restore() == self.present.step
-        assert self.toy.store.extra == self.present.extra
+        assert kept_by(self.toy.store) == self.present.extra
 
     @precondition(lambda self: self.present.step and not self.committed)
     @rule()

@@ -21,6 +21,7 @@ import xxhash
 import tierstore
 from tests.support.commands import call
 from tests.support.isolated_process import allow_more_memory, apart
+from tests.support.kept import commit_with
 from tests.support.originals import STEPS, TWIN, reseal, reseal_layout
 from tests.support.toy import MODEL, RANK, Toy, make_run
 from tierstore.inspection.summary import summarize
@@ -115,13 +116,13 @@ def test_a_huge_marker_is_not_removed_by_retention(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in ("a", "b", "c"))
 
 
-def test_an_extra_that_no_restart_would_read_is_refused_before_the_commit(tmp_path: Path) -> None:
+def test_a_state_that_no_restart_would_read_is_refused_before_the_commit(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     with contextlib.closing(toy.store):
         toy.step()
-        with pytest.raises(ValueError, match=r"extra\['log'\] with 64\.0 MiB"):
-            toy.store.commit({"log": "x" * (64 << 20)})
-        toy.store.commit({"log": "x"})
+        with pytest.raises(ValueError, match=r"registered\['kept'\]\['state'\] with 64\.0 MiB"):
+            commit_with(toy.store, "x" * (64 << 20))
+        commit_with(toy.store, "x")
 
 
 # ----------------------------------------------------------------- a disk that does not answer

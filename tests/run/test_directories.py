@@ -60,10 +60,15 @@ def test_training_is_bit_for_bit_that_in_memory(directories: int, tmp_path: Path
         with store:
             optimizer = muon.Muon(training.make_groups(parameters), store=store)
             scheduler = training.make_scheduler(optimizer)
-            if optimizer.restore():
-                scheduler.load_state_dict(store.extra["scheduler"])
-            training.train(optimizer, parameters, steps, scheduler=scheduler)
-            store.commit(extra={"scheduler": scheduler.state_dict()})
+            store.register(scheduler=scheduler)
+            optimizer.restore()
+            training.train(
+                optimizer,
+                parameters,
+                steps,
+                scheduler=scheduler,
+                after_step=lambda step, store=store: store.commit(),
+            )
             found = training.snapshot(optimizer, parameters)
     training.assert_identical(found, training.resident_run(6, page_bytes=10000))
     assert all(numbers(place) for place in places)

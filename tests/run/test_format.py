@@ -24,6 +24,7 @@ import muon
 import tierstore
 from tests.support import independent_reader, training
 from tests.support.independent_reader import Content, read_checkpoint, read_run
+from tests.support.kept import commit_with
 from tests.support.lone_layouts import lay_out_alone
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, Spec, Toy
@@ -63,7 +64,8 @@ def trained(
     optimizer = muon.Muon(training.make_groups(parameters), store=store)
     scheduler = training.make_scheduler(optimizer)
     training.train(optimizer, parameters, range(1, TRAINED_STEPS + 1), scheduler=scheduler)
-    store.commit({"scheduler": scheduler.state_dict(), "position": (6, [1.5])})
+    store.register(scheduler=scheduler, position={"batch": (6, [1.5])})
+    store.commit()
     snapshot = training.snapshot(optimizer, parameters)
     groups = [dict(group) for group in optimizer.param_groups]
     store.checkpoint(directory / "published")
@@ -91,7 +93,7 @@ def test_reader_agrees_with_the_store(trained: Any, kind: str) -> None:
             assert value == snapshot[f"{scalar} of {name}"]
             seen.add(f"{scalar} of {name}")
     assert seen == {key for key in snapshot if not key.startswith("parameter ")}
-    assert content.extra["position"] == (6, [1.5])
+    assert content.extra["position"] == {"batch": (6, [1.5])}
     assert content.extra["scheduler"]["last_epoch"] == TRAINED_STEPS
     for found, group in zip(content.hyperparameters, groups, strict=True):
         # The reader knows no torch: a dtype is its name.
@@ -161,14 +163,14 @@ def test_several_ranks(tmp_path: Path) -> None:
         toy = Toy(tmp_path / "run", [specs], process_group=ranks)
         for _ in range(3):
             toy.step()
-        toy.store.commit(f"extra of rank {ranks.rank}")
+        commit_with(toy.store, f"of rank {ranks.rank}")
         toy.store.checkpoint(tmp_path / "published")
         toy.store.close()
 
     assert ThreadJob(2).run(train) == [None, None]
     for content in (read_run(tmp_path / "run"), read_checkpoint(tmp_path / "published")):
         assert content.step == 3
-        assert content.extra == "extra of rank 0"
+        assert content.extra == {"kept": {"state": "of rank 0"}}
         for name, shape in shapes.items():
             states = content.states[name]
             assert np.array_equal(states["master"], np.full(shape, 0.25, np.float32))

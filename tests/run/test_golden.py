@@ -91,22 +91,21 @@ def test_golden_files_are_read_independently(kind: str) -> None:
 def test_golden_run_is_restored_and_goes_on(golden: Path) -> None:
     model = Golden(golden / "run", resume=True)
     spoil(model)
-    assert model.store.restore() == STEPS
+    assert_extra(model.restore(EXTRA))
     assert_golden(model)
-    assert_extra(model.store.extra)
+    model.store.register(**dict.fromkeys(EXTRA))
     model.step()
-    model.store.commit("later")
+    model.commit({"later": 7})
     model.store.close()
     content = read_run(golden / "run")
-    assert (content.step, content.extra) == (STEPS + 1, "later")
+    assert (content.step, content.extra) == (STEPS + 1, {"later": 7})
 
 
 def test_golden_run_falls_back_to_the_commit_before(golden: Path) -> None:
     flip(golden / "run" / RANK / f"commit-{STEPS:010d}.2", -1)
     model = Golden(golden / "run", resume=True)
-    assert model.store.restore() == STEPS
+    assert model.restore(["position"]) == {"position": STEPS}
     assert_golden(model)
-    assert model.store.extra == {"position": STEPS}
     model.store.close()
     assert read_run(golden / "run").extra == {"position": STEPS}
 
@@ -115,9 +114,8 @@ def test_golden_checkpoint_begins_a_run(golden: Path, tmp_path: Path) -> None:
     model = Golden(tmp_path / "run")
     spoil(model)
     with unchanged(golden):
-        assert model.store.restore(checkpoint=golden / "published") == STEPS
+        assert_extra(model.restore(EXTRA, golden / "published"))
     assert_golden(model)
-    assert_extra(model.store.extra)
     model.store.close()
 
 

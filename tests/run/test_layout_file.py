@@ -13,6 +13,7 @@ import torch
 
 import tierstore
 from tests.support.independent_reader import read_checkpoint, read_run
+from tests.support.kept import commit_with
 from tests.support.originals import flip, reseal, reseal_layout
 from tests.support.toy import FIRST, FOURTH, MODEL, RANK, SECOND, THIRD, Toy, make_run, resumed
 from tierstore.checkpoint.publish_stopped import publish_run
@@ -79,7 +80,7 @@ def test_a_restart_heals_a_damaged_layout(tmp_path: Path) -> None:
         damage(tmp_path / RANK / name)
         assert [fault.place for fault in verify(tmp_path).faults] == [f"{RANK}/{name}"]
         toy = resumed(tmp_path, 3)
-        toy.store.commit("again")
+        commit_with(toy.store, damage.__name__)
         toy.store.close()
         assert verify(tmp_path).good
 
@@ -96,7 +97,7 @@ def test_a_manifest_is_small(tmp_path: Path) -> None:
         toy = Toy(run, [specs[:count]], page_bytes=16384)
         toy.step()
         toy.store.scalars.update({name: {"step": 1.0} for name, *_ in specs[:count]})
-        toy.store.commit({"position": 1})
+        commit_with(toy.store, {"position": 1})
         pages = toy.store.stats().pages
         toy.store.close()
         manifest = manifest_in(run, 1)

@@ -269,7 +269,7 @@ def test_a_second_restore_makes_files_anew_only_if_pages_were_written(tmp_path: 
 
         def files_made() -> int:
             done.clear()
-            step = toy.store.committed_step
+            step = toy.store.committed.step
             assert toy.store.restore() == step
             toy.assert_at(step)
             return sum(operation == "create" for operation, _ in done)

@@ -36,7 +36,7 @@ def test_new_or_empty_directory(within: str, made: bool, tmp_path: Path) -> None
     if made:
         directory.mkdir(parents=True)
     with tierstore.TierStore(directory) as store:
-        assert store.committed_step == 0
+        assert store.committed.step == 0
     assert set(contents(directory)) == {RANK, f"{RANK}/run.json"}
 
 
@@ -221,7 +221,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
 def test_resume_of_an_empty_directory_is_a_new_run(tmp_path: Path) -> None:
     with unchanged_parameters(Toy(tmp_path / "run", resume=True)) as toy:
         assert toy.store.restore() == 0
-        assert toy.store.extra is None
+        assert toy.store.committed.states == {}
     toy.step()
     assert toy.store.step == 1
     toy.store.close()
@@ -239,7 +239,7 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
         lambda toy: toy.step(),
         lambda toy: toy.store.read_states(),
         lambda toy: toy.store.write_states({}),
-        lambda toy: toy.store.commit(extra=1),
+        lambda toy: toy.store.commit(),
         lambda toy: toy.store.synchronize(),
     ],
     ids=["step", "read_states", "write_states", "commit", "synchronize"],

@@ -53,7 +53,7 @@ def test_every_flipped_bit_of_a_small_file_is_seen(name: str, tmp_path: Path) ->
                 tierstore.TierStore(tmp_path, resume=True)
         else:
             with tierstore.TierStore(tmp_path, resume=True) as store:
-                assert store.committed_step == 2
+                assert store.committed.step == 2
 
 
 def sealed(kind: str, version: int, body: dict[str, Any]) -> bytes:
@@ -99,7 +99,7 @@ def test_a_manifest_of_another_run_is_passed_over(tmp_path: Path) -> None:
     stranger = tmp_path / "other" / RANK / "commit-0000000004"
     (tmp_path / "one" / RANK / stranger.name).write_bytes(stranger.read_bytes())
     with tierstore.TierStore(tmp_path / "one", resume=True) as store:
-        assert store.committed_step == 3
+        assert store.committed.step == 3
     assert not (tmp_path / "one" / RANK / stranger.name).exists()
 
 
@@ -141,13 +141,14 @@ def test_the_last_two_manifests_are_kept(tmp_path: Path) -> None:
 def test_a_person_can_read_a_manifest(tmp_path: Path) -> None:
     store, optimizer, parameters = open_muon(tmp_path)
     training.train(optimizer, parameters, range(1, 4))
-    store.commit(extra={"epoch": 7, "best": (1.5, None)})
+    store.register(progress={"epoch": 7, "best": (1.5, None)})
+    store.commit()
     store.close()
     head, _, text = (tmp_path / RANK / "commit-0000000003").read_text().partition("\n")
     assert head == f"tierstore commit 1 {xxhash.xxh3_128_hexdigest(text.encode())}"
     manifest = json.loads(text)
     assert manifest["step"] == 3
-    assert manifest["extra"] == {"epoch": 7, "best": {"$tuple": [1.5, None]}}
+    assert manifest["extra"] == {"progress": {"epoch": 7, "best": {"$tuple": [1.5, None]}}}
     muon_group, adamw_group = manifest["hyperparameters"][:2]
     assert (muon_group["algorithm"], muon_group["lr"], muon_group["momentum"]) == (
         "muon",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.support.kept import kept_by
 from tierstore.layout.parameters import PagedGroup, PagedParameter
 from tierstore.run.committer import Committer
 from tierstore.store import TierStore
@@ -85,6 +86,7 @@ class Version:
     """How often the run was rewound."""
     step: int
     extra: Any
+    """The state that was registered for it."""
     rates: tuple[int, ...]
     """The hyperparameter of each group."""
     counts: Mapping[str, float]
@@ -196,7 +198,7 @@ class Model:
         Args:
             store: the store of the model.
             version: the expected version.
-            restored: whether the store has restored it, and so has its extra.
+            restored: whether the last commit of the store is of the version.
         """
         found = store.read_states()  # Before this rank returns: all ranks read together.
         if found.keys() != version.states.keys():
@@ -208,8 +210,8 @@ class Model:
             return f"epoch {committed.epoch}, not {version.epoch}"
         if version.step == 0:
             return self._parameter_difference(version)
-        if restored and store.extra != version.extra:
-            return f"extra {store.extra}, not {version.extra}"
+        if restored and kept_by(store) != version.extra:
+            return f"registered state {kept_by(store)}, not {version.extra}"
         if self.rates != version.rates:
             return f"rates {self.rates}, not {version.rates}"
         counts = {name: {"count": count} for name, count in version.counts.items()}
@@ -238,7 +240,7 @@ class Plan:
         versions: what may have been committed before this part of the run, oldest first;
             the run goes on from the last.
         generator: decides what is done.
-        name: of this part of the run; gradients and extra depend on it.
+        name: of this part of the run; gradients and registered states depend on it.
         length: about how many actions.
         kinds: which there may be besides steps and commits, each as often as it is named.
         keep_last: how many checkpoints are kept; None: all.
@@ -345,7 +347,7 @@ class Plan:
             name: (master, 1 - momentum) for name, (master, momentum) in self._now.states.items()
         }
         self.actions.append(Action(kind="replace", value=states, version=len(self.versions) - 1))
-        self.versions[-1:] = [self._now, replace(self._now, states=states, extra=None)]
+        self.versions[-1:] = [self._now, replace(self._now, states=states)]
         self._commit()
 
     def _remove(self) -> None:

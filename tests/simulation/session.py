@@ -29,6 +29,7 @@ from tests.simulation.plan import (
 from tests.simulation.published_reader import check_published
 from tests.simulation.storage import RecordedStorage, RecordedStripedStorage
 from tests.support.inline_pool import compute_inline
+from tests.support.kept import commit_with, unwanted, wanted
 from tests.support.thread_ranks import ThreadJob
 from tierstore.errors import BudgetError, PeerFailed, RunLockedError
 from tierstore.ranks.peers import Ranks
@@ -355,7 +356,7 @@ class Session:
         removed = committed.dropped if committed is not None else ()
         self.models[rank] = Model(self._settings.world_size, removed)
         store.attach(self.models[rank].groups)
-        store.restore()
+        unwanted(store).restore()
 
     def _act(self, ranks: Ranks, action: Action, plan: Plan) -> None:
         rank, log = ranks.rank, self.log
@@ -379,7 +380,7 @@ class Session:
         elif action.kind == "rates":
             model.set_rates(action.value)
         elif action.kind == "commit":
-            store.commit(action.value)
+            commit_with(store, action.value)
         elif action.kind == "rewind":
             self._rewind(store, action.value)
             log.mark(rank, "committed", action.version)
@@ -428,7 +429,8 @@ class Session:
         with TemporaryDirectory() as directory:
             for name, content in self.contents().get(child, {}).items():
                 (Path(directory) / name).write_bytes(content)
-            store.restore(directory, rewind=True)
+            with wanted(store):
+                store.restore(directory, rewind=True)
 
     def _intrude(self, rank: int, number: int, mode: str) -> None:
         """Open the run as another process would; it is refused, and changes nothing."""

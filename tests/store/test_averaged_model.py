@@ -77,7 +77,7 @@ def test_the_averages_are_those_of_torch(
             if step % every == 0:
                 reference.update_parameters(copy.deepcopy(model).to(wide(dtype)))
                 assert_averages(averaged, reference.module)
-                assert store.committed_step == store.step == step // every
+                assert store.committed.step == store.step == step // every
             else:
                 assert (store.stats().bytes_read, store.stats().bytes_written) == moved
 
@@ -199,11 +199,11 @@ def test_an_interrupted_update_is_made_once(goes_on: bool, tmp_path: Path) -> No
                     pytest.raises(KeyboardInterrupt),
                 ):
                     averaged.update(step)
-                assert store.committed_step == 1
+                assert store.committed.step == 1
                 if not goes_on:
                     break
             averaged.update(step)
-            assert store.committed_step == step
+            assert store.committed.step == step
         assert_averages(averaged, reference.module)
     model = net()
     with tierstore.TierStore(tmp_path, resume=True, **STREAMED) as store:  # close() committed.

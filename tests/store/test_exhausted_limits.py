@@ -26,7 +26,7 @@ def commit_with_few_files(directory: Path, engine: str) -> int:
     assert toy.store.stats().pages == 160
     toy.step()
     toy.store.synchronize()
-    step = toy.store.committed_step
+    step = toy.store.committed.step
     toy.store.close()
     return step
 

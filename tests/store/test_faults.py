@@ -38,16 +38,16 @@ class Run:
         self.parameters = training.make_parameters(torch.bfloat16)
         self.optimizer = muon.Muon(training.make_groups(self.parameters), store=self.store)
         self.scheduler = training.make_scheduler(self.optimizer)
+        self.position = {"step": 0}
+        self.store.register(scheduler=self.scheduler, position=self.position)
         self.start = self.optimizer.restore()
-        if self.start:
-            self.scheduler.load_state_dict(self.store.extra["scheduler"])
 
     def train(self, steps: int) -> None:
         """Train for some steps, and synchronize after each."""
 
         def commit(step: int) -> None:
-            extra = {"scheduler": self.scheduler.state_dict(), "step": step}
-            self.store.commit(extra=extra)
+            self.position["step"] = step
+            self.store.commit()
             self.store.synchronize()
 
         training.train(
@@ -60,10 +60,10 @@ class Run:
 
 
 def check_last_commit(directory: Path, scratch: Path, steps: set[int]) -> None:
-    step, state, extra = killed_processes.look(directory, scratch)
+    step, state, position = killed_processes.look(directory, scratch)
     assert step in steps
     training.assert_identical(state, killed_processes.state_after((0,) * step))
-    assert extra["step"] == step
+    assert position["step"] == step
 
 
 FAULTS = [
@@ -116,7 +116,6 @@ def test_restore_after_a_fault(fault: Fault, tmp_path: Path) -> None:
     run.storage.disarm()
     step = run.optimizer.restore()
     assert step in (BEFORE, BEFORE + 1)
-    run.scheduler.load_state_dict(run.store.extra["scheduler"])
     run.train(6 - step)
     run.store.close()
     check_last_commit(tmp_path / "run", tmp_path / "copy", {6})
@@ -216,7 +215,6 @@ def test_an_exception_in_mid_sweep(error: BaseException, page: int, tmp_path: Pa
     with pytest.raises(tierstore.StoreFailedError):
         run.store.commit()
     assert run.optimizer.restore() == BEFORE
-    run.scheduler.load_state_dict(run.store.extra["scheduler"])
     run.train(1)
     run.store.close()
     check_last_commit(tmp_path / "run", tmp_path / "copy", {BEFORE + 1})
@@ -296,7 +294,6 @@ def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> No
     assert run.optimizer.restore() == BEFORE
     assert release.is_set()  # The transfer in flight was waited for.
     run.storage.disarm()
-    run.scheduler.load_state_dict(run.store.extra["scheduler"])
     run.train(2)
     run.store.close()
     timer.join()
@@ -380,7 +377,7 @@ def test_errors_of_the_disk_by_chance(tmp_path: Path) -> None:
     ]
     failures = 0
     run.train(1)  # A commit to go back to.
-    while run.store.step < 12 or run.store.committed_step < 12:
+    while run.store.step < 12 or run.store.committed.step < 12:
         for make in faults:
             run.storage.arm(make())
         try:
@@ -388,8 +385,7 @@ def test_errors_of_the_disk_by_chance(tmp_path: Path) -> None:
         except tierstore.TierstoreError:
             failures += 1
             run.storage.disarm()
-            if run.optimizer.restore():
-                run.scheduler.load_state_dict(run.store.extra["scheduler"])
+            run.optimizer.restore()
     assert failures > 3
     run.storage.disarm()
     run.store.close()

@@ -19,6 +19,7 @@ import muon
 import tierstore
 from tests.support import kernel
 from tests.support.faults import FaultyStorage
+from tests.support.kept import commit_with, kept_by
 from tests.support.toy import FIRST, RANK, SECOND, THIRD, Toy, resumed
 from tierstore.run.committer import Committer
 from tierstore.run.layout_file import RankLayout
@@ -68,7 +69,7 @@ def test_a_signal_handler_that_commits_in_the_middle_of_a_step(tmp_path: Path) -
     toy.store.synchronize()
 
     def preempted(number: int, frame: object) -> None:
-        toy.store.commit(extra="preempted")
+        toy.store.commit()
         toy.store.synchronize()
 
     previous = signal.signal(signal.SIGUSR1, preempted)
@@ -95,7 +96,7 @@ def test_closing_in_the_middle_of_a_step_commits_nothing(tmp_path: Path) -> None
 
 
 def test_an_exception_between_step_and_commit_commits_nothing_new(tmp_path: Path) -> None:
-    """A restart finds the commit of the program, with its extra."""
+    """A restart finds the commit of the program, with its state."""
 
     def train() -> None:
         with toy.store:
@@ -103,13 +104,13 @@ def test_an_exception_between_step_and_commit_commits_nothing_new(tmp_path: Path
                 toy.step()
                 if step == 3:
                     raise KeyboardInterrupt
-                toy.store.commit(extra=step)
+                commit_with(toy.store, step)
 
     toy = Toy(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train()
     again = resumed(tmp_path, 2)
-    assert again.store.extra == 2
+    assert kept_by(again.store) == 2
     again.store.close()
 
 
@@ -133,7 +134,7 @@ def test_an_interrupt_when_a_commit_begins(
     with pytest.raises(tierstore.StoreFailedError, match="never made"):
         {
             "step": toy.step,
-            "commit": lambda: toy.store.commit(extra=1),
+            "commit": toy.store.commit,
             "checkpoint": lambda: toy.store.checkpoint(tmp_path / "checkpoint"),
         }.get(call, getattr(toy.store, call, None))()
     if call == "close":

@@ -88,10 +88,11 @@ def train(
     found: list[Held] = []
     with tierstore.TierStore(run, engine=engine, host_memory=8 * 4096, page_bytes=4096) as store:
         optimizer = muon.Muon(groups, store=store)
+        store.register(random=tierstore.RandomState())
         samples: list[Held] = []
         for step in range(1, steps + 1):
             optimizer.step()
-            store.commit({"step": step, "random": torch.get_rng_state()})
+            store.commit()
             # The last steps before a checkpoint: what the one before left behind has ended.
             if step % (steps // 5) > steps // 5 - 4:
                 store.synchronize()
@@ -102,7 +103,7 @@ def train(
                 samples.clear()
             if step % checkpoint_every == 0:
                 store.checkpoint(checkpoints / f"step-{step}", keep_last=2)
-    return store.committed_step, found
+    return store.committed.step, found
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tests.support.kept import commit_with
 from tests.support.striped_runs import PAGES, numbers
 from tests.support.striped_runs import resumed as resumed_striped
 from tests.support.striped_runs import toy as striped_toy
@@ -150,7 +151,7 @@ def test_a_removed_directory_is_an_error_that_names_it(buffers: int | None, tmp_
 def test_the_steps_of_a_removed_directory_are_gone(tmp_path: Path) -> None:
     toy = trained(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    toy.store.commit(extra=1)
+    commit_with(toy.store, 1)
     with pytest.raises(RunDirectoryError, match="It was removed, and its steps with it") as caught:
         toy.store.synchronize()
     assert "move it back" not in str(caught.value)
@@ -232,7 +233,7 @@ def test_the_directory_of_one_of_two_ranks_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(tierstore.TierstoreError) as caught:
             step_durably(toy)
         closed(toy)
-        return caught.type, toy.store.committed_step
+        return caught.type, toy.store.committed.step
 
     assert ThreadJob(2).run(train) == [(PeerFailed, 1), (RunDirectoryError, 1)]
     (run / "rank-00001").rename(tmp_path / "other")

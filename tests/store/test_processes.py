@@ -403,7 +403,7 @@ def test_a_closed_store_leaves_no_thread_and_no_descriptor(engine: str, tmp_path
         toy = Toy(tmp_path, resume=True, engine=engine)
         toy.store.restore()
         toy.step()
-        toy.store.commit(extra=number)
+        toy.store.commit()
         toy.store.close()
 
     cycle(0)  # Allocates everything that is made once per process.
@@ -442,7 +442,7 @@ ended = 0
 toy = Toy({str(tmp_path)!r}, engine={engine!r})
 for step in range(3):
     toy.step()
-    toy.store.commit(extra=step)
+    toy.store.commit()
 {EXITS.get(how, "")}
 sys.exit(ended)
 """

@@ -12,6 +12,7 @@ import muon
 import tierstore
 from tests.support import training
 from tests.support.faults import Fault, FaultyStorage
+from tests.support.kept import commit_with, kept_by
 from tests.support.toy import (
     FIRST,
     FOURTH,
@@ -69,13 +70,13 @@ def test_after_a_failed_commit_only_restore_works(tmp_path: Path) -> None:
     toy.store.synchronize()
     toy.step()
     storage.arm(Fault("error", "rename", call=1))
-    toy.store.commit(extra="lost")
+    toy.store.commit()
     with pytest.raises(tierstore.StorageError, match="commit-0000000002"):
         toy.store.synchronize()
     for call in (toy.step, toy.store.commit, toy.store.synchronize, toy.store.read_states):
         with pytest.raises(tierstore.StoreFailedError, match=r"restore\(\) goes back"):
             call()
-    assert toy.store.committed_step == 1
+    assert toy.store.committed.step == 1
     assert toy.store.restore() == 1
     toy.assert_at(1)
     toy.step()
@@ -109,15 +110,15 @@ def test_a_restore_that_failed_half_way_commits_nothing(tmp_path: Path) -> None:
 def test_restore_undoes_what_was_not_committed(tmp_path: Path) -> None:
     store, optimizer, parameters = open_muon(tmp_path, commit_every=100)
     training.train(optimizer, parameters, range(1, 5))
-    store.commit(extra="kept")
+    commit_with(store, "kept")
     store.synchronize()
     expected = training.snapshot(optimizer, parameters)
     for attempt in (1, 2):
         training.train(optimizer, parameters, range(5, 8), seed=attempt)
         optimizer.param_groups[0]["lr"] = 7.0
-        store.commit(extra="forgotten")
+        commit_with(store, "forgotten")
         assert optimizer.restore() == store.step == 4
-        assert store.extra == "kept"
+        assert kept_by(store) == "kept"
         assert optimizer.param_groups[0]["lr"] == 0.02
         training.assert_identical(training.snapshot(optimizer, parameters), expected)
     training.train(optimizer, parameters, range(5, 9))

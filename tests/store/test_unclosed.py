@@ -177,7 +177,7 @@ if os.fork() == 0:
     sys.exit(0)
 os.wait()
 store.synchronize()
-assert store.committed_step == 2
+assert store.committed.step == 2
 train(1)
 store.close()
 """

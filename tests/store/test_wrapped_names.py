@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import muon
 import tierstore
+from tests.support.kept import commit_with, wanted
 from tests.support.published import tensors_in
 from tests.support.toy import (
     FIRST,
@@ -54,14 +55,15 @@ def train(model: nn.Module, directory: Path | None, steps: range) -> dict[int, d
     with tierstore.TierStore(directory, resume=directory is not None) as store:
         optimizer = muon.Muon(muon.param_groups(model), store=store)
         if directory is not None:
-            assert optimizer.restore() == steps.start
-            assert store.extra == (f"step {steps.start}" if steps.start else None)
+            with wanted(store) as kept:
+                assert optimizer.restore() == steps.start
+            assert kept == ({"state": f"step {steps.start}"} if steps.start else {})
         for step in steps:
             for weight in model.parameters():
                 weight.grad = torch.full_like(weight, step + 1.0)
             optimizer.step()
             if directory is not None:
-                store.commit(extra=f"step {step + 1}")
+                commit_with(store, f"step {step + 1}")
         state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
     return state
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import tierstore
+from tests.support.kept import commit_with, wanted
 from tests.support.killed_processes import places
 from tests.support.published import assert_nothing_left, names_in, tensors_in
 from tests.support.thread_ranks import ThreadJob
@@ -79,11 +80,12 @@ class Interrupted(Toy):
         self.history = [*self.history[: step - 1], self.attempt]
 
     def commit(self) -> None:
-        self.store.commit(extra={"attempts": self.history})
+        commit_with(self.store, self.history)
 
     def restore(self) -> int:
-        step = self.store.restore()
-        self.history = list(self.store.extra["attempts"][:step]) if step else []
+        with wanted(self.store) as kept:
+            step = self.store.restore()
+        self.history = kept["state"][:step] if step else []
         self.is_restored = True
         return step
 
@@ -203,7 +205,7 @@ class _Program:
             run.step()
         elif name == "commit":
             run.commit()
-            self._tell(("durable", run.history[: run.store.committed_step]))
+            self._tell(("durable", run.history[: run.store.committed.step]))
         elif name == "publish":
             self._publish(run)
         elif name == "move":

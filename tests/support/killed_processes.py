@@ -77,12 +77,13 @@ def train(
     store = open_store(directory, kill_at, directories)
     optimizer = muon.Muon(training.make_groups(parameters), store=store)
     scheduler = training.make_scheduler(optimizer)
+    position = {"step": 0}
+    store.register(scheduler=scheduler, position=position)
     start = optimizer.restore()
-    if start:
-        scheduler.load_state_dict(store.extra["scheduler"])
 
     def commit(step: int) -> None:
-        store.commit(extra={"scheduler": scheduler.state_dict(), "step": step})
+        position["step"] = step
+        store.commit()
         if synchronize:
             store.synchronize()
         acknowledge.send(step)
@@ -127,15 +128,16 @@ def news(receiver: Connection) -> list[Any]:
 def look(
     directory: Path, scratch: Path, directories: int = 1
 ) -> tuple[int, dict[str, torch.Tensor], Any]:
-    """Restore a copy of a run: (step, every tensor and scalar, the extra)."""
+    """Restore a copy of a run: (step, every tensor and scalar, the position)."""
     shutil.copytree(directory, scratch)
     try:
         with tierstore.TierStore(places(scratch, directories), resume=True) as store:
             parameters = training.make_parameters(torch.bfloat16)
             optimizer = muon.Muon(training.make_groups(parameters), store=store)
-            training.make_scheduler(optimizer)
+            position: dict[str, int] = {}
+            store.register(scheduler=training.make_scheduler(optimizer), position=position)
             step = optimizer.restore()
-            return step, _state(optimizer, parameters), store.extra
+            return step, _state(optimizer, parameters), position
     finally:
         shutil.rmtree(scratch)
 

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,6 +90,19 @@ def expected_states() -> dict[str, dict[str, np.ndarray]]:
     return expected
 
 
+class Value:
+    """An object whose state is a value."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
 class Golden:
     """The model, and an optimizer whose states are sums of gradients."""
 
@@ -115,6 +128,18 @@ class Golden:
         self.store.attach(self.groups)
         self.store.scalars.update({name: {"step": 0.0} for name in GROUPS[1]})
 
+    def commit(self, states: Mapping[str, Any]) -> None:
+        """Commit the last step with these states of what is registered."""
+        self.store.register(**{name: Value(state) for name, state in states.items()})
+        self.store.commit()
+
+    def restore(self, names: Iterable[str], checkpoint: Path | None = None) -> dict[str, Any]:
+        """Restore the last step, and return the states of these names."""
+        registered = {name: Value() for name in names}
+        self.store.register(**registered)
+        assert self.store.restore(checkpoint) == STEPS
+        return {name: given.value for name, given in registered.items()}
+
     def step(self) -> None:
         step = self.store.step + 1
         for name in SPECS:
@@ -139,8 +164,9 @@ def make(directory: Path) -> None:
         golden = Golden(directory / "run")
         for step in range(1, STEPS + 1):
             golden.step()
-            golden.store.commit({"position": step})
-        golden.store.commit(EXTRA)  # The same step again.
+            golden.commit({"position": step})
+        golden.store.register(position=None)
+        golden.commit(EXTRA)  # The same step again.
         golden.store.checkpoint(directory / "published", golden.model)
         golden.store.close()
     for path in unneeded_files(directory / "run" / "rank-00000"):

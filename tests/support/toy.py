@@ -16,6 +16,7 @@ import muon
 import tierstore
 from tests.support import killed_processes, training
 from tests.support.faults import FaultyStorage
+from tests.support.kept import unwanted
 from tierstore.storage.base import Storage
 from tierstore.storage.select import open_storage
 
@@ -45,6 +46,8 @@ class Toy:
         **options: Any,
     ) -> None:
         self.store = tierstore.TierStore(directory, **{"buffers": 3, **options})
+        if directory is not None:
+            unwanted(self.store)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.groups: list[tierstore.PagedGroup] = []
         for group in groups:

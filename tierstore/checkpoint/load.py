@@ -31,6 +31,7 @@ from tierstore.layout.encodings import (
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers
+from tierstore.run.registered import CommittedStep, committed_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,10 @@ class CheckpointSource:
         self.hyperparameters = [self._hyperparameters(values, group) for group in groups]
         counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
         self.step = values.step(counts)
-        self.extra: Any = values.extra
+        self.committed = CommittedStep(step=self.step)
+        if contents.commits:
+            manifests = [commit.manifest for commit in contents.commits]
+            self.committed = committed_step(manifests, peers.rank, peers.world_size)
 
     def fill(self, page: PageView) -> None:
         """Read masters and states of a page, and round the masters into the parameters."""

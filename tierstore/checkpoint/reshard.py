@@ -17,14 +17,12 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tierstore.checkpoint.retention import remove
 from tierstore.errors import RunDirectoryError, StorageError, TierstoreError
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import Rank, newest_commit, parse_marker, read_ranks
 from tierstore.ranks.peers import Peers, agree, on_rank_0, together
-from tierstore.run import tagged_json
 from tierstore.run.committer import Committer
 from tierstore.run.directories import looking_into, rank_directory, striping_in, whole_run
 from tierstore.run.file_names import (
@@ -68,16 +66,6 @@ class OtherRanks:
     def checkpoint(self) -> Path:
         """The published run."""
         return self.directories[0] / RESHARDED_NAME
-
-    @property
-    def step(self) -> int:
-        """The committed step."""
-        return self.manifests[0].step
-
-    @property
-    def extra(self) -> Any:
-        """The ``extra`` of rank 0."""
-        return tagged_json.decode(self.manifests[0].extra)
 
     def begin_anew(self, committer: Committer, peers: Peers) -> None:
         """Remove the commits of the run and begin a new run; all ranks call this.

@@ -6,19 +6,19 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tierstore.checkpoint.reshard import OtherRanks, end_reshard
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.whole_states import restore_parameters, write_pages
 from tierstore.ranks.peers import Ranks, agree, on_rank_0, together
-from tierstore.run import tagged_json
 from tierstore.run.committer import Committer, scalars_in
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry
 from tierstore.run.page_files import check_files, check_same_model
 from tierstore.run.recovery import recover
+from tierstore.run.registered import CommittedStep, Registered, committed_step
 from tierstore.run.usability import Usability
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Restore:
         committer: the commits of the run.
         table: the pages.
         usability: of the store.
+        registered: what the program has registered.
         check: see TierStore.restore().
     """
 
@@ -44,12 +45,14 @@ class Restore:
         committer: Committer,
         table: PageTable,
         usability: Usability,
-        check: Callable[[int, Any], None],
+        registered: Registered,
+        check: Callable[[CommittedStep], None],
     ) -> None:
         self._ranks = ranks
         self._committer = committer
         self._table = table
         self._usability = usability
+        self._registered = registered
         self._check = check
 
     def from_commit(self) -> int:
@@ -57,11 +60,13 @@ class Restore:
         committer, table = self._committer, self._table
         committer.settle()
         manifest = self._recover()
+        committed = committed_step([manifest], 0, 1)  # This rank's own.
 
         def check() -> dict[str, str]:
             renamed = self._check_model(manifest)
             check_files(committer.storage, table.layouts, manifest)
-            self._check(manifest.step, tagged_json.decode(manifest.extra))
+            self._check(committed)
+            self._registered.compare(committed, begins=False)
             return renamed
 
         renamed = together(self._ranks, "check the run", check)
@@ -69,6 +74,7 @@ class Restore:
             restore_parameters(table)
             committer.restore(manifest, table.groups[: len(manifest.hyperparameters)], renamed)
             table.allocate_files(table.pages)
+            self._load(committed)
         return manifest.step
 
     def from_checkpoint(self, checkpoint: str | os.PathLike[str]) -> int:
@@ -77,6 +83,7 @@ class Restore:
             checkpoint,
             "go back to it with rewind=True, go on with restore() alone, name another directory, "
             "or pass overwrite=True",
+            begins=True,
         )
 
     def rewound(self, checkpoint: str | os.PathLike[str], commit: Callable[[], None]) -> int:
@@ -96,6 +103,7 @@ class Restore:
                 checkpoint,
                 "to rewind it, commit a step first, with synchronize(); a run that is being "
                 "resharded is committed by restore() alone",
+                begins=True,
             )
         manifest = self._recover()
         try:
@@ -103,7 +111,7 @@ class Restore:
             groups = table.groups[: len(manifest.hyperparameters)]
             # Those of a run that was just opened are in the commit alone.
             scalars = scalars_in(manifest, groups, renamed) | committer.scalars
-            source = self._checked_source(checkpoint, scalars, is_earlier=True)
+            source = self._checked_source(checkpoint, scalars, is_earlier=True, begins=True)
         except Exception:
             if not self._usability.awaits_restore:
                 # As before the call: the next step must not find a full disk.
@@ -115,7 +123,6 @@ class Restore:
             committer.scalars = {}
             table.allocate_files(table.pages)
             self._fill(source)
-            committer.annotate(committer.extra)
             commit()
         return source.step
 
@@ -132,13 +139,14 @@ class Restore:
                 "a restore on another number of ranks failed: nothing is lost, start the job again "
                 "with resume=True"
             )
-        source = self._checked_source(other.checkpoint, committer.scalars, is_earlier=False)
+        source = self._checked_source(
+            other.checkpoint, committer.scalars, is_earlier=False, begins=False
+        )
         other.begin_anew(committer, self._ranks)
         together(self._ranks, "allocate pages", lambda: table.allocate_files(table.pages))
         self._usability.awaits_restore = False
         with self._usability.failing(interrupts=True):
             self._fill(source)
-        committer.annotate(committer.extra)
         commit()
         on_rank_0(self._ranks, "end the reshard", lambda: end_reshard(other.directories[0]))
         return source.step
@@ -205,12 +213,13 @@ class Restore:
         dropped = [name for name in table.dropped if name in names]
         return check_same_model(storage, manifest, attached, pages, dropped)
 
-    def _begin(self, checkpoint: str | os.PathLike[str], todo: str) -> int:
+    def _begin(self, checkpoint: str | os.PathLike[str], todo: str, *, begins: bool) -> int:
         """Fill the pages of a new run from a checkpoint; return its step.
 
         Args:
             checkpoint: the directory.
             todo: the advice in the error if the run has steps already.
+            begins: see Registered.compare().
         """
         committer = self._committer
         if self._usability.awaits_restore or committer.step or self._usability.failure:
@@ -218,7 +227,9 @@ class Restore:
                 f"a checkpoint begins a new run, and this one has steps already: {todo}"
             )
 
-        source = self._checked_source(checkpoint, committer.scalars, is_earlier=False)
+        source = self._checked_source(
+            checkpoint, committer.scalars, is_earlier=False, begins=begins
+        )
         with self._usability.failing(interrupts=True):
             self._fill(source)
         return source.step
@@ -229,6 +240,7 @@ class Restore:
         scalars: Mapping[str, Mapping[str, float]],
         *,
         is_earlier: bool,
+        begins: bool,
     ) -> CheckpointSource:
         """Return a checkpoint after checking it.
 
@@ -236,6 +248,7 @@ class Restore:
             checkpoint: the directory.
             scalars: parameter name -> the scalars to load, by name.
             is_earlier: see CheckpointSource.
+            begins: see Registered.compare().
         """
         from tierstore.checkpoint.load import CheckpointSource
 
@@ -243,7 +256,9 @@ class Restore:
             source = CheckpointSource(
                 checkpoint, self._table.groups, scalars, self._ranks, is_earlier=is_earlier
             )
-            self._check(source.step, source.extra)
+            self._check(source.committed)
+            if not source.is_weights_alone:
+                self._registered.compare(source.committed, begins=begins)
             return source
 
         source = together(self._ranks, "check a checkpoint", checked_source)
@@ -256,9 +271,23 @@ class Restore:
         return source
 
     def _fill(self, source: CheckpointSource) -> None:
-        """Give parameters, pages and groups the content of a checkpoint."""
+        """Give parameters, pages, groups and what is registered the content of a checkpoint."""
         self._committer.step = source.step
         write_pages(self._table, source.fill, source.scalars)
-        self._committer.extra = source.extra
         for group, values in zip(self._table.groups, source.hyperparameters, strict=True):
             group.hyperparameters.update(values)
+        self._load(source.committed)
+        # Now: when the next step commits this one, data and random numbers are a batch ahead.
+        self._committer.keep_states(self._registered.ask())
+
+    def _load(self, committed: CommittedStep) -> None:
+        """Give what is registered its states; a scheduler may set hyperparameters of its own."""
+        groups = [group.hyperparameters for group in self._table.groups]
+        restored = [dict(group) for group in groups]
+        try:
+            together(
+                self._ranks, "load registered states", lambda: self._registered.load(committed)
+            )
+        finally:
+            for group, values in zip(groups, restored, strict=True):
+                group.update(values)

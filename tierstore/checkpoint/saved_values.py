@@ -1,4 +1,4 @@
-"""Values of a checkpoint besides masters and states: step, scalars, hyperparameters, extra.
+"""Values of a checkpoint besides masters and states: step, scalars, hyperparameters.
 
 A checkpoint that tierstore published has these values in the manifests, another checkpoint in
 the entries that ``torch.distributed.checkpoint.state_dict`` makes. Parameters have the names of
@@ -63,11 +63,6 @@ class CommittedValues:
         """Return the step that was committed; ``counts`` is for other checkpoints."""
         return self._manifest.step
 
-    @property
-    def extra(self) -> Any:
-        """The ``extra`` of the commit."""
-        return tagged_json.decode(self._manifest.extra)
-
     def has_scalars(self, name: str) -> bool:
         """Return whether a parameter had scalars; not, for example, before its first gradient."""
         return name in self._members and self._members[name][1] in self._scalars
@@ -96,10 +91,9 @@ class CommittedValues:
 
 
 class StockValues:
-    """Values of a checkpoint that DCP wrote of a model and its optimizer, without an extra."""
+    """Values of a checkpoint that DCP wrote of a model and its optimizer."""
 
     model_prefixes: Sequence[str] = ("model.", "")
-    extra = None
 
     def __init__(self, entries: StoredEntries) -> None:
         self._entries = entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,18 @@ from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 
 from tierstore.integrations.loop_state import (
+    RandomLater,
     data_order,
-    load_loop_state,
-    loop_state,
     publish,
+    register,
     require_own,
     restore_data_order,
     restore_optimizer,
-    set_random_state,
 )
 from tierstore.store import TierStore
 
 _FOLDER = "store"  # In what save_state() writes.
-_KEY = "accelerate"  # In the extra of a commit.
+_KEY = "accelerate"  # Batches are registered under this name.
 _MAKER = "a loop of prepare()"
 
 
@@ -69,7 +69,7 @@ def prepare(
             f"the store is at step {store.step} already: prepare() comes first, once for an "
             "opened store"
         )
-    require_own(store.committed_step, store.extra, _KEY, _MAKER, accelerator.num_processes)
+    require_own(store.committed, _KEY, _MAKER, accelerator.num_processes)
     model, prepared, loader, scheduler = accelerator.prepare(
         model, _StoreOptimizer(optimizer, accelerator.scaler), loader, scheduler
     )
@@ -77,9 +77,7 @@ def prepare(
     batches = Batches(accelerator, plain, optimizer, loader, scheduler, store)
     accelerator.register_save_state_pre_hook(batches.publish)
     accelerator.register_load_state_pre_hook(batches.begin_from)
-    step = batches.restore()
-    store.provide_extra(batches.extra)
-    return model, prepared, batches, scheduler, step
+    return model, prepared, batches, scheduler, batches.restore()
 
 
 class Batches:
@@ -103,11 +101,14 @@ class Batches:
         self._accelerator = accelerator
         self._model = model
         self._optimizer = optimizer
-        self._scheduler = scheduler
         self._store = store
-        self._continues: Any = None  # The extra of the commit, until the next loop.
+        self._continues = False  # True from a restore to the next loop.
         self._position: dict[str, Any] = {}
-        self._committed = 0  # The last step that was committed with its extra.
+        self._committed = 0  # The last step that the loop has committed.
+        self._random = RandomLater()
+        self._objects = register(store, model, scheduler, accelerator.scaler)
+        self._begun_from: dict[str, Any] = {}  # States of these objects, until the next loop.
+        store.register(random=self._random, accelerate=self)
 
     @property
     def epoch(self) -> int:
@@ -121,48 +122,56 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         self._commit()  # If a `break` ended the loop before.
-        extra, self._continues = self._continues, None
         epoch, batches = self.epoch, self.loader
-        if extra is None:
+        if not self._continues:
             self._position = {"epoch": epoch, "batch": 0, "order": data_order([self.loader])}
         else:
+            self._continues = False
             # Again, because load_state() loads what it has saved within a step.
-            load_loop_state(extra, self._model, self._scheduler)
+            for name, state in self._begun_from.items():
+                self._objects[name].load_state_dict(state)
+            self._begun_from = {}
             self._accelerator.step = 0  # A commit is at the end of what was accumulated.
             restore_data_order([self.loader], self._position["order"])
             batches = self._accelerator.skip_first_batches(batches, self._position["batch"])
         for batch in batches:
-            if extra is not None:  # The order of the epoch was drawn by now.
-                set_random_state(extra["random"])
-                extra = None
+            self._random.set()  # The order of the epoch was drawn by now.
             self._position = {**self._position, "batch": self._position["batch"] + 1}
             yield batch
             self._commit()
-        if extra is not None:
-            set_random_state(extra["random"])
+        self._random.set()
         self.loader.iteration = epoch + 1
 
     def restore(self, checkpoint: Path | None = None) -> int:
         """Restore the commit of the store, or begin its run from a checkpoint; return the step."""
         step = restore_optimizer(self._store, self._optimizer, checkpoint)
-        if step:
-            extra = self._store.extra
-            require_own(step, extra, _KEY, _MAKER, self._accelerator.num_processes)
-            load_loop_state(extra, self._model, self._scheduler, self._accelerator.scaler)
-            self._continues, self._position = extra, extra[_KEY]
-            self.loader.iteration = self._position["epoch"]
-        self._committed = step
+        if step and not self._continues:
+            raise ValueError(f"{checkpoint} was not committed by {_MAKER}: load its weights alone")
         return step
 
-    def extra(self) -> dict[str, Any]:
-        """Return the extra of a commit of the last step."""
-        position = {**self._position, "processes": self._accelerator.num_processes}
-        state = loop_state(self._model, self._scheduler, self._accelerator.scaler)
-        return {_KEY: position, **state}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data after the last batch."""
+        return {**self._position, "processes": self._accelerator.num_processes}
+
+    def load_state_dict(self, position: dict[str, Any]) -> None:
+        """Let the next loop begin after the batch of a position.
+
+        Raises:
+            ValueError: another number of processes was there.
+        """
+        found, expected = position["processes"], self._accelerator.num_processes
+        if found != expected:
+            raise ValueError(
+                f"the position in the data is of {found} processes, and this is a loop of "
+                f"{expected}, which has other batches: continue it with as many"
+            )
+        self._continues, self._position = True, position
+        self._committed = self._store.step
+        self.loader.iteration = position["epoch"]
 
     def _commit(self) -> None:
         if self._store.step != self._committed:
-            self._store.commit(extra=self.extra())
+            self._store.commit()
             self._committed = self._store.step
 
     # -- Hooks of the accelerator.
@@ -170,7 +179,7 @@ class Batches:
     def publish(self, models: Any, weights: Any, folder: str) -> None:
         """Publish the last step beside the files of ``save_state()``."""
         if self._store.step != self._committed:  # The loop commits it again, at its end.
-            self._store.commit(extra=self.extra())
+            self._store.commit()
         publish(
             self._store,
             Path(folder, _FOLDER),
@@ -193,6 +202,7 @@ class Batches:
                 "prepare(): convert it with `tierstore convert`, or load its weights alone"
             )
         self.restore(checkpoint)
+        self._begun_from = deepcopy({n: given.state_dict() for n, given in self._objects.items()})
 
 
 class _StoreOptimizer(AcceleratedOptimizer):

@@ -16,12 +16,11 @@ import torch
 from transformers.trainer_callback import ExportableState
 
 from tierstore.integrations.loop_state import (
-    load_loop_state,
-    loop_state,
+    RandomLater,
     publish,
+    register,
     require_own,
     restore_optimizer,
-    set_random_state,
 )
 from tierstore.store import TierStore
 
@@ -52,7 +51,7 @@ class StoreTrainer(Trainer):
 
     def __init__(self, *args: Any, store: TierStore, **kwargs: Any) -> None:
         self.store = store
-        self._extra: Any = store.extra  # Of the last commit.
+        self._random = RandomLater()
         super().__init__(*args, **kwargs)
 
     # -- Where training continues.
@@ -73,18 +72,19 @@ class StoreTrainer(Trainer):
         if not isinstance(resume_from_checkpoint, bool | None):
             raise ValueError(
                 f"resume_from_checkpoint={str(resume_from_checkpoint)!r} is not where the store "
-                f"continues, which is its step {self.store.committed_step}: leave the argument "
+                f"continues, which is its step {self.store.committed.step}: leave the argument "
                 "out. To begin from weights, load them into the model, and open the store in a new "
                 "directory"
             )
         if self.store.step:  # train() was called before; the commit is to be that of its last step.
             self.store.synchronize()
-        self.store.provide_extra(self._extra_now)
-        if not self.store.committed_step:
+        committed = self.store.committed
+        if not committed.step:
             return super().train(None, *args, **kwargs)
-        require_own(self.store.committed_step, self._extra, "trainer", "a Trainer")
+        require_own(committed, "trainer", "a Trainer", None)
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, _STATE_NAME).write_text(self._extra["trainer"], encoding="utf-8")
+            state = committed.states["trainer"]["json"]
+            Path(folder, _STATE_NAME).write_text(state, encoding="utf-8")
             return super().train(folder, *args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -93,16 +93,12 @@ class StoreTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             restore_optimizer(self.store, self.optimizer.optimizer)
-            model = self.accelerator.unwrap_model(self.model)
-            load_loop_state(self.store.extra, model, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(self._extra["scaler"])
+        """Load nothing: the store has loaded it with the scheduler."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            set_random_state(self._extra["random"])
+        self._random.set()
 
     # -- The optimizer, commits and checkpoints.
 
@@ -114,12 +110,20 @@ class StoreTrainer(Trainer):
             self.optimizer._is_accelerate_prepared = True
         return self.optimizer
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the scheduler, and register with the store what a commit has of the Trainer."""
+        scheduler = super().create_scheduler(*args, **kwargs)
+        model, scaler = self.accelerator.unwrap_model(self.model), self.accelerator.scaler
+        register(self.store, model, self.lr_scheduler, scaler)
+        self.store.register(random=self._random, trainer=_TrainerState(self))
+        return scheduler
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._commit()  # Last, because an evaluation draws random numbers, too.
+        self.store.commit()  # Last, because an evaluation draws random numbers, too.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._commit()
+        self.store.commit()
         publish(
             self.store,
             Path(output_dir, "store"),
@@ -130,17 +134,19 @@ class StoreTrainer(Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
-    def _commit(self) -> None:
-        self.store.commit(extra=self._extra_now())
 
-    def _extra_now(self) -> dict[str, Any]:
-        callbacks = [*self.callback_handler.callbacks, self.control]
+class _TrainerState:
+    """The progress of a Trainer, in the form of its file; train() gives it back to the Trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, str]:
+        trainer = self._trainer
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
-        state = dataclasses.replace(self.state, log_history=[], stateful_callbacks=exported)
-        model = self.accelerator.unwrap_model(self.model)
-        extra = {
-            "trainer": json.dumps(dataclasses.asdict(state)),
-            **loop_state(model, self.lr_scheduler, self.accelerator.scaler),
-        }
-        self._extra = extra
-        return extra
+        state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=exported)
+        return {"json": json.dumps(dataclasses.asdict(state))}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        pass

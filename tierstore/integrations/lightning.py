@@ -10,18 +10,16 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from tierstore.integrations.loop_state import (
+    RandomLater,
     data_order,
-    load_loop_state,
-    loop_state,
-    random_state,
+    register,
     require_own,
     restore_data_order,
     restore_optimizer,
-    set_random_state,
 )
+from tierstore.run.random_state import RandomState
 from tierstore.store import TierStore
 
-_KEY = "lightning"  # In the extra of a commit.
 _MAKER = "a Trainer of Lightning"
 
 
@@ -41,9 +39,11 @@ class Commit(lightning.Callback):
     def __init__(self, store: TierStore) -> None:
         self.store = store
         self._order: dict[str, Any] | None = None  # Of the data of this epoch.
-        self._continues: Any = None  # The extra of the commit, until the next batch.
+        self._continues: Any = None  # What the commit has of the loop, until the next batch.
+        self._random = RandomLater()
         self._before: Any = None  # Random generators as the next batch finds them.
-        self._committed = 0  # The last step that was committed with its extra.
+        self._committed = 0  # The last step that the Trainer has committed.
+        self._begun = self._counted = 0  # See _LoopState.
 
     # -- Where training continues.
 
@@ -66,7 +66,7 @@ class Commit(lightning.Callback):
         if trainer.ckpt_path is not None:
             raise ValueError(
                 f"ckpt_path={str(trainer.ckpt_path)!r} is not where the store continues, which is "
-                f"its step {store.committed_step}: leave the argument out. To begin from "
+                f"its step {store.committed.step}: leave the argument out. To begin from "
                 "weights, load them into the module, and open the store in a new directory"
             )
         optimizers = trainer.optimizers
@@ -84,21 +84,10 @@ class Commit(lightning.Callback):
                 )
         if store.step:  # fit() was called before; the commit is to be that of its last step.
             store.synchronize()
-        else:
-            require_own(store.committed_step, store.extra, _KEY, _MAKER, processes)
-        step = restore_optimizer(store, optimizers[0])
-        require_own(step, store.extra, _KEY, _MAKER, processes)
-        self._committed = step
-        self._continues = deepcopy(store.extra) if step else None
-        store.provide_extra(lambda: self._extra(trainer))
-        if step:
-            load_loop_state(self._continues, pl_module, _Schedulers(trainer))
-            kept = self._continues[_KEY]
-            trainer.fit_loop.load_state_dict(kept["loops"])
-            trainer.precision_plugin.load_state_dict(kept["precision"])
-            for callback in trainer.callbacks:
-                if callback.state_key in kept["callbacks"]:
-                    callback.load_state_dict(kept["callbacks"][callback.state_key])
+        require_own(store.committed, "lightning", _MAKER, processes)
+        register(store, pl_module, _Schedulers(trainer), None)
+        store.register(random=self._random, lightning=_LoopState(self, trainer))
+        self._committed = restore_optimizer(store, optimizers[0])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Bring the data to the batch after the commit."""
@@ -117,24 +106,23 @@ class Commit(lightning.Callback):
         self._order = None
         if self._continues is None:
             return
-        kept = self._continues[_KEY]
+        kept = self._continues
         self._order = kept["order"]
-        if self._order is None:
-            set_random_state(self._continues["random"])
-        else:
+        if self._order is not None:
             restore_data_order(loaders, self._order)
             fetcher = iter(loop._data_fetcher)
             for _ in range(kept["batches"]):
                 next(fetcher)
             fetcher.fetched = 0  # The Trainer adds the batches that were trained on.
             if kept["batches"]:
-                set_random_state(kept["before"])
+                RandomState().load_state_dict(kept["before"])
             # Where a validation is due, the Trainer begins with a batch that it does not train on,
             # and counts it.
             inner = loop.epoch_loop
             if inner._should_check_val_fx(fetcher) and not inner._should_accumulate():
                 inner._batches_that_stepped -= 1
         if not kept["begun"]:
+            self._random.set()
             self._continues = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -151,38 +139,48 @@ class Commit(lightning.Callback):
     ) -> None:
         """Commit the step before."""
         if self._continues is not None:
-            set_random_state(self._continues["random"])
+            self._random.set()
             self._continues = None
         else:
-            self._commit(trainer, begun=1)
+            self._commit(begun=1)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the random generators as the next batch finds them."""
-        self._before = random_state()
+        self._before = RandomState().state_dict()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the random generators as the next batch finds them."""
-        self._before = random_state()
+        self._before = RandomState().state_dict()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Commit the last step."""
-        self._commit(trainer, begun=0)
+        self._commit(begun=0)
 
-    def _commit(self, trainer: Any, *, begun: int) -> None:
+    def _commit(self, *, begun: int) -> None:
         if self.store.step != self._committed:
-            self.store.commit(extra=self._extra(trainer, begun=begun, counted=1))
+            self._begun, self._counted = begun, 1
+            try:
+                self.store.commit()
+            finally:
+                self._begun = self._counted = 0
             self._committed = self.store.step
 
-    def _extra(self, trainer: Any, *, begun: int = 0, counted: int = 0) -> dict[str, Any]:
-        """Return the extra of the last step.
 
-        Args:
-            trainer: of Lightning.
-            begun: 1 if the batch after the step has begun.
-            counted: 1 if the Trainer has counted the batch of the step.
-        """
+class _LoopState:
+    """The loops of a Trainer and its callbacks, as they are after the last step.
+
+    ``_begun`` of the callback is 1 if the batch after the step has begun, ``_counted`` is 1 if the
+    Trainer has counted the batch of the step.
+    """
+
+    def __init__(self, commit: Commit, trainer: Any) -> None:
+        self._commit = commit
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        commit, trainer, begun = self._commit, self._trainer, self._commit._begun
         loops = deepcopy(trainer.fit_loop.state_dict())
         progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
         is_epoch_done = not begun and progress["is_last_batch"]
@@ -195,19 +193,26 @@ class Commit(lightning.Callback):
             # After max_steps, the Trainer takes an epoch for done whose other batches are to come.
             done = counts["started"] - (not is_epoch_done)
             counts.update(ready=counts["started"], processed=done, completed=done)
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1 - counted
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1 - commit._counted
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
-        kept = {
+        return {
             "loops": loops,
             "batches": progress["current"]["completed"],
             "begun": begun,
-            "order": None if is_epoch_done else self._order,
-            "before": self._before if begun else random_state(),
-            "processes": trainer.world_size,
+            "order": None if is_epoch_done else commit._order,
+            "before": commit._before if begun else RandomState().state_dict(),
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {key: state for key, state in states.items() if state},
         }
-        return {_KEY: kept, **loop_state(trainer.lightning_module, _Schedulers(trainer), None)}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        trainer = self._trainer
+        self._commit._continues = kept
+        trainer.fit_loop.load_state_dict(kept["loops"])
+        trainer.precision_plugin.load_state_dict(kept["precision"])
+        for callback in trainer.callbacks:
+            if callback.state_key in kept["callbacks"]:
+                callback.load_state_dict(kept["callbacks"][callback.state_key])
 
 
 class _Schedulers:

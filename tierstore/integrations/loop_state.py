@@ -1,47 +1,72 @@
-"""The state of a loop beside its optimizer, as values that a commit can hold."""
+"""What loops register with the store of their optimizer, and the order of their data."""
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from tierstore.run.random_state import RandomState
+from tierstore.run.registered import CommittedStep
 from tierstore.store import TierStore
 
 
-def loop_state(model: torch.nn.Module, scheduler: Any, scaler: Any) -> dict[str, Any]:
-    """Return scheduler, random generators, gradient scaler and saved buffers.
+class RandomLater(RandomState):
+    """Random generators that a loop sets itself, once what comes before has drawn from them."""
+
+    def __init__(self) -> None:
+        self._restored: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that set() is to set, or that of now."""
+        return super().state_dict() if self._restored is None else self._restored
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state for set()."""
+        self._restored = state_dict
+
+    def set(self) -> None:
+        """Set the generators, if a commit was restored since the last call."""
+        if self._restored is not None:
+            super().load_state_dict(self._restored)
+            self._restored = None
+
+
+class _SavedBuffers:
+    """The buffers that a state dict of the model has."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        saved = self._model.state_dict().keys()
+        return {name: buffer for name, buffer in self._model.named_buffers() if name in saved}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self.state_dict().items():
+                buffer.copy_(state_dict[name])
+
+
+def register(
+    store: TierStore, model: torch.nn.Module, scheduler: Any, scaler: Any, **own: Any
+) -> dict[str, Any]:
+    """Register what a loop has beside its optimizer, and return that by name.
 
     Args:
+        store: the store of the optimizer.
         model: the model without wrappers.
         scheduler: a scheduler of learning rates, or None.
         scaler: a GradScaler or None.
+        own: what this kind of loop has.
     """
-    return {
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "random": random_state(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "buffers": _saved_buffers(model),
-    }
-
-
-def load_loop_state(
-    state: dict[str, Any], model: torch.nn.Module, scheduler: Any, scaler: Any = None
-) -> None:
-    """Load what loop_state() returned, but for the random generators."""
-    if scheduler is not None:
-        scheduler.load_state_dict(deepcopy(state["scheduler"]))
-    if scaler is not None and state["scaler"] is not None:
-        scaler.load_state_dict(state["scaler"])
-    with torch.no_grad():
-        for name, buffer in _saved_buffers(model).items():
-            buffer.copy_(state["buffers"][name])
+    objects = {"scheduler": scheduler, "scaler": scaler, "buffers": _SavedBuffers(model), **own}
+    found = {name: given for name, given in objects.items() if given is not None}
+    store.register(**found)
+    return found
 
 
 def restore_optimizer(store: TierStore, optimizer: Any, checkpoint: Path | None = None) -> int:
@@ -60,37 +85,28 @@ def restore_optimizer(store: TierStore, optimizer: Any, checkpoint: Path | None 
     return step
 
 
-def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state dict of the model has."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def require_own(step: int, extra: Any, key: str, maker: str, processes: int | None = None) -> None:
+def require_own(committed: CommittedStep, key: str, maker: str, processes: int | None) -> None:
     """Require that a loop of the same kind, on as many processes, committed a step.
 
     Args:
-        step: the committed step; 0 if there is none.
-        extra: of its commit.
-        key: has what this kind of loop keeps, with its processes as ``"processes"``.
+        committed: the step, and what was registered for it.
+        key: the name under which this kind of loop registers itself.
         maker: the kind of loop, for the message.
         processes: of this loop; None if any number will do.
 
     Raises:
         ValueError: another program committed it, or another number of processes.
     """
-    if not step:
-        return
-    if not isinstance(extra, dict) or key not in extra:
+    step = committed.step
+    if step and key not in {*committed.tagged, *committed.unequal}:
         raise ValueError(
             f"step {step} of the store was not committed by {maker}: continue it with the program "
             "that began the run, or open the store in a new directory"
         )
-    if processes is not None and processes != extra[key]["processes"]:
+    if step and committed.of_other_ranks and processes is not None:
         raise ValueError(
-            f"step {step} of the store was committed by {maker} of {extra[key]['processes']} "
-            f"processes, and this is one of {processes}, which has other batches: continue it "
-            "with as many"
+            f"step {step} of the store was committed by {maker} of another number of processes, "
+            f"and this is one of {processes}, which has other batches: continue it with as many"
         )
 
 
@@ -110,7 +126,7 @@ def publish(
     Args:
         store: the store of the optimizer.
         folder: of the checkpoint.
-        model: as of loop_state().
+        model: the model without wrappers.
         is_main: whether this is rank 0.
         wait: waits for all ranks.
         options: as of ``TierStore.checkpoint()``.
@@ -125,28 +141,6 @@ def publish(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def random_state() -> dict[str, Any]:
-    """Return the state of the generators of Python, numpy and torch, GPUs included."""
-    numpy_state: Any = np.random.get_state()
-    name, keys, *rest = numpy_state
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Bring all generators to a state of random_state()."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
 # -- The order of the data.
 
 
@@ -158,7 +152,7 @@ def data_order(loaders: Iterable[Any]) -> dict[str, Any]:
     """
     parts = _parts(loaders)
     return {
-        "random": random_state(),
+        "random": RandomState().state_dict(),
         "generators": [generator.get_state() for generator in _generators(parts)],
         "seeds": [part.initial_seed for part in parts if _is_seeded(part)],
         "epochs": [part.epoch for part in parts if _has_epoch(part)],
@@ -168,7 +162,7 @@ def data_order(loaders: Iterable[Any]) -> dict[str, Any]:
 def restore_data_order(loaders: Iterable[Any], order: dict[str, Any]) -> None:
     """Bring loaders to where data_order() found them."""
     parts = _parts(loaders)
-    set_random_state(order["random"])
+    RandomState().load_state_dict(order["random"])
     for generator, state in zip(_generators(parts), order["generators"], strict=True):
         generator.set_state(state)
     for part, seed in zip(filter(_is_seeded, parts), order["seeds"], strict=True):

@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tierstore.integrations.loop_state import (
-    load_loop_state,
-    loop_state,
+    RandomLater,
     publish,
+    register,
     require_own,
     restore_optimizer,
-    set_random_state,
 )
 from tierstore.store import TierStore
 
-_KEY = "torchtitan"  # In the extra of a commit.
 _MAKER = "a Trainer with this checkpointer"
 
 
@@ -103,16 +101,14 @@ def only_part(model_parts: Sequence[nn.Module]) -> nn.Module:
 class _ResumedData:
     """A data loader whose first iterator leaves the random generators as they were committed."""
 
-    def __init__(self, loader: Any, random: dict[str, Any]) -> None:
+    def __init__(self, loader: Any, random: RandomLater) -> None:
         self._loader = loader
-        self._random: dict[str, Any] | None = random
+        self._random = random
 
     def __iter__(self) -> Iterator[Any]:
         # It draws a seed, which the commit has drawn already.
         iterator: Iterator[Any] = iter(self._loader)
-        if self._random is not None:
-            set_random_state(self._random)
-            self._random = None
+        self._random.set()
         return iterator
 
     def __getattr__(self, name: str) -> Any:
@@ -181,23 +177,19 @@ class Checkpointer:
             RunMismatchError: the run does not fit the model.
         """
         store = self._store
-        if step not in (-1, store.committed_step):
+        if step not in (-1, store.committed.step):
             raise ValueError(
                 f"step {step} is not where the store continues, which is its step "
-                f"{store.committed_step}: leave out `load_step`"
+                f"{store.committed.step}: leave out `load_step`"
             )
-        ranks = dist.get_world_size()
-        require_own(store.committed_step, store.extra, _KEY, _MAKER, ranks)
-        restored = restore_optimizer(store, self._container.optimizers[0])
-        if restored:
-            extra = store.extra
-            load_loop_state(extra, self._model, self._trainer.lr_schedulers)
-            self._trainer.load_state_dict(extra[_KEY]["trainer"])
-            self._trainer.dataloader.load_state_dict(extra[_KEY]["data"])
-            self._trainer.dataloader = _ResumedData(self._trainer.dataloader, extra["random"])
-            self._saved = restored
-        store.provide_extra(self._extra)
-        return bool(restored)
+        require_own(store.committed, "trainer", _MAKER, dist.get_world_size())
+        trainer, random = self._trainer, RandomLater()
+        register(store, self._model, trainer.lr_schedulers, None)
+        store.register(random=random, trainer=trainer, data=trainer.dataloader)
+        self._saved = restore_optimizer(store, self._container.optimizers[0])
+        if self._saved:
+            trainer.dataloader = _ResumedData(trainer.dataloader, random)
+        return bool(self._saved)
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         """Commit a step; publish it if a checkpoint is due, and return whether it was.
@@ -210,7 +202,7 @@ class Checkpointer:
             TypeError, ValueError: the state of data or Trainer cannot be stored.
             StorageError: an earlier commit or write failed.
         """
-        self._store.commit(extra=self._extra())
+        self._store.commit()
         self._saved = self._store.step
         due = self._interval is not None and (last_step or curr_step % self._interval == 0)
         if due:
@@ -237,14 +229,3 @@ class Checkpointer:
         if kind is None and self._store.step != self._saved:
             kind = RuntimeError  # An exception ended the step, and was handled elsewhere.
         self._store.__exit__(kind, error, traceback)
-
-    def _extra(self) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            _KEY: {
-                "processes": dist.get_world_size(),
-                "trainer": trainer.state_dict(),
-                "data": trainer.dataloader.state_dict(),
-            },
-            **loop_state(self._model, trainer.lr_schedulers, None),
-        }

@@ -96,18 +96,10 @@ class Progress:
         """Number of the last step."""
         self.scalars: dict[str, dict[str, float]] = {}
         """Parameter name -> scalar name -> value."""
-        self.extra: Any = None
-        """The value that was given to the commit that the run was opened with, or that was
-        restored."""
         self.changed = False
         """True if pages were changed since the last commit was begun."""
         self.groups_written = 0
         """Number of groups with pages; commits leave out groups that were attached later."""
-
-    @property
-    def committed_step(self) -> int:
-        """The newest durable step, or 0."""
-        return 0
 
     @property
     def is_due(self) -> bool:
@@ -117,6 +109,11 @@ class Progress:
     @property
     def adds_parameters(self) -> bool:
         """True if a commit writes the values of parameters that steps did not write."""
+        return False
+
+    @property
+    def has_states(self) -> bool:
+        """True if the next commit of this step has the states that were given to keep_states()."""
         return False
 
     @property
@@ -185,7 +182,6 @@ class Committer(Progress):
         self._peers = peers
         self._commit_every = commit_every
         self._executor = started_pool(1, "tierstore-commit")
-        self._next_extra: tuple[int, Any] = (0, None)  # A step, and the extra of its commit.
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""
         self.is_clean = True
@@ -199,7 +195,8 @@ class Committer(Progress):
         self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
         self.committed = self._begun = manifest
         self._epoch = 0 if manifest is None else manifest.epoch
-        self.extra = None if manifest is None else tagged_json.decode(manifest.extra)
+        # A step, and what was registered for it; no step at first.
+        self._asked: tuple[int, dict[str, Any]] = (-1, {})
         self._needed = {} if manifest is None else manifest.entries
         self._durable_layout = ""  # Digest of the layout that this attempt has written.
         self._files_written: set[str] = set()
@@ -225,10 +222,8 @@ class Committer(Progress):
         self.scalars = scalars_in(manifest, groups, renamed)
         self.step = manifest.step
         self.groups_written = len(groups)
-        self._note_begun()
-        if renamed:
-            self.annotate(self.extra)
-            self.changed = True
+        self.keep_states(manifest.states)
+        self.changed = bool(renamed)
 
     def begin_epoch(self, manifest: Manifest) -> None:
         """Let the next commit come after a commit, whatever its step is. All ranks call this."""
@@ -236,8 +231,8 @@ class Committer(Progress):
         self._epoch += 1
 
     @property
-    @override
     def committed_step(self) -> int:
+        """The newest durable step, or 0."""
         return self.committed.step if self.committed else 0
 
     @property
@@ -252,7 +247,7 @@ class Committer(Progress):
         return self._begun.step if self._begun else 0
 
     @property
-    def _was_begun(self) -> bool:
+    def was_begun(self) -> bool:
         """True if a commit of the last step was begun."""
         return self._begun is not None and self.step == self._begun.step
 
@@ -268,13 +263,22 @@ class Committer(Progress):
 
     @property
     def is_up_to_date(self) -> bool:
-        """True if the last commit that was begun has all changes."""
-        return not self.changed and not (self.step and self.has_extra)
+        """True if the last commit that was begun has all changes, of states that are kept, too."""
+        if self.changed:
+            return False
+        return self._begun is None or not self.has_states or self._asked[1] == self._begun.states
 
     @property
-    def has_extra(self) -> bool:
-        """True if the next commit of this step has the extra that was given to annotate()."""
-        return self._next_extra[0] == self.step
+    @override
+    def has_states(self) -> bool:
+        return self._asked[0] == self.step
+
+    @property
+    def begins_commit(self) -> bool:
+        """True if commit() begins a commit: the step is due, or has changed since its commit."""
+        if self.was_begun:
+            return not self.is_up_to_date
+        return self.is_due or (self.changed and not self.step)  # Or the initial values of a run.
 
     @property
     def _slots(self) -> str:
@@ -322,9 +326,6 @@ class Committer(Progress):
     def note_removed(self, names: Iterable[str], pages: Iterable[int]) -> None:
         super().note_removed(names, pages)
         self._spares.difference_update(name for page in pages for name in _files_of(page))
-        # The commit of the removal, of the same step, keeps the extra of the step.
-        if self._begun is not None and self._begun.step == self.step:
-            self._next_extra = (self.step, self._begun.extra)
 
     @override
     def claim_slot(self, page: int) -> str:
@@ -385,20 +386,9 @@ class Committer(Progress):
 
     # -- A commit.
 
-    def begins_commit(self, extra: Any) -> bool:
-        """True if a commit of this step with this extra must begin now."""
-        if self._was_begun:
-            return extra is not None or self.changed  # The same step with another extra.
-        return self.is_due or (self.changed and not self.step)  # Or the initial values of a run.
-
-    def annotate(self, extra: Any) -> None:
-        """Keep a copy of the extra for the commit of this step.
-
-        Raises:
-            TypeError, ValueError: no commit can hold the extra.
-        """
-        if extra is not None or self.changed or not self._was_begun:
-            self._next_extra = (self.step, tagged_json.encode(extra, name="extra"))
+    def keep_states(self, states: dict[str, Any]) -> None:
+        """Keep the states of what is registered for the commits of this step."""
+        self._asked = (self.step, states)
 
     def layout(
         self, groups: Sequence[Sequence[ParameterSpec]], pages: Sequence[PageLayout]
@@ -435,13 +425,14 @@ class Committer(Progress):
             TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
         """
         count = len(layout.subgroups)
+        assert self.has_states, "what is registered is asked before each commit"
         assert all(pages[number] for number in pages if number < count), (
             "a group counts as written once all of its pages are"
         )
         names = [[spec.name for spec in group] for group in layout.groups]
         groups = groups[: self.groups_written]
         kept = {parameter.name for group in groups for parameter in group.parameters}
-        before, (extra_step, extra) = self._begun, self._next_extra
+        before = self._begun
         now = (self._epoch, self.step)
         return Manifest(
             run_id=self.identity.run_id,
@@ -458,7 +449,7 @@ class Committer(Progress):
             dropped=[name for group in names for name in group if name not in kept],
             scalars=pack_scalars(self.scalars, names),
             hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
-            extra=extra if extra_step == self.step else None,
+            extra=self._asked[1],
         )
 
     def begin(self, manifest: Manifest, writes: Sequence[Transfer]) -> None:
@@ -482,7 +473,7 @@ class Committer(Progress):
         self._pending = self._executor.submit(
             self._commit, before, manifest, self._layout_data, writes, files, renamed
         )
-        self._note_begun()
+        self.changed = False
 
     def wait(self) -> None:
         """Block until the last commit that was begun, if any, is durable.
@@ -508,10 +499,6 @@ class Committer(Progress):
         self._executor.shutdown()
         if self.marks_clean_end and self.committed is not None:
             mark_clean(self.storage, self.committed.revision)
-
-    def _note_begun(self) -> None:
-        self._next_extra = (0, None)
-        self.changed = False
 
     def _commit(
         self,

@@ -77,7 +77,7 @@ class Manifest:
     world_size: int
     step: int
     number: int
-    """1, or more if the step was committed before, for example with another ``extra``."""
+    """1, or more if the step was committed before, for example with other states in ``extra``."""
     epoch: int = 0
     """How often the run was rewound before this commit."""
     first: bool
@@ -86,7 +86,7 @@ class Manifest:
     hyperparameters: Any
     """One dict per group, as tagged_json.encode() returns it."""
     extra: Any
-    """The value that was given to commit(), as tagged_json.encode() returns it."""
+    """Name -> state of each registered object, as tagged_json.encode() returns it; None: none."""
     scalars: Any
     """Scalars of parameters, as pack_scalars() returns them."""
     layout: str
@@ -105,6 +105,11 @@ class Manifest:
     def entries(self) -> dict[int, PageEntry]:
         """Page number -> content, for the pages that the run still has."""
         return {page: entry for page, entry in enumerate(self.pages) if entry is not None}
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """Name -> state of each registered object, as tagged_json.encode() returns it."""
+        return self.extra or {}
 
     def to_bytes(self) -> bytes:
         """Return the content of the file manifest_name(revision)."""
@@ -129,6 +134,13 @@ class Manifest:
             return manifest
 
 
+def are_states(value: object) -> bool:
+    """Return whether a value is a dict of the names and states of registered objects."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and not name.startswith("$") for name in value
+    )
+
+
 def _check(manifest: Manifest) -> None:
     """Raise ValueError, TypeError or LookupError unless all fields have their types."""
     names = (manifest.run_id, manifest.attempt, manifest.layout, *manifest.dropped)
@@ -136,6 +148,7 @@ def _check(manifest: Manifest) -> None:
     numbers = (manifest.rank, manifest.world_size, *manifest.revision)
     require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
     require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)
+    require(manifest.extra is None or are_states(manifest.extra))
     tagged_json.decode(manifest.extra)
     scalars = tagged_json.decode(manifest.scalars)
     require(scalars.keys() == {"groups", "parameters"})

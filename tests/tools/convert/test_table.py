@@ -36,7 +36,7 @@ from tierstore.tools.convert.convert import Conversion, convert
 
 GUIDE = Path(__file__).parents[3] / "docs/guide/convert.md"
 FIXTURES = Path(__file__).parent / "fixtures"
-EXTRA = {"position": (7, [torch.arange(3)])}
+EXTRA = {"position": {"batch": (7, [torch.arange(3)])}}
 
 CARRIED = {
     "all": {"optimizer", "others"},
@@ -152,7 +152,8 @@ def trained_run(folder: Path, *, muon_: bool, publish: bool) -> Source:
         optimizer = muon.Muon(groups, store=store)
         for step in (1, 2):
             stock_reader.train_step(model, [optimizer], step)
-        store.commit(extra=EXTRA)
+        store.register(position=EXTRA["position"])
+        store.commit()
         tensors: dict[str, torch.Tensor] = {}
         for name, values in store.read_states().items():
             states = dict(values)
@@ -352,6 +353,8 @@ def read_run(out: Path, source: Source) -> Held:
         groups.append({"params": members, "algorithm": algorithm, "lr": 99.0})
     with tierstore.TierStore(out, resume=True) as store:
         optimizer = muon.Muon(groups, store=store, momentum_dtype=source.momentum_dtype)
+        committed = store.committed.states
+        store.register(**dict.fromkeys(committed))  # Left out, each by its name.
         step = optimizer.restore()
         tensors = {}
         for name, values in store.read_states().items():
@@ -364,7 +367,7 @@ def read_run(out: Path, source: Source) -> Held:
             tensors=tensors,
             groups=hyperparameters(optimizer.param_groups),
             step=step,
-            extra=store.extra,
+            extra=committed,
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import tierstore
 from tests.rank_programs.checkpoints import EXTRA, Job
+from tests.support.kept import commit_with
 from tests.support.published import (
     Ours,
     Reference,
@@ -151,7 +152,7 @@ def test_directory_of_stock_dcp(flat: bool, prefix: bool, tmp_path: Path) -> Non
 
 def test_step_and_extra_come_back(tmp_path: Path) -> None:
     ours = Ours(tmp_path / "run").train(1)
-    ours.store.commit(extra=EXTRA)
+    commit_with(ours.store, EXTRA)
     ours.store.checkpoint(tmp_path / "published", model=ours.model)
     ours.store.close()
     first = to_dcp(tmp_path / "published", tmp_path / "first")
@@ -159,7 +160,7 @@ def test_step_and_extra_come_back(tmp_path: Path) -> None:
     assert again.step == first.step == 1
     assert again.digests == first.digests
     (contents,) = format_.read([tmp_path / "again"], Reading())
-    assert repr(contents.extra) == repr(EXTRA)
+    assert repr(contents.extra) == repr({"kept": {"state": EXTRA}})
     assert contents.groups[1].hyperparameters["betas"] == (0.8, 0.95)
     assert contents.scalars["hidden.bias"] == {"step": 1.0}
 

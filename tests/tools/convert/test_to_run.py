@@ -13,6 +13,7 @@ import muon
 import tierstore
 from tests.rank_programs.checkpoints import EXTRA, Job
 from tests.support.conversions import no_trace
+from tests.support.kept import commit_with, kept_by, unwanted
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp, tensors_in
 from tests.support.rank_pool import RankPool
 from tests.support.stock_reader import make_model
@@ -24,13 +25,13 @@ WORK = "tests.rank_programs.checkpoints:work"
 
 
 def state(ours: Ours) -> dict[str, Any]:
-    return {**ours.state(), "extra": repr(ours.store.extra)}
+    return {**ours.state(), "extra": repr(kept_by(ours.store))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_run_to_run_is_the_same_run(dtype: torch.dtype, tmp_path: Path) -> None:
     ours = Ours(tmp_path / "run", dtype=dtype).train(1, 2)
-    ours.store.commit(extra=EXTRA)
+    commit_with(ours.store, EXTRA)
     ours.store.close()
     conversion = convert(tmp_path / "run", tmp_path / "again", to="tierstore")
     assert (conversion.step, conversion.lost) == (2, [])
@@ -38,6 +39,7 @@ def test_run_to_run_is_the_same_run(dtype: torch.dtype, tmp_path: Path) -> None:
     found = []
     for name in ("run", "again"):
         other = Ours(tmp_path / name, dtype=dtype, seed=5, resume=True)
+        unwanted(other.store)
         assert other.optimizer.restore() == 2
         other.model.load_state_dict({"mean": torch.ones(3)}, strict=False)
         found.append(state(other))

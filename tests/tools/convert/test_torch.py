@@ -18,6 +18,7 @@ import tierstore
 from tests.support import stock_reader
 from tests.support.commands import call
 from tests.support.conversions import no_trace
+from tests.support.kept import commit_with
 from tests.support.published import Ours, Reference, assert_equal, tensors_in
 from tierstore.tools.convert.convert import convert
 from tierstore.tools.convert.torch_names import match_names
@@ -59,7 +60,7 @@ def test_stock_optimizers_to_dcp_and_back(named: bool, tmp_path: Path) -> None:
 
 def test_what_torch_load_and_stock_optimizers_take(tmp_path: Path) -> None:
     ours = Ours(tmp_path / "run").train(1, 2)
-    ours.store.commit(extra={"x": (1, 2)})
+    commit_with(ours.store, (1, 2))
     ours.store.checkpoint(tmp_path / "published", model=ours.model)
     ours.store.close()
     convert(tmp_path / "published", tmp_path / "out.pt", to="torch")

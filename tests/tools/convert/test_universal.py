@@ -19,6 +19,7 @@ from tests.support.continuation import differences, hyperparameters_of
 from tests.support.conversions import no_trace
 from tests.support.deepspeed_files import change
 from tests.support.deepspeed_truth import assert_is_truth, truth_of
+from tests.support.kept import commit_with, wanted
 from tests.support.published import Ours, tensors_in
 from tests.support.universal_files import (
     folder_in,
@@ -278,7 +279,7 @@ def test_checkpoints_of_stages(name: str, tmp_path: Path) -> None:
 
 
 def test_runs(tmp_path: Path) -> None:
-    """Values of any kind as ``extra``, and a step count that is a number for stage 3."""
+    """What was registered, and a step count that is a number for stage 3."""
     weights = {"a.weight": nn.Parameter(torch.randn(5, 4)), "a.bias": nn.Parameter(torch.randn(4))}
     groups = [{"params": list(weights.items()), "algorithm": "adamw", **ADAM}]
     with tierstore.TierStore(tmp_path / "run") as store:
@@ -287,7 +288,7 @@ def test_runs(tmp_path: Path) -> None:
             for parameter in weights.values():
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
-        store.commit(extra=(1, 2))
+        commit_with(store, (1, 2))
         expected = store.read_states()
     convert(tmp_path / "run", tmp_path / "out", to="universal")
     states = states_in(tmp_path / "out")
@@ -298,13 +299,14 @@ def test_runs(tmp_path: Path) -> None:
     value = optimizer_in(tmp_path / "out")
     assert {key: value["param_groups"][0][key] for key in ADAM} == ADAM
     assert type(value["optimizer_state_dict"]["state"][0]["step"]) is int
-    assert model_states_in(tmp_path / "out")["extra"] == (1, 2)
+    assert model_states_in(tmp_path / "out")["kept"] == {"state": (1, 2)}
     convert(tmp_path / "out", tmp_path / "again", to="tierstore")
     parameters = [(name, nn.Parameter(torch.zeros_like(p))) for name, p in weights.items()]
     with tierstore.TierStore(tmp_path / "again", resume=True) as store:
         groups = [{"params": parameters, "algorithm": "adamw", **ADAM}]
-        assert muon.Muon(groups, store=store).restore() == 2
-        assert store.extra["extra"] == (1, 2)
+        with wanted(store) as kept:
+            assert muon.Muon(groups, store=store).restore() == 2
+        assert kept == {"state": (1, 2)}
         found = store.read_states()
     for name, tensors in expected.items():
         assert found[name].keys() == tensors.keys()

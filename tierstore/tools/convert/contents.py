@@ -12,6 +12,7 @@ import torch
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.errors import CheckpointError
 from tierstore.layout.encodings import MASTER
+from tierstore.run.manifest import are_states
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.torch_names import ORDER_ADVICE, Shape, match_distinct, match_names
 
@@ -64,8 +65,8 @@ class Contents:
     unnamed: Unnamed | None = None
     """Optimizers that merge() gives names."""
     step: int | None = None
-    extra: Any = None
-    """The ``extra`` of a commit."""
+    extra: dict[str, Any] | None = None
+    """Name -> state of each registered object of a commit; None: none."""
     notes: Sequence[str] = ()
     """Facts that a user should know, one sentence each."""
     lost: Sequence[str] = ()
@@ -192,9 +193,13 @@ def merge(
     if len(steps) > 1:
         raise CheckpointError(f"the sources are of different steps, {sorted(map(str, steps))}")
     extras = [source.extra for source in sources if source.extra is not None]
+    extra = next(iter(extras), None)
     lost = list(chain.from_iterable(source.lost for source in sources))
-    if any(extra != extras[0] for extra in extras):
+    if any(other != extra for other in extras):
         lost.append("extra of one source is not carried: another source has one, too")
+    if extra is not None and not are_states(extra):
+        lost.append("extra is not carried: it is not a dict of names and states")
+        extra = None
     merged = Contents(
         source=" and ".join(dict.fromkeys(source.source for source in sources)),
         entries=entries,
@@ -204,7 +209,7 @@ def merge(
         aliases=_joined("name", [source.aliases for source in sources]),
         dtypes=_joined("dtype", [source.dtypes for source in sources]),
         step=next(iter(steps), None),
-        extra=next(iter(extras), None),
+        extra=extra,
         notes=list(chain.from_iterable(source.notes for source in sources)),
         lost=lost,
     )

@@ -19,6 +19,7 @@ from tierstore.inspection.torch_archive import StoredTensor, Unread
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
 from tierstore.run import tagged_json
+from tierstore.run.manifest import are_states
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import BUFFER, Entry, StoredFile
 from tierstore.tools.convert.flat import Run, flat_entry, value_of
@@ -38,6 +39,7 @@ _MUON = {
 OWN = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"}
     | {"frozen_param_fragments", "shared_params", "data_sampler", "random_ltd", "global_steps"}
+    | {"global_samples", "skipped_steps", "sparse_tensor_module_names", "csr_tensor_module_names"}
     | {"dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"}
     | {"ds_version", "universal_checkpoint_info", TIERSTORE}
 )
@@ -342,6 +344,9 @@ class EngineFiles(ABC):
         extra: dict[str, Any] = {}
         for key, value in model.items():
             if key in OWN or value is None:
+                continue
+            if not are_states({key: value}):
+                self.lost.append(f"{key!r}, which the program saved, is not the name of a state")
                 continue
             try:
                 tagged_json.encode(value)

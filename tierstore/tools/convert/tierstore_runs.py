@@ -43,6 +43,7 @@ from tierstore.run.file_names import (
     published_manifest,
     published_page,
 )
+from tierstore.run.registered import committed_step
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.dcp import model_part
 from tierstore.tools.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
@@ -301,6 +302,7 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         for state, dtype in spec.all_states
     ]
     hyperparameters = map(tagged_json.decode, first.manifest.hyperparameters)
+    committed = committed_step([commit.manifest for _, commit, _ in found], rank=0, world_size=1)
     return Contents(
         source="tierstore",
         entries=entries,
@@ -311,7 +313,11 @@ def _contents(found: Sequence[_Found], names: Mapping[str, str]) -> Contents:
         scalars={names[name]: values for name, values in first.scalars.items() if name in names},
         dtypes={names[spec.name]: spec.dtype for spec in specs if not spec.owns_master},
         step=first.manifest.step,
-        extra=tagged_json.decode(first.manifest.extra),
+        extra=committed.states or None,
+        lost=[
+            f"the state {name!r} is not carried: the ranks have committed different ones"
+            for name in committed.unequal
+        ],
     )
 
 

@@ -125,7 +125,7 @@ class Writer:
                 tagged_json.encode(dict(group.hyperparameters), name=f"param_groups[{number}]")
                 for number, group in enumerate(self._contents.groups)
             ],
-            extra=tagged_json.encode(self._contents.extra),
+            extra=tagged_json.encode(self._contents.extra or {}),
             scalars=pack_scalars(scalars, names),
             layout=checksum_of(layout),
             pages=[

@@ -169,10 +169,8 @@ class Writer:
         contents = self._contents
         module = OrderedDict({name: tensor for (name, _), tensor in tensors.items()})
         module |= OrderedDict(contents.values)
-        extra = portable(contents.extra)
-        if extra is None:
-            extra = {}
-        elif not _is_client_state(extra):
+        extra = portable(contents.extra or {})
+        if not OWN.isdisjoint(extra):
             extra = {"extra": extra}
         return {
             "lr_scheduler": None,
@@ -187,10 +185,6 @@ class Writer:
             "ds_version": _VERSION,
             TIERSTORE: {DTYPES: self._dtypes},
         }
-
-
-def _is_client_state(extra: Any) -> bool:
-    return isinstance(extra, dict) and all(isinstance(key, str) and key not in OWN for key in extra)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,0 +1,193 @@
+"""What a program registers with a store: objects whose states are part of each commit."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from typing_extensions import TypeIs
+
+from tierstore.run import tagged_json
+from tierstore.run.manifest import Manifest
+from tierstore.run.random_state import RandomState
+
+logger = logging.getLogger("tierstore")
+
+
+class Stateful(Protocol):
+    """An object with a state, as ``torch.distributed.checkpoint`` and torchtitan have it."""
+
+    def state_dict(self) -> Any:
+        """Return the state: plain values and small tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state that state_dict() returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """A committed step, and what was registered for it, as this rank gets it back."""
+
+    step: int
+    """The step; 0 if nothing was committed."""
+    tagged: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> state, as tagged_json.encode() returns it."""
+    of_other_ranks: bool = False
+    """Whether the ranks of the commit are more or fewer than those of this job."""
+    unequal: Sequence[str] = ()
+    """Names whose states differ between these other ranks: no rank gets them back."""
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """Name -> state. A new copy each time."""
+        return {name: tagged_json.decode(state) for name, state in self.tagged.items()}
+
+
+def committed_step(manifests: Sequence[Manifest], rank: int, world_size: int) -> CommittedStep:
+    """Return what one rank of a job gets back from a commit.
+
+    Args:
+        manifests: of the commit, of all its ranks in order.
+        rank: the rank of the job.
+        world_size: the number of ranks of the job. If the commit has as many, each rank gets its
+            own states, else those that all ranks of the commit have.
+    """
+    step = manifests[0].step
+    if len(manifests) == world_size:
+        return CommittedStep(step=step, tagged=manifests[rank].states)
+    found = [manifest.states for manifest in manifests]
+    names = dict.fromkeys(name for states in found for name in states)
+    equal = {
+        name: found[0][name]
+        for name in names
+        if all(name in states and states[name] == found[0].get(name) for states in found)
+    }
+    unequal = tuple(name for name in names if name not in equal)
+    return CommittedStep(step=step, tagged=equal, of_other_ranks=True, unequal=unequal)
+
+
+class Registered:
+    """The registered objects of a store, by name, in the order of their registration."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful | dict[Any, Any]] = {}
+        self._dropped: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """Register objects, or with None forget a name, also one that a commit has.
+
+        Raises:
+            TypeError, ValueError: an object has no state, or a name cannot be one. Nothing was
+                registered.
+        """
+        for name, given in objects.items():
+            if name.startswith("$"):
+                raise ValueError(f"the name of a registered object cannot begin with '$': {name!r}")
+            if not (given is None or isinstance(given, dict) or _is_stateful(given)):
+                raise TypeError(
+                    f"register({name}=) takes a dict, or an object with state_dict() and "
+                    f"load_state_dict(), got {type(given).__name__}"
+                )
+        for name, given in objects.items():
+            self._dropped.discard(name)
+            if given is None:
+                self._objects.pop(name, None)
+                self._dropped.add(name)
+            else:
+                self._objects[name] = given
+
+    def ask(self) -> dict[str, Any]:
+        """Return name -> state of each object, as a manifest holds them.
+
+        Raises:
+            TypeError, ValueError: no commit can hold a state; the message names the value.
+        """
+        states = {
+            name: given.state_dict() if _is_stateful(given) else dict(given)
+            for name, given in self._objects.items()
+        }
+        encoded: dict[str, Any] = tagged_json.encode(states, name="registered")
+        return encoded
+
+    def compare(self, committed: CommittedStep, *, begins: bool) -> None:
+        """Compare the names of a commit with those that are registered.
+
+        Args:
+            committed: the commit.
+            begins: whether it is a checkpoint that another run begins from, which may train other
+                things: a state that nothing takes is then left out with a warning.
+
+        Raises:
+            ValueError: nothing takes a state of the commit, or its ranks have different values.
+
+        Warns:
+            UserWarning: an object is registered, and the commit has no state of it.
+        """
+        has = (*committed.tagged, *committed.unequal)
+        left = [name for name in has if name not in {*self._objects, *self._dropped}]
+        if left and not begins:
+            raise ValueError(
+                f"step {committed.step} was committed with {_listed(left)}, which nothing takes "
+                "back. Nothing was changed: register the object of that name before restore(), or "
+                f"call store.register({_dropping(left)}) to leave out its state"
+            )
+        if left:
+            warnings.warn(
+                f"the checkpoint has {_listed(left)}, which nothing takes: register the object of "
+                f"that name before restore(), or call store.register({_dropping(left)})",
+                stacklevel=2,
+            )
+        taken = {n for n, given in self._objects.items() if not isinstance(given, RandomState)}
+        if refused := [name for name in committed.unequal if name in taken]:
+            raise ValueError(
+                f"step {committed.step} was committed by another number of ranks, with "
+                f"different states of {_listed(refused)} on them, which cannot be divided among "
+                "the ranks of this job. Nothing was changed: start the job with as many ranks; or "
+                f"call store.register({_dropping(refused)}) before restore(), bring the object to "
+                "where it shall go on, and register it after restore()"
+            )
+        if absent := [name for name in self._objects if name not in has]:
+            warnings.warn(
+                f"step {committed.step} was committed without {_listed(absent)}, which stays as "
+                "it is now",
+                stacklevel=2,
+            )
+
+    def load(self, committed: CommittedStep) -> None:
+        """Give each object its state of a commit, if the commit has one."""
+        states = committed.states
+        for name, given in self._objects.items():
+            if committed.of_other_ranks and isinstance(given, RandomState):
+                logger.warning(
+                    "step %d was committed by another number of ranks: the random generators %r "
+                    "stay as this program has seeded them",
+                    committed.step,
+                    name,
+                )
+            elif name not in states:
+                continue
+            elif _is_stateful(given):
+                given.load_state_dict(states[name])
+            else:
+                given.clear()
+                given.update(states[name])
+
+
+def _is_stateful(given: object) -> TypeIs[Stateful]:
+    return callable(getattr(given, "state_dict", None)) and callable(
+        getattr(given, "load_state_dict", None)
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _dropping(names: Sequence[str]) -> str:
+    return ", ".join(f"{name}=None" for name in names)
