@@ -85,18 +85,15 @@ floats = st.floats(allow_nan=False) | st.just(math.nan)
 leaves = st.one_of(
     st.none(),
     st.booleans(),
-    st.integers(),
-    st.integers(-(2**700), 2**700),
+    st.integers(1 - 2**512, 2**512 - 1),
     floats,
     st.text(),
     st.text("$dict", max_size=6),
     st.binary(max_size=20),
     st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2]),
-    st.lists(st.integers(0, 2**63 - 1), max_size=3).map(torch.Size),
     floats.map(np.float64),
     st.integers(0, 255).map(np.uint8),
     st.booleans().map(np.bool_),
-    st.text().map(np.str_),
 )
 keys = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 shapes = st.lists(st.integers(0, 3), max_size=3)
@@ -129,18 +126,17 @@ def test_round_trip(value: Any) -> None:
 
 # fmt: off
 NUMBERS = [
-    10**10_000, -(2**512), 2**512 - 1, True, -0.0, 5e-324, 1e16, math.inf, -math.inf, math.nan,
-    np.float32(1e-45), np.datetime64("NaT"), np.timedelta64(3, "s"),
+    1 - 2**512, 2**512 - 1, True, -0.0, 5e-324, 1e16, math.inf, -math.inf, math.nan,
+    np.float32(1e-45),
 ]
-TEXTS = ["\x00\ud7ff\U0001f600\u2028", np.str_("zeros\0\0"), np.bytes_(b"zeros\0\0"), np.str_("")]
+TEXTS = ["\x00\ud7ff\U0001f600\u2028", ""]
 CONTAINERS = [
     (), ((1,), [2, (3,)]), {}, {"$tuple": [1]}, {"$": 1, "b": 2}, {"b": 1, "a": 2, "": 3},
     {1: "int", "1": "str", 2.5: "float", None: "none", b"1": "bytes", (1, "1"): "tuple"},
-    {math.nan: 1, float("nan"): 2}, OrderedDict(b=1, a=2), Counter({30: 2, 80: -1}), torch.Size([]),
+    {math.nan: 1, float("nan"): 2}, OrderedDict(b=1, a=2), Counter({30: 2, 80: -1}),
 ]
 ARRAYS = [
-    np.array(["a", "longer"]), np.array([b"a", b"longer"]), np.array(7, dtype=">u4"),
-    np.array(["2026-01-01"], dtype="datetime64[25s]"), np.zeros((0, 3)), np.ndarray((3,), "<U0"),
+    np.array(7, dtype=">u4"), np.zeros((0, 3)),
 ]
 # fmt: on
 
@@ -204,13 +200,11 @@ def test_plain_values_stay_plain() -> None:
         ({"$a": 1}, {"$dict": [["$a", 1]]}),
         (OrderedDict(b=1, a=2), {"$ordered_dict": [["b", 1], ["a", 2]]}),
         (Counter([30, 30, 80]), {"$counter": [[30, 2], [80, 1]]}),
-        (2**512, {"$int": "0x1" + "0" * 128}),
         (math.inf, {"$float": "inf"}),
         (-math.inf, {"$float": "-inf"}),
         (math.nan, {"$float": "nan"}),
         (b"\x00\xff\x10", {"$bytes": "AP8Q"}),
         (torch.bfloat16, {"$dtype": "bfloat16"}),
-        (torch.Size([2, 3]), {"$size": [2, 3]}),
         (
             torch.tensor([[1, 2]], dtype=torch.int16),
             {"$tensor": {"dtype": "int16", "shape": [1, 2], "data": "AQACAA=="}},
@@ -240,6 +234,11 @@ Point = namedtuple("Point", "x")
         (len, "builtin_function_or_method"),
         (object(), "object"),
         (1j, "complex"),
+        (2**512, "int"),
+        (torch.Size([2, 3]), "torch.Size"),
+        (np.str_("text"), "dtype"),
+        (np.array([b"text"]), "dtype"),
+        (np.datetime64("NaT"), "dtype"),
         ({1}, "set"),
         (range(3), "range"),
         (bytearray(b"1"), "bytearray"),
@@ -283,9 +282,8 @@ def test_other_keys_are_refused_by_path(key: object) -> None:
         (["\ud800"], r"extra\[0\]"),
         ({"a\udfff": 1}, r"the key 'a\\udfff' of extra"),
         ({1: 2, "a\udfff": 1}, r"the key 'a\\udfff' of extra"),
-        ([np.str_("\ud800")], r"extra\[0\]"),
     ],
-    ids=["value", "key", "pair", "numpy"],
+    ids=["value", "key", "pair"],
 )
 def test_lone_surrogates_are_refused(value: object, path: str) -> None:
     with pytest.raises(ValueError, match=f"{path} is not valid Unicode"):
@@ -339,11 +337,11 @@ REFUSED = [
     {"a": 1, "$b": 2}, {"$tuple": "ab"}, {"$tuple": {"a": 1}},
     {"$dict": {"a": 1}}, {"$dict": [[1]]}, {"$dict": [[1, 2, 3]]}, {"$dict": ["ab"]},
     {"$dict": [[[], 1]]}, {"$dict": [[1, 2], [1, 3]]}, {"$counter": [["a", 2], ["a", 3]]},
-    {"$counter": 1}, {"$int": 5}, {"$int": "g"}, {"$float": [1.0]},
+    {"$counter": 1}, {"$int": "0x1"}, {"$float": [1.0]},
     {"$float": "one"}, {"$float": {"inf": 1}},
     {"$bytes": "A"}, {"$bytes": "AP8Q\n"}, {"$bytes": "\u00e9"}, {"$bytes": [0]},
     {"$dtype": "float"}, {"$dtype": "load"}, {"$dtype": "torch.float32"}, {"$dtype": ["float32"]},
-    {"$size": [1.0]}, {"$size": [True]}, {"$size": [-1]}, {"$size": [2**63]}, {"$size": 3},
+    {"$size": [1]}, {"$scalar": {"dtype": "<M8[s]", "data": data(bytes(8))}},
     {"$tensor": [1]}, {"$tensor": {"dtype": "uint8", "shape": [2]}},
     {"$tensor": {"dtype": "uint8", "shape": [0], "data": "", "device": "cuda"}},
     {"$scalar": {"dtype": "<i4", "data": data(bytes(8))}},
@@ -384,7 +382,7 @@ def test_decode_refuses_numpy_dtypes(dtype: object, itemsize: int) -> None:
             tagged_json.decode({tag: {"dtype": dtype, **fields, "data": data(bytes(itemsize))}})
 
 
-TAGS = ["tuple", "dict", "ordered_dict", "counter", "int", "float", "bytes", "dtype", "size"]
+TAGS = ["tuple", "dict", "ordered_dict", "counter", "float", "bytes", "dtype"]
 TAGS += ["tensor", "array", "scalar", "unknown"]
 # The text of a number has one NaN, whatever the payload.
 json_floats = st.one_of(st.floats(allow_nan=False), st.just(math.nan))

@@ -505,16 +505,12 @@ def decode(value: Any) -> Any:
     if tag in ("$dict", "$ordered_dict", "$counter"):
         kind = {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}[tag]
         return kind({decode(key): decode(item) for key, item in payload})
-    if tag == "$int":
-        return int(payload, 16)
     if tag == "$float":
         return float(payload)
     if tag == "$bytes":
         return base64.b64decode(payload)
     if tag == "$dtype":
         return payload
-    if tag == "$size":
-        return tuple(payload)
     if tag == "$tensor":
         data = np.frombuffer(base64.b64decode(payload["data"]), np.uint8)
         return finished(data, payload["dtype"], payload["shape"])

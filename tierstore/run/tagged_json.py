@@ -29,11 +29,11 @@ LIMIT_BYTES = 64 * 2**20
 restart reads the manifest whole."""
 
 _ALLOWED = (
-    "None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.dtype, "
-    "torch.Size, plain dense torch tensors, numpy arrays and scalars (no objects, no fields)"
+    "None, bool, int below 2**512, float, str, bytes, list, tuple, dict, OrderedDict, Counter, "
+    "torch.dtype, plain dense torch tensors, numpy arrays and scalars of numbers"
 )
-_PLAIN_INT_BITS = 512  # Python's JSON refuses ints of several thousand digits.
-_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM]\d+(\[\w+\])?")
+_INT_BITS_MAX = 512  # Python's JSON refuses ints of several thousand digits.
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d+")
 
 
 def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -> Any:
@@ -44,9 +44,9 @@ def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -
     the sign and payload of its bits.
 
     Args:
-        value: None, bool, int, float, str, bytes, torch.dtype, torch.Size, plain dense tensors
-            of any dtype that is not quantized, numpy arrays and scalars without objects or
-            fields, and list, tuple, dict, OrderedDict, Counter of these. A key of a dict may
+        value: None, bool, int below 2**512, float, str, bytes, torch.dtype, plain dense tensors
+            of any dtype that is not quantized, numpy arrays and scalars of numbers, and
+            list, tuple, dict, OrderedDict, Counter of these. A key of a dict may
             be any of these that has a hash, except a tensor. Subclasses are refused.
         name: names ``value`` in errors.
         limit_bytes: most bytes that tensors, arrays, bytes and text may hold together.
@@ -110,7 +110,7 @@ class _Encoder:
         if (
             value is None
             or cls is bool
-            or (cls is int and value.bit_length() <= _PLAIN_INT_BITS)
+            or (cls is int and value.bit_length() <= _INT_BITS_MAX)
             or (cls is float and math.isfinite(value))
         ):
             return value
@@ -169,12 +169,9 @@ class _Encoder:
         }
 
     def scalar(self, scalar: np.generic, path: _Path, _depth: int) -> dict[str, Any]:
-        if isinstance(scalar, np.str_):
-            _checked_nbytes(str(scalar), path)
-        nbytes = scalar.dtype.itemsize  # An empty np.str_ has 0, but tobytes() gives 4.
         return {
             "dtype": _numpy_dtype_text(scalar.dtype, path),
-            "data": self.base64(path, nbytes, lambda: scalar.tobytes()[:nbytes]),
+            "data": self.base64(path, scalar.dtype.itemsize, scalar.tobytes),
         }
 
     def text(self, text: str, path: _Path) -> str:
@@ -261,10 +258,6 @@ def _decode_array(*, dtype: str, shape: Any, data: str) -> np.ndarray[Any, Any]:
 def _decode_scalar(*, dtype: str, data: str) -> np.generic:
     scalar_dtype = _numpy_dtype(dtype)
     content = _content(data, scalar_dtype.itemsize)
-    if scalar_dtype.kind == "U":  # An array would drop zeros at the end.
-        return np.str_(content.decode("utf-32-le"))
-    if scalar_dtype.kind == "S":
-        return np.bytes_(content)
     scalar: np.generic = np.frombuffer(content, scalar_dtype)[0]
     return scalar
 
@@ -287,7 +280,7 @@ def _content(data: str, nbytes: int) -> bytes:
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
     if _NUMPY_DTYPE.fullmatch(text) is None:  # Bytes of an array of objects would be addresses.
-        raise ValueError(f"a numpy dtype of plain values is expected, got {text!r:.80}")
+        raise ValueError(f"a numpy dtype of numbers is expected, got {text!r:.80}")
     return np.dtype(text)
 
 
@@ -306,7 +299,6 @@ _TORCH_DTYPES = {
     _dtype_text(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 _KINDS = (
-    _Kind("$int", int, lambda _, v, *__: hex(v), lambda p, _: int(p, 16)),
     _Kind("$float", float, lambda _, v, *__: str(v), lambda p, _: float(p)),
     _Kind(
         "$bytes",
@@ -319,7 +311,6 @@ _KINDS = (
     _Kind("$ordered_dict", OrderedDict, _Encoder.pairs, lambda *p: OrderedDict(_decode_pairs(*p))),
     _Kind("$counter", Counter, _Encoder.pairs, lambda *p: Counter(_decode_pairs(*p))),
     _Kind("$dtype", torch.dtype, lambda _, v, *__: _dtype_text(v), lambda p, _: _TORCH_DTYPES[p]),
-    _Kind("$size", torch.Size, lambda _, v, *__: list(v), lambda p, _: torch.Size(_shape(p))),
     _Kind("$tensor", torch.Tensor, _Encoder.tensor, lambda p, _: _decode_tensor(**p)),
     _Kind("$array", np.ndarray, _Encoder.array, lambda p, _: _decode_array(**p)),
     _Kind("$scalar", np.generic, _Encoder.scalar, lambda p, _: _decode_scalar(**p)),
