@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,14 +52,6 @@ class AttachedGroups:
         self._algorithms += [group.hyperparameters["algorithm"] for group in groups]
         self._declarations += [declared(group.hyperparameters) for group in groups]
         self._forms += [_form(group.hyperparameters) for group in groups]
-        self._note(param_groups, self._numbers(param_groups))
-
-    def remove(self, names: Collection[str], param_groups: Sequence[_Group]) -> None:
-        """Forget parameters, which no group has any more."""
-        kept = {
-            i: (n, member) for i, (n, member) in self._members.items() if member.name not in names
-        }
-        self._members = kept
         self._note(param_groups, self._numbers(param_groups))
 
     def find(self, tensor: torch.Tensor) -> tierstore.PagedParameter | None:
@@ -211,8 +203,7 @@ class AttachedGroups:
             raise ValueError(
                 f"parameter {name!r} of param group {index} {change}, and the pages of the group "
                 f"are laid out. Undo that; add parameters in a group of their own with "
-                "optimizer.add_param_group(), and take parameters out with "
-                "optimizer.remove_parameters(), on all ranks"
+                "optimizer.add_param_group(), and freeze parameters with requires_grad_(False)"
             )
         if missing:
             raise _missing(min(missing), f"param group {index}")
@@ -253,6 +244,6 @@ def _form(group: _Group) -> tuple[Any, ...]:
 
 def _missing(name: str, place: str) -> ValueError:
     return ValueError(
-        f"parameter {name!r} is missing from {place}, and the store has its pages: put it back, "
-        "and take parameters out with optimizer.remove_parameters(), on all ranks"
+        f"parameter {name!r} is missing from {place}, and the store has its pages: put it back; "
+        "requires_grad_(False) freezes a parameter"
     )

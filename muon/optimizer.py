@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import weakref
@@ -308,49 +307,6 @@ class Muon(torch.optim.Optimizer):
             param_group["ns_dtype"] = self._fastest_ns_dtype(
                 param_group["params"], declared(param_group)
             )
-
-    @tierstore.not_compiled
-    def remove_parameters(self, params: Iterable[torch.Tensor | str]) -> None:
-        """Remove parameters from their groups and from the store. All ranks call this together.
-
-        Call it between two steps. A removed parameter keeps its value and loses its state. A
-        group without parameters stays in ``param_groups``, so that schedulers continue. Until the
-        next commit, a restart finds the parameter; then the run resumes with the same groups
-        without it, for which parameters need names.
-
-        Args:
-            params: parameters, or their names; the same on all ranks.
-
-        Raises:
-            ValueError: a parameter is not in a group. Nothing was changed.
-            RunMismatchError: the ranks name different parameters. Nothing was changed.
-            StorageError: a write of the last step failed; the store has failed.
-            PeerFailed: any of these on another rank.
-        """
-        if isinstance(params, str | torch.Tensor):
-            raise TypeError(
-                f"params must be an iterable of parameters or names, got a {type(params).__name__}"
-            )
-        self._follow_edits()
-        named = dict(itertools.chain.from_iterable(self._all_named()))
-        names = {id(parameter): name for name, parameter in named.items()}
-        removed = set[str]()
-        for param in params:
-            name = param if isinstance(param, str) else names.get(id(param), "")
-            if name not in named:
-                what = repr(param) if isinstance(param, str) else f"of shape {list(param.shape)}"
-                raise ValueError(f"parameter {what} is in no param group of this optimizer")
-            removed.add(name)
-        attached = [name for name in removed if self._attached.find(named[name]) is not None]
-        if attached:
-            with self.store.calling("remove_parameters()"):
-                self.store.remove(attached)
-        for number, group in enumerate(self.param_groups):
-            kept = [name not in removed for name, _ in self._named(number)]
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key][:] = itertools.compress(list(group[key]), kept)
-        self._attached.remove(removed, self.param_groups)
 
     @property
     def bytes_exchanged(self) -> int:

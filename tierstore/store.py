@@ -32,9 +32,6 @@ from tierstore.paging.states import States
 from tierstore.paging.stats import Stats
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
-from tierstore.paging.whole_states import (
-    agree_to_remove,
-)
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.ranks.roll_call import Calls
@@ -297,44 +294,6 @@ class TierStore:
             self._table.attach(groups)
         if follow is not None:
             self._table.follow = follow
-
-    @not_compiled
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove parameters, between two steps. All ranks call it together.
-
-        The parameters are no longer stepped, committed or published, and the store forgets their
-        tensors. Files of pages without other parameters are deleted once two commits, with
-        ``commit_every=None`` one commit, are durable that do not have them. Until the next commit,
-        a restart finds the parameters.
-
-        Args:
-            names: the parameters, the same on all ranks. ``PagedGroup.parameters`` loses them; a
-                group may become empty. No later parameter of the run can have one of these names.
-
-        Raises:
-            ValueError: a name is unknown; or the groups follow an optimizer (see attach()), which
-                would keep the parameters: such an optimizer makes this call itself, in a block of
-                calling(). Nothing was changed.
-            RunMismatchError: the ranks name different parameters. Nothing was changed.
-            StorageError: a write of the last step failed; the store has failed.
-            PeerFailed: any of these on another rank.
-        """
-        if isinstance(names, str):
-            raise TypeError(f"names must be an iterable of names, got the string {names!r}")
-        self._usability.require_restored()
-        if self._table.follow is not None and not self._calls.is_named:
-            raise ValueError(
-                "an optimizer uses this store and would keep the parameters: call the method of "
-                "the optimizer, which is optimizer.remove_parameters() for muon"
-            )
-        removed = frozenset(names)
-        with self._calls.together("remove()"):
-            agree_to_remove(self._table, removed)
-            self._table.ensure_placed()
-            with self._usability.failing(interrupts=True):
-                pages = self._table.remove(removed)
-                self._committer.note_removed(removed, pages)
-        self._states.given.forget(removed)
 
     @contextlib.contextmanager
     def sweep(
@@ -982,8 +941,8 @@ class TierStore:
         with self._usability.failing(interrupts=True):
             writes = self._pager.write_changed(table.pages)
         layout = committer.layout(table.layout_groups, table.layouts)
-        pages = {page.index: page.entry for page in table.pages}
-        manifest = committer.manifest(layout, table.groups, pages)
+        entries = [page.entry for page in table.pages]
+        manifest = committer.manifest(layout, table.groups, entries)
         with self._pager.stalled(), self._usability.failing(interrupts=False):
             committer.begin(manifest, writes)
 

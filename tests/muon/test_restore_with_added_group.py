@@ -40,11 +40,6 @@ def restore(twins: Twins, store: tierstore.TierStore) -> None:
     assert twins.optimizer.restore() == 2
 
 
-def remove_one(twins: Twins, store: tierstore.TierStore) -> None:
-    twins.optimizer.remove_parameters(["newer"])
-    del twins.ours["newer"], twins.theirs["newer"]
-
-
 ORDERS: dict[str, Sequence[Act]] = {
     "added": [],
     "read": [read],
@@ -52,7 +47,6 @@ ORDERS: dict[str, Sequence[Act]] = {
     "read, failed": [read, fail],
     "failed": [fail],
     "restored before": [read, restore, step],
-    "one removed": [read, remove_one, step],
 }
 
 

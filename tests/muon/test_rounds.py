@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from muon import newton_schulz
 from muon.pipeline import plan_pages
 from muon.rounds import Round, SharedMatrix, assign_owners, memory_needed, plan_rounds
-from tests.layout.test_ownership import PAGE_BYTES, groups, make_parameter
+from tests.layout.test_ownership import PAGE_BYTES, groups
 from tests.support.tilings import any_matrix, by_flat_ranges, by_rows
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.ownership import SharedParameter, SharedSubgroup, partition_ranks
-from tierstore.layout.sharding import HeldChunk, whole_on
-from tierstore.layout.written import WrittenShard
 
 world_sizes = st.integers(1, 6)
 randoms = st.randoms(use_true_random=False)
@@ -269,25 +267,3 @@ def test_pages_exchange_the_chunks_of_their_shards(
         for index, matrix in found.items():
             assert matrix.shape == subgroup.shards[index].spec.shape
             assert matrix.chunks == chunks[index]
-
-
-def test_written_shards_of_equal_ranges_may_have_other_chunks() -> None:
-    halves = [Chunk((row, 0), (2, 4)) for row in (0, 2)]
-    first, second = (HeldChunk(whole=half, local=half) for half in halves)
-    shards = tuple(
-        WrittenShard(
-            parameter=make_parameter(name, (4, 4), whole_on(range(2))),
-            ranges=((0, 8), (0, 8)),
-            written=written,
-        )
-        for name, written in {
-            "a": ((first,), (second,)),
-            "b": ((second,), (first,)),
-            "c": ((first,), (second,)),
-        }.items()
-    )
-    ((round_,),) = rounds_of([SharedSubgroup(group=0, shards=shards)], 2)
-    a, b, c = round_.matrices.values()
-    assert a.chunks == ((halves[0],), (halves[1],))
-    assert b.chunks == ((halves[1],), (halves[0],))
-    assert c is a

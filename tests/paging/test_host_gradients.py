@@ -302,35 +302,6 @@ def test_copies_that_ended_are_forgotten() -> None:
     store.close()
 
 
-def test_removed_parameters_get_their_gradients_back(tmp_path: Path) -> None:
-    model, optimizer, store = small_run(tmp_path)
-    loss_of(model).backward()
-    weight = model[0].weight
-    [paged, *_] = optimizer.paged_groups()[0].parameters
-    expected = paged.grad.clone()
-    optimizer.remove_parameters([weight])
-    assert type(weight.grad) is torch.Tensor
-    assert torch.equal(weight.grad, expected)
-    loss_of(model).backward()
-    assert torch.equal(weight.grad, 2 * expected)
-    torch.optim.SGD([weight]).step()
-    optimizer.step()
-    store.close()
-
-
-def test_another_parameter_of_the_same_name() -> None:
-    model, optimizer, store = small_run(None)
-    former = model[1].bias
-    optimizer.remove_parameters([former])
-    model[1].bias = torch.nn.Parameter(torch.zeros(4))
-    optimizer.add_param_group({"params": [("1.bias", model[1].bias)], "algorithm": "adamw"})
-    loss_of(model).backward()
-    optimizer.step()
-    loss_of(model).backward()
-    assert "in host memory" in repr(model[1].bias.grad)
-    store.close()
-
-
 def test_parameters_that_are_unfrozen_later() -> None:
     model, optimizer, store = small_run(None, freeze=True)
     model.requires_grad_(True)

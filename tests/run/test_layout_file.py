@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tierstore
-from tests.support.independent_reader import read_checkpoint, read_run
+from tests.support.independent_reader import read_run
 from tests.support.kept import commit_with
 from tests.support.originals import flip, reseal, reseal_layout
 from tests.support.toy import FIRST, FOURTH, MODEL, RANK, SECOND, THIRD, Toy, make_run, resumed
@@ -150,35 +150,6 @@ def test_a_run_that_other_code_has_cut_is_read(
     toy = Toy(tmp_path / "run", groups, resume=True)
     with pytest.raises(tierstore.RunMismatchError, match=r"in other pages.*tierstore checkpoint"):
         toy.store.restore()
-    toy.store.close()
-
-
-def test_pages_and_parameters_that_a_commit_no_longer_has(tmp_path: Path) -> None:
-    groups = [[FIRST, SECOND], [THIRD]]
-    make_run(tmp_path / "run")
-    newest = tmp_path / "run" / RANK / "commit-0000000003"
-
-    def drop(body: dict[str, Any]) -> None:
-        body["dropped"] = ["second", "third"]
-        body["pages"][1] = None
-
-    reseal(newest, "commit", drop)
-    assert verify(tmp_path / "run").good
-    assert read_run(tmp_path / "run").states.keys() == {"first"}
-    toy = Toy(tmp_path / "run", groups, resume=True)
-    with pytest.raises(tierstore.RunMismatchError, match="no longer has parameter 'second'"):
-        toy.store.restore()
-    toy.store.close()
-    publish_run(tmp_path / "run", tmp_path / "published")
-    assert verify(tmp_path / "published").good
-    assert read_checkpoint(tmp_path / "published").states.keys() == {"first"}
-    toy = Toy(tmp_path / "run", [[FIRST], []], resume=True)
-    assert toy.store.restore() == 3
-    toy.assert_at(3)
-    toy.store.close()
-    toy = Toy(tmp_path / "new", [[FIRST], []])
-    assert toy.store.restore(checkpoint=tmp_path / "published") == 3
-    toy.assert_at(3)
     toy.store.close()
 
 

@@ -25,7 +25,7 @@ from tests.simulation.storage import RecordedStorage
 from tests.simulation.write_back import OPERATIONS, FailedWriteBack
 from tests.support.faults import Fault, FaultKind, FaultyStorage
 from tests.support.transfers import aligned_buffer
-from tierstore.errors import RunDirectoryError, RunMismatchError, TierstoreError
+from tierstore.errors import RunDirectoryError, TierstoreError
 from tierstore.storage.base import Storage, Transfer
 from tierstore.units import SECTOR_BYTES, Extent
 
@@ -299,8 +299,6 @@ class FaultSimulation(Simulation):
                 not reported or (none and isinstance(error, RunDirectoryError))
             ):
                 return plan
-            if isinstance(error, RunMismatchError) and "which was removed" in str(error):
-                return plan  # The last commit is one before a removal.
             text = f"restore() failed: {error!r}"
             raise Violation(name, text, str(session.log)) from error
         if not reported:

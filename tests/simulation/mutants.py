@@ -103,11 +103,6 @@ FEW_FILES = Settings(
 )
 """A run whose manifests are many of its files."""
 
-REMOVING = Settings(
-    world_size=1, commit_every=1, keep_last=None, actions=8, kinds=("remove", "synchronize")
-)
-"""A run that does little else than commit and lose parameters."""
-
 REWINDING = Settings(
     world_size=1, commit_every=1, keep_last=None, actions=20, kinds=("synchronize", "rewind")
 )
@@ -523,25 +518,6 @@ WRITTEN = [
         settings=RETAINING,
     ),
 ]
-
-
-_note_removed = committer.Committer.note_removed
-
-
-def _deleted_at_once(self: committer.Committer, names: Any, pages: Any) -> None:
-    _note_removed(self, names, pages)
-    files = {name for page in pages for name in committer._files_of(page)}
-    for name in sorted(files.intersection(self.storage.list())):
-        self.storage.unlink(name)
-
-
-WRITTEN.append(
-    Mutant(
-        name="files of a removed page are deleted before a commit without the page",
-        patched=_patch(committer.Committer, "note_removed", _deleted_at_once),
-        settings=REMOVING,
-    )
-)
 
 
 WRITTEN += [

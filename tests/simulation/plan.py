@@ -7,7 +7,7 @@ must hold after any sequence of actions: that is the oracle of the simulation.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,9 +67,6 @@ PUBLISHING_KINDS: tuple[str, ...] = ("checkpoint",)
 MOVING_KINDS: tuple[str, ...] = ("move", "move", "prefetch")
 """Further actions of a run whose pages rest in memory."""
 
-REMOVING_KINDS: tuple[str, ...] = ("remove", "remove")
-"""Further actions of a run that loses parameters."""
-
 REWINDING_KINDS: tuple[str, ...] = ("rewind",) * 12
 """Further actions of a run that often goes back to its checkpoints."""
 
@@ -104,8 +101,8 @@ class Action:
     """Something that the program does, and the version that is there to be committed then."""
 
     kind: str
-    """step, rates, replace, remove, commit, synchronize, checkpoint, rewind, move, prefetch,
-    intrude, reopen or overwrite."""
+    """step, rates, replace, commit, synchronize, checkpoint, rewind, move, prefetch, intrude,
+    reopen or overwrite."""
     value: Any = None
     version: int
     """Index of the version that this may commit, among those of the plan."""
@@ -132,10 +129,9 @@ class Model:
 
     Args:
         world_size: number of ranks.
-        removed: the names of the parameters that the run has lost.
     """
 
-    def __init__(self, world_size: int, removed: Collection[str] = ()) -> None:
+    def __init__(self, world_size: int) -> None:
         self.groups: list[PagedGroup] = []
         for group in _groups(world_size):
             parameters = [
@@ -147,7 +143,6 @@ class Model:
                     partition=partition,
                 )
                 for name, shape, dtype, elementwise, partition in group
-                if name not in removed
             ]
             self.groups.append(PagedGroup(parameters=parameters, hyperparameters={"rate": 1}))
 
@@ -349,15 +344,6 @@ class Plan:
         self.actions.append(Action(kind="replace", value=states, version=len(self.versions) - 1))
         self.versions[-1:] = [self._now, replace(self._now, states=states)]
         self._commit()
-
-    def _remove(self) -> None:
-        """All of a page, or one parameter of several; the last one stays."""
-        names = sorted(self._now.states)
-        if len(names) > 1:
-            lost = self._generator.choice(names)
-            states = {name: of for name, of in self._now.states.items() if name != lost}
-            counts = {name: count for name, count in self._now.counts.items() if name != lost}
-            self._act("remove", lost, replace(self._now, states=states, counts=counts))
 
     def _act(self, kind: str, value: Any = None, version: Version | None = None) -> None:
         if version is not None:

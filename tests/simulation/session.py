@@ -18,7 +18,6 @@ from tests.simulation.plan import (
     MOVING_KINDS,
     PAGE_BYTES,
     PUBLISHING_KINDS,
-    REMOVING_KINDS,
     REWINDING_KINDS,
     SINGLE_COPY_KINDS,
     Action,
@@ -33,7 +32,6 @@ from tests.support.kept import commit_with, unwanted, wanted
 from tests.support.thread_ranks import ThreadJob
 from tierstore.errors import BudgetError, PeerFailed, RunLockedError
 from tierstore.ranks.peers import Ranks
-from tierstore.run.committer import Committer
 from tierstore.storage.base import Storage
 from tierstore.store import TierStore
 
@@ -133,10 +131,6 @@ class Settings:
             page_bytes=PAGE_BYTES // 2,
             memories=tuple(generator.sample(RESTING, 3)),
         )
-
-    def removing(self) -> Settings:
-        """Return these settings for a run that also removes parameters."""
-        return replace(self, kinds=(*self.kinds, *REMOVING_KINDS))
 
     def rewinding(self) -> Settings:
         """Return these settings for a run that also goes back to its checkpoints."""
@@ -352,9 +346,7 @@ class Session:
         )
         compute_inline(store._pager.files)
         self.stores[rank] = store
-        committed = store._committer.committed if isinstance(store._committer, Committer) else None
-        removed = committed.dropped if committed is not None else ()
-        self.models[rank] = Model(self._settings.world_size, removed)
+        self.models[rank] = Model(self._settings.world_size)
         store.attach(self.models[rank].groups)
         unwanted(store).restore()
 
@@ -366,7 +358,7 @@ class Session:
         settle(store)
         self.before_action(rank, action)
         log.mark(rank, "doing", action.kind)
-        if action.kind in ("commit", "rates", "remove", "rewind"):
+        if action.kind in ("commit", "rates", "rewind"):
             log.mark(rank, "begun", action.version)
         if action.kind == "step":
             log.mark(rank, "overwriting", action.version)
@@ -375,8 +367,6 @@ class Session:
         elif action.kind == "replace":
             log.mark(rank, "overwriting", action.version)
             model.replace(store, action.value)
-        elif action.kind == "remove":
-            store.remove([action.value])
         elif action.kind == "rates":
             model.set_rates(action.value)
         elif action.kind == "commit":

@@ -96,7 +96,6 @@ def test_schedules_of_further_faults(simulation: type[Simulation], fault: str) -
 
 
 REWRITTEN: dict[str, tuple[Callable[[Settings], Settings], Any, Callable[[Any], bool]]] = {
-    "lose parameters": (Settings.removing, TierStore.remove, lambda call: True),
     "are rewound": (
         Settings.rewinding,
         TierStore.restore,

@@ -219,7 +219,7 @@ def content_of(
     commits: list[dict[str, Any]], layouts: list[dict[str, Any]], pages: list[list[Path | None]]
 ) -> Content:
     first = commits[0]
-    for field in ("page_bytes", "dropped", "hyperparameters", "scalars"):
+    for field in ("page_bytes", "hyperparameters", "scalars"):
         require(all(commit[field] == first[field] for commit in commits), f"other {field}")
     groups = layouts[0]["groups"]
     require(all(layout["groups"] == groups for layout in layouts), "other groups")
@@ -233,8 +233,7 @@ def content_of(
         for number, (page, file) in enumerate(zip(of_pages, files, strict=True)):
             if file is not None:
                 fill(data, times, page, read_page(commit, number, page, file))
-    kept = [parameter for parameter in parameters if parameter["name"] not in first["dropped"]]
-    for parameter in kept:
+    for parameter in parameters:
         name = parameter["name"]
         require(bool((times[name] == 1).all()), f"an element of {name} is not there once")
     return Content(
@@ -249,7 +248,7 @@ def content_of(
                     for name, dtype in tensors_of(parameter).items()
                 },
             )
-            for parameter in kept
+            for parameter in parameters
         },
         scalars=scalars_of(decode(first["scalars"]), groups),
         hyperparameters=[decode(group) for group in first["hyperparameters"]],

@@ -61,7 +61,7 @@ def checkpoint_metadata(
             for record in (
                 record for section in page.layout.sections for record in section.records
             ):
-                if record.parameter.name not in commit.manifest.dropped and not record.is_copy:
+                if not record.is_copy:
                     length = record_length(record.chunk.sizes, record.dtype)
                     info = _StorageInfo(file, record.offset, length)
                     shape = record.parameter.state_shape(record.state)

@@ -98,6 +98,8 @@ class CheckpointSource:
         )
         specs = [parameter.spec for group in groups for parameter in group.parameters]
         self._names = self._names_of([spec.name for spec in specs])
+        self.left_out = sorted(self._trained() - {*self._names.values()})
+        """Names in the checkpoint of trained parameters that no group has."""
         self._saved = {
             (spec.name, state): self._find(spec, state)
             for spec in specs
@@ -152,6 +154,13 @@ class CheckpointSource:
             if any(self._entries.tensor(key) for key in self._master_keys(first)):
                 break
         return found
+
+    def _trained(self) -> set[str]:
+        """Return the names of all parameters that the checkpoint has with a state."""
+        prefix = "optimizer.state."
+        of_states = [key for key in self._entries.keys if key.startswith(prefix)]
+        names = {key.removeprefix(prefix).rpartition(".")[0] for key in of_states}
+        return {n for n in names if any(map(self._entries.tensor, self._master_keys(n)))}
 
     def _master_keys(self, name: str) -> list[str]:
         return [f"{prefix}{name}" for prefix in self._model_prefixes]

@@ -208,10 +208,7 @@ class Restore:
             table.layout_groups[:count],
             [layout for layout in table.layouts if layout.subgroup.group < count],
         )
-        pages = [page.index for page in table.pages if page.layout.subgroup.group < count]
-        names = {spec.name for group in attached.groups for spec in group}
-        dropped = [name for name in table.dropped if name in names]
-        return check_same_model(storage, manifest, attached, pages, dropped)
+        return check_same_model(storage, manifest, attached)
 
     def _begin(self, checkpoint: str | os.PathLike[str], todo: str, *, begins: bool) -> int:
         """Fill the pages of a new run from a checkpoint; return its step.
@@ -267,6 +264,12 @@ class Restore:
                 "the checkpoint %s has no optimizer: the run begins at step 0 with its weights, "
                 "states of zeros, and the hyperparameters of this program",
                 checkpoint,
+            )
+        if source.left_out and self._ranks.rank == 0:
+            logger.warning(
+                "the checkpoint %s has %d trained parameters that are in no param group, the first "
+                "is %r: restore() leaves them as they are, so load their values into the model",
+                *(checkpoint, len(source.left_out), source.left_out[0]),
             )
         return source
 

@@ -72,7 +72,7 @@ def _text(chunk: Chunk) -> str:
     return f"the chunk at {list(chunk.offsets)} of size {list(chunk.sizes)}"
 
 
-_COMMON_FIELDS = ("page_bytes", "dropped", "hyperparameters", "scalars")
+_COMMON_FIELDS = ("page_bytes", "hyperparameters", "scalars")
 """Fields of a manifest that are the same on all ranks."""
 
 

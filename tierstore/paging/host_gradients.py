@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,17 +59,6 @@ class HostGradients:
         for parameter in self._parameters:
             self._offload(parameter)
         self._wait_until(0)
-
-    def release(self, names: Collection[str]) -> None:
-        """Leave some parameters alone from now on; their gradients go back to the device."""
-        for parameter in self._parameters:
-            if parameter.name in names:
-                if (hook := self._hooks.pop(parameter.name, None)) is not None:
-                    hook.remove()
-                tensor = parameter.tensor
-                if isinstance(tensor.grad, HostGradient):
-                    tensor.grad = tensor.grad.host.to(tensor.device, copy=True)
-        self._parameters = [p for p in self._parameters if p.name not in names]
 
     def close(self) -> None:
         """Leave gradients where they are from now on; block until no copy is in flight."""

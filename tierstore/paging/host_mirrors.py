@@ -39,7 +39,7 @@ class Mirror(Source):
         self._gradients: dict[tuple[str, Chunk], torch.Tensor] = {}
         position = 0
         sources, targets = [], []
-        for name, chunk in page.chunks:
+        for name, chunk in page.layout.records:
             parameter = page.parameters[name]
             gradient = page.source.gradient(parameter, chunk)
             if gradient is not None and isinstance(parameter.tensor.grad, HostGradient):

@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 
 from tierstore.errors import CorruptionError
-from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import local_tensor, version_of
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.ownership import SharedSubgroup
@@ -87,7 +86,7 @@ class Page:
     shared: SharedSubgroup
     """The subgroup, with the part that each rank owns."""
     parameters: Mapping[str, PagedParameter]
-    """The parameters of the subgroup, by name; the layout may have others, which were removed."""
+    """The parameters of the subgroup, by name."""
     source: Source
     """Finds the parameters and their gradients."""
     tier: Tier = Tier.NVME
@@ -120,11 +119,6 @@ class Page:
     def is_empty(self) -> bool:
         """True if this rank owns nothing of the subgroup."""
         return not self.layout.nbytes
-
-    @property
-    def chunks(self) -> list[tuple[str, Chunk]]:
-        """Parameter name and chunk of everything that this rank owns of the subgroup."""
-        return [key for key in self.layout.records if key[0] in self.parameters]
 
     @property
     def in_memory(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +18,6 @@ from tierstore.layout.ownership import (
 from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.layout.subgroups import uncut_nbytes
-from tierstore.layout.written import written_subgroups
 from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
 from tierstore.paging.host_gradients import HostGradients, gradients_bytes
@@ -37,27 +36,13 @@ from tierstore.paging.tier_plan import (
     place_all,
 )
 from tierstore.paging.views import Source
-from tierstore.ranks.peers import Ranks, agree, together
-from tierstore.run.commit import Commit
+from tierstore.ranks.peers import Ranks, together
 from tierstore.run.committer import Progress, encode_hyperparameters
-from tierstore.run.page_files import names_now, specs_of
 from tierstore.run.usability import Usability
 from tierstore.units import SECTOR_BYTES, align_up
 
 Follow = Callable[[], str | None]
 """Brings groups up to date with their optimizer; see TierStore.attach()."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The layout of groups to be attached."""
-
-    groups: list[list[ParameterSpec]]
-    """Specs of each group, removed parameters included."""
-    layouts: list[PageLayout] = field(default_factory=list)
-    """The layouts of this rank's pages by number, removed pages included."""
-    pages: list[tuple[int, PageLayout, SharedSubgroup]] = field(default_factory=list)
-    """For each subgroup number and layout of this rank's page, which may be empty."""
 
 
 class PageTable:
@@ -92,9 +77,7 @@ class PageTable:
         self.all_pages: list[Page] = []
         """This rank's page of every subgroup, in order; some may be empty."""
         self.layout_groups: list[list[ParameterSpec]] = []
-        """Specs of all groups in order, removed parameters included."""
-        self.layouts: list[PageLayout] = []
-        """Page number -> layout, removed pages included."""
+        """Specs of the parameters of each group when it was attached."""
         self.group_count_min = 0
         """Number of groups that a commit must have to be restored: those of a resumed run."""
         self.ranks = ranks
@@ -124,10 +107,9 @@ class PageTable:
         return [page for page in self.all_pages if not page.is_empty]
 
     @property
-    def dropped(self) -> list[str]:
-        """The names of the parameters that were removed."""
-        names = (spec.name for group in self.layout_groups for spec in group)
-        return [name for name in names if name not in self.specs]
+    def layouts(self) -> list[PageLayout]:
+        """The layouts of all pages that are not empty, in order."""
+        return [page.layout for page in self.pages]
 
     @property
     def partition(self) -> list[SharedSubgroup]:
@@ -152,67 +134,27 @@ class PageTable:
                 TierStore.attach(). The table is unchanged.
         """
         first_group = len(self.groups)
-        written = None  # The last commit of each rank of a run that has lost parameters.
-        if self.usability.awaits_restore:
-            written = agree(self.ranks, "read the layouts", self.committer.load_reduced)
         specs = together(
             self.ranks,
             "check the param groups",
             lambda: _check_groups(
                 groups,
                 self.specs,
-                self.dropped if self.usability.has_directory else (),
                 first_group=first_group,
                 are_encoded=self.usability.has_directory or self.ranks.world_size > 1,
             ),
         )
         shared = rank_checks.describe_groups(self.ranks, groups)
         self._values_may_differ = self.ranks.world_size > 1 and not self.usability.awaits_restore
-
-        def lay_out_pages() -> tuple[_Layout, list[Page]]:
-            layout = self._written_layout(groups, shared, written) or self._new_layout(shared)
-            return layout, self._lay_out(groups, layout)
-
-        layout, pages = together(self.ranks, "lay out pages", lay_out_pages)
+        pages = together(self.ranks, "lay out pages", lambda: self._lay_out(groups, shared))
         self.replication.prepare(pages)
         self.groups += groups
-        self.layout_groups += layout.groups
+        self.layout_groups += [[specs[member.name] for member in g.parameters] for g in groups]
         self.all_pages += pages
-        self.layouts += layout.layouts
         self.specs |= specs
         if self.usability.awaits_restore:
             self.group_count_min = len(self.groups)
         self._agree_on_window()
-
-    def remove(self, names: Collection[str]) -> list[int]:
-        """Remove parameters, and the pages that have no others; see TierStore.remove().
-
-        Returns:
-            The numbers of the pages of this rank that were removed.
-        """
-        removed = []
-        if self._host_gradients is not None:
-            self._host_gradients.release(names)
-        self.pager.drop_early()
-        self.pager.finish_writes()
-        for page in self.all_pages:
-            if page.parameters.keys().isdisjoint(names):
-                continue
-            page.parameters = {n: p for n, p in page.parameters.items() if n not in names}
-            kept = [shard for shard in page.shared.shards if shard.spec.name not in names]
-            page.shared = replace(page.shared, shards=tuple(kept))
-            if not page.is_empty and not page.chunks:
-                removed.append(page.index)
-                self.pager.discard([page])
-                # An empty page, because other ranks may own the rest of the subgroup.
-                page.layout = lay_out(page.shared.of(self.ranks.rank))
-        self.replication.remove(names)
-        self.all_pages = [page for page in self.all_pages if page.parameters]
-        for group in self.groups:
-            group.parameters = [p for p in group.parameters if p.name not in names]
-        for name in names:
-            del self.specs[name]
-        return removed
 
     def require_current(self) -> None:
         """Bring the groups up to date with their optimizer.
@@ -287,84 +229,30 @@ class PageTable:
         finally:
             self.pager.close(self.pages)
 
-    def _new_layout(self, groups: Sequence[Sequence[SharedParameter]]) -> _Layout:
-        """Cut groups into subgroups."""
-        world_size = self.ranks.world_size
+    def _lay_out(
+        self, groups: Sequence[PagedGroup], shared: Sequence[Sequence[SharedParameter]]
+    ) -> list[Page]:
+        """Cut groups into subgroups; return this rank's pages of them, with memory and files."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
         # Without files, one tensor can then show a whole state.
         may_cut = self.usability.has_directory or world_size > 1
         loads = owned_costs(self.partition, world_size)
-        found = _Layout([[parameter.spec for parameter in group] for group in groups])
-        for number, parameters in enumerate(groups, start=len(self.groups)):
-            for shared in partition_ranks(
-                number, parameters, self._page_bytes, world_size, loads, may_cut=may_cut
-            ):
-                layout = lay_out(shared.of(self.ranks.rank))
-                found.pages.append((len(self.layouts) + len(found.layouts), layout, shared))
-                if layout.nbytes:
-                    found.layouts.append(layout)
-        return found
-
-    def _written_layout(
-        self,
-        groups: Sequence[PagedGroup],
-        shared: Sequence[Sequence[SharedParameter]],
-        written: Sequence[Commit | None] | None,
-    ) -> _Layout | None:
-        """Return groups as a run that has lost parameters keeps them in its pages.
-
-        None if the run has lost no parameters, or does not have these groups.
-
-        Args:
-            groups: the groups, without the parameters that were removed.
-            shared: the parameters of the groups.
-            written: rank -> its last commit, or None if the run has lost no parameters.
-        """
-        first, commits = len(self.groups), [commit for commit in written or () if commit]
-        numbers = range(first, first + len(groups))
-        if not commits:
-            return None
-        now = names_now(commits[0].groups[first : numbers.stop], specs_of(groups))
-        if now is None:
-            return None
-        layouts = [commit.layout.renamed(now) for commit in commits]
-        rank_pages = [
-            [
-                (page, subgroup)
-                for page, subgroup in enumerate(layout.subgroups)
-                if subgroup.group in numbers and page in commit.manifest.entries
-            ]
-            for layout, commit in zip(layouts, commits, strict=True)
-        ]
-        parameters = {parameter.spec.name: parameter for group in shared for parameter in group}
-        mine = layouts[self.ranks.rank]
-        found = _Layout([list(group) for group in mine.groups[first : numbers.stop]])
-        found.layouts.extend(lay_out(page) for page in mine.subgroups if page.group in numbers)
-        for subgroup in written_subgroups(parameters, rank_pages):
-            page, part = subgroup.pages[self.ranks.rank], subgroup.shared.of(self.ranks.rank)
-            if page is not None:
-                # With the shards of removed parameters, which have their places in the page.
-                shards = {shard.parameter.name: shard for shard in part.shards}
-                shards |= {shard.parameter.name: shard for shard in mine.subgroups[page].shards}
-                names = [spec.name for spec in mine.groups[part.group] if spec.name in shards]
-                part = replace(part, shards=tuple(shards[name] for name in names))
-            found.pages.append((page or 0, lay_out(part), subgroup.shared))
-        return found
-
-    def _lay_out(self, groups: Sequence[PagedGroup], found: _Layout) -> list[Page]:
-        """Return this rank's pages of some groups, with memory and files."""
         members = {parameter.name: parameter for group in groups for parameter in group.parameters}
         pages = self.pages
         first = len(pages)
         new_pages = []
-        for number, layout, shared in found.pages:
-            source = Source(shared.places(self.ranks.rank))
-            parameters = {shard.spec.name: members[shard.spec.name] for shard in shared.shards}
-            page = Page(number, layout, shared, parameters, source)
-            new_pages.append(page)
-            if page.is_empty:
-                page.content = Content.LOADED  # Nothing is to be made or read.
-            else:
-                pages.append(page)
+        for number, parameters in enumerate(shared, start=len(self.groups)):
+            for subgroup in partition_ranks(
+                number, parameters, self._page_bytes, world_size, loads, may_cut=may_cut
+            ):
+                own = {shard.spec.name: members[shard.spec.name] for shard in subgroup.shards}
+                source = Source(subgroup.places(rank))
+                page = Page(len(pages), lay_out(subgroup.of(rank)), subgroup, own, source)
+                new_pages.append(page)
+                if page.is_empty:
+                    page.content = Content.LOADED  # Nothing is to be made or read.
+                else:
+                    pages.append(page)
         torch_device = device_of([*self.groups, *groups])
         device = self.device if self.groups else open_device(torch_device)
         placement = self._plan(pages, device, self._tier)
@@ -496,7 +384,6 @@ class PageTable:
 def _check_groups(
     groups: Sequence[PagedGroup],
     known: Collection[str],
-    removed: Collection[str],
     *,
     first_group: int,
     are_encoded: bool,
@@ -506,7 +393,6 @@ def _check_groups(
     Args:
         groups: the groups to attach.
         known: names of the parameters that are attached already.
-        removed: names of the parameters that were removed, and stand in the layout file.
         first_group: number of the first of these groups.
         are_encoded: whether hyperparameters are committed, or compared between ranks.
 
@@ -518,11 +404,6 @@ def _check_groups(
     for spec in (parameter.spec for group in groups for parameter in group.parameters):
         if spec.name in specs or spec.name in known:
             raise ValueError(f"two parameters are named {spec.name!r}: names must be unique")
-        if spec.name in removed:
-            raise ValueError(
-                f"the run had another parameter {spec.name!r}, which was removed and still stands "
-                "in its files: give the new one another name"
-            )
         specs[spec.name] = spec
     if are_encoded:
         for index, group in enumerate(groups, start=first_group):

@@ -82,18 +82,6 @@ class Replication:
         for page in pages:
             self._routes[page] = self._plan(page)
 
-    def remove(self, names: Collection[str]) -> None:
-        """Forget parameters, which page.parameters no longer has, and pages without parameters."""
-        self._routes = {
-            page: [
-                _Route(route.replicas, route.owner, parts)
-                for route in routes
-                if (parts := [part for part in route.parts if part[0] not in names])
-            ]
-            for page, routes in self._routes.items()
-            if page.parameters
-        }
-
     def begin(
         self,
         page: Page,

@@ -238,7 +238,7 @@ class PageView:
     Valid until a window of further pages was asked for; see TierStore.sweep().
     """
 
-    __slots__ = ("_kept", "_removed", "changed", "group", "shards")
+    __slots__ = ("_records", "changed", "group", "shards")
 
     def __init__(
         self,
@@ -248,9 +248,7 @@ class PageView:
         source: Source,
         present: Collection[str] = (),
     ) -> None:
-        self._kept: list[RecordViews] = []  # Of all chunks of the shards, in order.
-        # Of parameters that were removed.
-        self._removed: list[tuple[ParameterSpec, RecordViews]] = []
+        self._records = records  # Of all chunks of the shards, in order.
         self.changed: dict[str, torch.Tensor] = {}
         """Parameter name -> bool of shape (): whether the parameter was changed outside of the
         optimizer. Parameters that are known to be unchanged may be absent."""
@@ -262,11 +260,7 @@ class PageView:
         for shard in layout.subgroup.shards:
             spec = shard.parameter
             views = list(itertools.islice(remaining, len(shard.chunks)))
-            parameter = parameters.get(spec.name)
-            if parameter is None:  # It was removed.
-                self._removed += [(spec, record) for record in views]
-                continue
-            self._kept += views
+            parameter = parameters[spec.name]
             has_gradient = spec.name in present
             # Without a reference to this view: a cycle would keep the memory of the page.
             note = partial(_note, self.changed, spec.name)
@@ -286,9 +280,6 @@ class PageView:
 
     def initialize(self) -> None:
         """Fill a page that was never written, with zeros and the parameters."""
-        for _, record in self._removed:
-            for tensor in (record.master, *record.states.values()):
-                tensor.zero_()
         for chunk in (chunk for shard in self.shards for chunk in shard.chunks):
             for state in chunk.states.values():
                 state.zero_()
@@ -320,7 +311,7 @@ class PageView:
 
     def drop_remainders(self, written: Collection[str]) -> None:
         """Let changed elements of parameters be their encoded masters; see adopt_parameters()."""
-        for spec, record, chunk in self._records():
+        for spec, record, chunk in self._chunks():
             master = chunk.state(MASTER)
             if spec.name in written and isinstance(master, SplitMaster):
                 _note(self.changed, spec.name, master.drop_remainders(record.master))
@@ -328,7 +319,7 @@ class PageView:
     @contextlib.contextmanager
     def adopting(self, written: Collection[str]) -> Iterator[None]:
         """Do the same for a block that reads: after it the page is as it was."""
-        masters = [c.state(MASTER) for spec, _, c in self._records() if spec.name in written]
+        masters = [c.state(MASTER) for spec, _, c in self._chunks() if spec.name in written]
         remainders = [m.stored[REMAINDER] for m in masters if isinstance(m, SplitMaster)]
         before = [remainder.clone() for remainder in remainders]
         self.drop_remainders(written)
@@ -354,23 +345,20 @@ class PageView:
         """Copy the parameters to the records that hold them."""
         pairs = [
             (record.master, chunk.values)
-            for spec, record, chunk in self._records()
+            for spec, record, chunk in self._chunks()
             if spec.stores_parameter
         ]
         _copy([target for target, _ in pairs], [values for _, values in pairs])
-        for spec, record in self._removed:
-            if spec.stores_parameter:  # No step reads the record.
-                record.master.zero_()
 
     def restore_parameters(self) -> None:
         """Copy the masters in the page, or the parameters there, to the parameters."""
-        pairs = [(record, chunk) for _, record, chunk in self._records()]
+        pairs = [(record, chunk) for _, record, chunk in self._chunks()]
         _copy([chunk.values for _, chunk in pairs], [record.master for record, _ in pairs])
 
-    def _records(self) -> Iterator[tuple[ParameterSpec, RecordViews, ChunkView]]:
-        """Yield the records of every chunk of a parameter that was not removed."""
+    def _chunks(self) -> Iterator[tuple[ParameterSpec, RecordViews, ChunkView]]:
+        """Yield every chunk with its records."""
         chunks = ((shard.spec, chunk) for shard in self.shards for chunk in shard.chunks)
-        for (spec, chunk), record in zip(chunks, self._kept, strict=True):
+        for (spec, chunk), record in zip(chunks, self._records, strict=True):
             yield spec, record, chunk
 
 

@@ -75,25 +75,6 @@ def agree_to_write(
     return all(current)
 
 
-def agree_to_remove(table: PageTable, names: Collection[str]) -> None:
-    """Check that all ranks remove the same parameters, and that the table has them.
-
-    Raises:
-        ValueError: there is no such parameter, or the optimizer has other groups than the store.
-        RunMismatchError: the names differ.
-        PeerFailed: a ValueError on another rank, or another rank makes another call.
-    """
-
-    def check() -> list[str]:
-        table.require_current()
-        for name in names:
-            if name not in table.specs:
-                raise ValueError(f"there is no parameter {name!r} in this store")
-        return sorted(names)
-
-    _require_same(agree(table.ranks, "remove parameters", check))
-
-
 def _require_same(lists: Sequence[Sequence[str]]) -> None:
     for rank, names in enumerate(lists):
         if names != lists[0]:

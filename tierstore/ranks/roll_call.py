@@ -203,11 +203,6 @@ class Calls:
         self._current: str | None = None  # The call that the program makes now.
         self._all_came = False
 
-    @property
-    def is_named(self) -> bool:
-        """True within a block of named()."""
-        return self._current is not None
-
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
         """Name the call that is made in the block, unless the block is within another one.

@@ -54,24 +54,18 @@ class Commit:
     layout: RankLayout
 
     def __post_init__(self) -> None:
-        names = {spec.name for group in self.layout.groups for spec in group}
-        if (
-            len(self.manifest.pages) != len(self.layout.subgroups)
-            or len(self.manifest.hyperparameters) != len(self.layout.groups)
-            or not names.issuperset(self.manifest.dropped)
-        ):
+        manifest, layout = self.manifest, self.layout
+        found = len(manifest.pages), len(manifest.hyperparameters)
+        if found != (len(layout.subgroups), len(layout.groups)):
             raise CorruptionError(
-                f"the commit of rank {self.manifest.rank} has other pages, groups or parameters "
-                "than the layout that it names"
+                f"the commit of rank {manifest.rank} has other pages or groups than the layout "
+                "that it names"
             )
 
     @property
-    def groups(self) -> list[list[ParameterSpec]]:
-        """Param groups in order, without the parameters that the run no longer has."""
-        dropped = set(self.manifest.dropped)
-        return [
-            [spec for spec in group if spec.name not in dropped] for group in self.layout.groups
-        ]
+    def groups(self) -> Sequence[Sequence[ParameterSpec]]:
+        """Param groups in order."""
+        return self.layout.groups
 
     @property
     def scalars(self) -> dict[str, dict[str, float]]:
@@ -80,7 +74,7 @@ class Commit:
         return unpack_scalars(self.manifest.scalars, names)
 
     def pages(self, layouts: Sequence[PageLayout] = ()) -> list[CommittedPage]:
-        """Return the pages that the run still has, in order.
+        """Return the pages in order.
 
         Args:
             layouts: the layouts of all pages; laid out here if empty, which takes time.

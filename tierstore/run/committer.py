@@ -21,7 +21,6 @@ from tierstore.layout.page_layout import PageLayout
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.ranks.peers import Peers, together
 from tierstore.run import tagged_json
-from tierstore.run.commit import Commit, load_commit
 from tierstore.run.file_names import (
     CLEAN_NAME,
     DIRTY_NAME,
@@ -124,21 +123,6 @@ class Progress:
     def note_written(self, groups: int) -> None:
         """Note that pages were changed, and that the first ``groups`` groups have pages."""
         self.changed, self.groups_written = True, groups
-
-    def load_reduced(self) -> Commit | None:
-        """Return the last commit if the run has lost parameters of its layout, else None.
-
-        Raises:
-            CorruptionError: the layout is missing or damaged.
-        """
-        return None
-
-    def note_removed(self, names: Iterable[str], pages: Iterable[int]) -> None:
-        """Note that parameters and pages were removed; the next commit no longer has them."""
-        for name in names:
-            self.scalars.pop(name, None)
-        # Before the first step there is nothing to commit.
-        self.changed = self.changed or self.groups_written > 0
 
     def claim_slot(self, page: int) -> str:
         """Not called: without a directory no page is written."""
@@ -317,17 +301,6 @@ class Committer(Progress):
             raise
 
     @override
-    def load_reduced(self) -> Commit | None:
-        if self.committed is None or not self.committed.dropped:
-            return None
-        return load_commit(self.storage, self.committed)
-
-    @override
-    def note_removed(self, names: Iterable[str], pages: Iterable[int]) -> None:
-        super().note_removed(names, pages)
-        self._spares.difference_update(name for page in pages for name in _files_of(page))
-
-    @override
     def claim_slot(self, page: int) -> str:
         """Return the slot of a page that may be overwritten now, and remember to flush it.
 
@@ -396,9 +369,8 @@ class Committer(Progress):
         """Return the layout that commits have now.
 
         Args:
-            groups: the specs of all groups, removed parameters included; groups without pages
-                are left out.
-            pages: the layouts of all pages, removed pages included.
+            groups: the specs of all groups; groups without pages are left out.
+            pages: the layouts of all pages.
         """
         if self._layout is None or len(self._layout.groups) != self.groups_written:
             count = self.groups_written
@@ -412,26 +384,26 @@ class Committer(Progress):
         self,
         layout: RankLayout,
         groups: Sequence[PagedGroup],
-        pages: Mapping[int, PageEntry | None],
+        pages: Sequence[PageEntry | None],
     ) -> Manifest:
         """Return the manifest of this step: a copy of everything that later steps will change.
 
         Args:
             layout: the layout that commits have now.
             groups: all groups; groups without pages are left out.
-            pages: page number -> content of its file, for the pages that were not removed.
+            pages: content of the file of each page, in order; pages of groups that are left out
+                may have none.
 
         Raises:
             TypeError, ValueError: a hyperparameter or a scalar that no commit can hold.
         """
-        count = len(layout.subgroups)
         assert self.has_states, "what is registered is asked before each commit"
-        assert all(pages[number] for number in pages if number < count), (
+        entries = [entry for entry in pages[: len(layout.subgroups)] if entry is not None]
+        assert len(entries) == len(layout.subgroups), (
             "a group counts as written once all of its pages are"
         )
         names = [[spec.name for spec in group] for group in layout.groups]
         groups = groups[: self.groups_written]
-        kept = {parameter.name for group in groups for parameter in group.parameters}
         before = self._begun
         now = (self._epoch, self.step)
         return Manifest(
@@ -445,8 +417,7 @@ class Committer(Progress):
             first=before is None,
             page_bytes=self.identity.page_bytes,
             layout=checksum_of(self._layout_data),
-            pages=[pages.get(number) for number in range(count)],
-            dropped=[name for group in names for name in group if name not in kept],
+            pages=entries,
             scalars=pack_scalars(self.scalars, names),
             hyperparameters=[encode_hyperparameters(i, group) for i, group in enumerate(groups)],
             extra=self._asked[1],
@@ -533,9 +504,7 @@ class Committer(Progress):
         self._forget_older([manifest] if before is None else [before, manifest])
 
     def _forget_older(self, remaining: Sequence[Manifest]) -> None:
-        """Remove the files that no restart needs any more, and the dirty mark.
-
-        That is manifests, layouts, and the files of pages that the run no longer has.
+        """Remove the manifests and layouts that no restart needs any more, and the dirty mark.
 
         Args:
             remaining: the last commits, of which a restart may find any.
@@ -546,18 +515,10 @@ class Committer(Progress):
         layouts = {manifest.layout for manifest in remaining}
         digests = {name: layout_digest_in(name) for name in names}
         stale += [name for name, digest in digests.items() if digest and digest not in layouts]
-        needed = {page for manifest in remaining[-len(self._slots) :] for page in manifest.entries}
-        removed = set(range(len(remaining[-1].pages))) - needed
-        stale += {name for page in removed for name in _files_of(page)}.intersection(names)
         for name in stale:
             self.storage.unlink(name)
         if DIRTY_NAME in names:
             clear_dirty(self.storage)
-
-
-def _files_of(page: int) -> list[str]:
-    slots = [page_file(page, slot) for slot in "ab"]
-    return [*slots, *map(spare_file, slots)]
 
 
 def scalars_in(

@@ -91,10 +91,8 @@ class Manifest:
     """Scalars of parameters, as pack_scalars() returns them."""
     layout: str
     """Digest of the layout file, which has the parameters and the chunks in each page."""
-    pages: Sequence[PageEntry | None]
-    """Page of the layout -> its content; None for a page that the run no longer has."""
-    dropped: Sequence[str]
-    """Names of the parameters of the layout that the run no longer has."""
+    pages: Sequence[PageEntry]
+    """Page of the layout -> its content."""
 
     @property
     def revision(self) -> Revision:
@@ -103,8 +101,8 @@ class Manifest:
 
     @property
     def entries(self) -> dict[int, PageEntry]:
-        """Page number -> content, for the pages that the run still has."""
-        return {page: entry for page, entry in enumerate(self.pages) if entry is not None}
+        """Page number -> content."""
+        return dict(enumerate(self.pages))
 
     @property
     def states(self) -> dict[str, Any]:
@@ -113,7 +111,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of the file manifest_name(revision)."""
-        body = fields_of(self) | {"pages": [page and page.to_json() for page in self.pages]}
+        body = fields_of(self) | {"pages": [page.to_json() for page in self.pages]}
         if not self.epoch:
             del body["epoch"]
         return seal("commit", body)
@@ -128,7 +126,7 @@ class Manifest:
         """
         body = unseal("commit", data, where)
         with body_errors(where):
-            pages = [page and PageEntry.from_json(*page) for page in body["pages"]]
+            pages = [PageEntry.from_json(*page) for page in body["pages"]]
             manifest = cls(**{**body, "pages": pages})
             _check(manifest)
             return manifest
@@ -143,8 +141,7 @@ def are_states(value: object) -> bool:
 
 def _check(manifest: Manifest) -> None:
     """Raise ValueError, TypeError or LookupError unless all fields have their types."""
-    names = (manifest.run_id, manifest.attempt, manifest.layout, *manifest.dropped)
-    require(len(set(manifest.dropped)) == len(manifest.dropped))
+    names = (manifest.run_id, manifest.attempt, manifest.layout)
     numbers = (manifest.rank, manifest.world_size, *manifest.revision)
     require(*(isinstance(name, str) for name in names), isinstance(manifest.first, bool))
     require(*map(is_count, (*numbers, manifest.page_bytes)), manifest.page_bytes > 0)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from tierstore.errors import CorruptionError, RunMismatchError, StorageError
 from tierstore.layout.page_layout import PageLayout
-from tierstore.layout.parameters import PagedGroup, ParameterSpec, unwrapped_name
+from tierstore.layout.parameters import ParameterSpec, unwrapped_name
 from tierstore.run.commit import load_commit
 from tierstore.run.file_names import page_file, page_number
 from tierstore.run.layout_file import RankLayout
@@ -114,8 +114,6 @@ def check_same_model(
     storage: Storage,
     manifest: Manifest,
     attached: RankLayout,
-    pages: Collection[int],
-    dropped: Collection[str],
 ) -> dict[str, str]:
     """Check that a commit holds these groups, laid out in these pages.
 
@@ -124,9 +122,7 @@ def check_same_model(
     Args:
         storage: the rank's files. The layout file is read only to name a difference.
         manifest: the commit.
-        attached: all groups and pages, removed parameters and pages included.
-        pages: the numbers of the pages that were not removed.
-        dropped: the names of the parameters that were removed.
+        attached: all groups and pages.
 
     Returns:
         Parameter name -> its name in the commit, of parameters with another name there.
@@ -143,27 +139,18 @@ def check_same_model(
                 f"and its layout has {len(attached.subgroups)}: go back to a checkpoint of the "
                 "run, if one exists"
             )
-        _require_same_removals(manifest, dropped)
-        missing = [page for page in pages if page not in manifest.entries]
-        if missing:
-            raise CorruptionError(
-                f"commit {manifest.step} in {storage.location} has no page {missing[0]}, though "
-                "it has parameters in it: go back to a checkpoint of the run, if one exists"
-            )
         return {}
     committed = load_commit(storage, manifest)
-    groups = [[spec for spec in group if spec.name not in dropped] for group in attached.groups]
-    found, expected = _first_difference(committed.groups, groups)
+    found, expected = _first_difference(committed.groups, attached.groups)
     if found != expected:
         raise RunMismatchError(
             "this model is not the one of the run. First difference: the run has "
-            f"{_describe(found)}; this model has {_describe(expected)}. Build the model "
-            "and its param groups as they were, or name another directory for another run. "
-            "(overwrite=True deletes the run)"
+            f"{_describe(found)}; this model has {_describe(expected)}. Build the model and its "
+            "param groups as they were (freeze parameters after that), or name another directory "
+            "for another run. (overwrite=True deletes the run)"
         )
-    now = names_now(committed.groups, groups)
-    if now is not None and committed.layout.renamed(now).to_bytes() == attached.to_bytes():
-        _require_same_removals(manifest, dropped)
+    now = dict(zip(_unwrapped(committed.groups), _unwrapped(attached.groups), strict=True))
+    if committed.layout.renamed(now).to_bytes() == attached.to_bytes():
         return {name: former for former, name in now.items() if name != former}
     raise RunMismatchError(
         "the run has the parameters of this model, but in other pages: ranks held or owned the "
@@ -171,34 +158,6 @@ def check_same_model(
         "placements and partition, or begin a new run with restore(checkpoint=OUT) after "
         "`tierstore checkpoint RUN OUT`"
     )
-
-
-def _require_same_removals(manifest: Manifest, dropped: Collection[str]) -> None:
-    """Refuse a commit before a removal of parameters, or after another removal."""
-    if lacking := sorted(set(manifest.dropped).difference(dropped)):
-        raise RunMismatchError(
-            f"the run no longer has parameter {lacking[0]!r}: remove_parameters() removed it. "
-            f"Build the param groups without {lacking}"
-        )
-    if others := sorted(set(dropped).difference(manifest.dropped)):
-        raise RunMismatchError(
-            f"step {manifest.step} was committed with parameter {others[0]!r}, which was removed "
-            f"from this optimizer since: open the run with resume=True and a new optimizer that "
-            f"has {others}, and restore that"
-        )
-
-
-def names_now(
-    committed: Sequence[Sequence[ParameterSpec]], groups: Sequence[Sequence[ParameterSpec]]
-) -> dict[str, str] | None:
-    """Return name in a commit -> name here, if groups differ in the names of wrappers alone.
-
-    None if the groups differ in anything else.
-    """
-    found, expected = _first_difference(committed, groups)
-    if found != expected:
-        return None
-    return dict(zip(_unwrapped(committed), _unwrapped(groups), strict=True))
 
 
 def _first_difference(
@@ -210,11 +169,6 @@ def _first_difference(
         if _without_wrappers(found, in_run) != _without_wrappers(expected, here):
             return found, expected
     return None, None
-
-
-def specs_of(groups: Sequence[PagedGroup]) -> list[list[ParameterSpec]]:
-    """Return the specs of the parameters of each group."""
-    return [[parameter.spec for parameter in group.parameters] for group in groups]
 
 
 def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, ParameterSpec | None]]:

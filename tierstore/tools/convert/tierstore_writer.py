@@ -132,7 +132,6 @@ class Writer:
                 PageEntry(slot="a", step=step, checksums=pages.checksums(number, run_id, step))
                 for number in range(len(self._layouts))
             ],
-            dropped=[],
         )
         mark = {"committed": manifest_name(manifest.revision)}
         (folder / IDENTITY_NAME).write_bytes(identity.to_bytes())
