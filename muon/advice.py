@@ -21,16 +21,15 @@ _SLOWNESS_MAX = 2.0
 _WORTH_A_WARNING = 10**8
 
 
-def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Mapping[int, float]) -> None:
+def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[float]) -> None:
     """Warn if the lr of a group is not the restored lr.
 
     Args:
         groups: the param groups.
-        restored: id() of a group -> the lr that was restored.
+        restored: the lr of each group that was restored; groups that were added since come last.
     """
-    for number, group in enumerate(groups):
-        lr = restored.get(id(group))
-        if lr is not None and float(group["lr"]) != lr:
+    for number, (group, lr) in enumerate(zip(groups, restored, strict=False)):
+        if float(group["lr"]) != lr:
             warnings.warn(
                 f"the lr of group {number} is {float(group['lr'])}, but restore() set the "
                 f"committed lr, {lr}. A scheduler that is made after restore() sets lr to its "

@@ -34,13 +34,12 @@ from muon.param_groups import (
     cycle_betas,
     drop_duplicates,
     fixed,
-    name_empty_groups,
 )
 from muon.pipeline import Pipeline, compute_device
 from muon.qk_clip import QKClip, Scale, largest
 from muon.rules import Extras
 from muon.state import PagedState
-from muon.state_dicts import adopting_names, check_keys, match, pack
+from muon.state_dicts import check_keys, match, pack
 from muon.statistics import Sample, Statistics, append_lines
 
 # A copy of an optimizer gets its own; torch.optim copies no hooks either.
@@ -243,32 +242,17 @@ class Muon(torch.optim.Optimizer):
                 "Muon groups do not have: make OneCycleLR after the first Muon group is added, or "
                 "with cycle_momentum=False"
             )
-        # As in torch.optim, the dict is the group and gets the keys that it lacks. But no key is
-        # taken out of the dict, as "names" would be.
-        self._add_group(dict(param_group) if "names" in param_group else param_group)
-
-    def _is_cycled_without_muon(self, group: Mapping[str, Any]) -> bool:
-        """True if a scheduler that was made for AdamW groups alone cycles a new Muon group."""
-        cycles_betas = "betas" in self.defaults and any(
-            "max_momentum" in other for other in self.param_groups
-        )
-        is_muon = algorithm_of(group, len(self.param_groups)) == "muon"
-        return cycles_betas and is_muon and "max_momentum" in group
-
-    def _add_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group in its own dict; an error leaves the dict and the other groups unchanged."""
+        # As in torch.optim, the dict is the group and gets the keys that it lacks.
         count, given = len(self.param_groups), dict(param_group)
-        unnamed = [group for group in self.param_groups if "param_names" not in group]
         try:
             self._fill_group(param_group, count)
         except BaseException:
             del self.param_groups[count:]
             param_group.clear()
             param_group.update(given)
-            for group in unnamed:
-                group.pop("param_names", None)
             raise
-        self._checked.append(param_group)
+        if self._attached.groups:
+            self._attached.expect(param_group)
         # Schedulers find here whether they cycle the betas of all groups or their momentum.
         if param_group["algorithm"] == "muon":
             self.defaults.pop("betas", None)
@@ -281,16 +265,21 @@ class Muon(torch.optim.Optimizer):
                     hook = parameter.register_post_accumulate_grad_hook(prefetch)
                     weakref.finalize(self, hook.remove)
 
+    def _is_cycled_without_muon(self, group: Mapping[str, Any]) -> bool:
+        """True if a scheduler that was made for AdamW groups alone cycles a new Muon group."""
+        cycles_betas = "betas" in self.defaults and any(
+            "max_momentum" in other for other in self.param_groups
+        )
+        is_muon = algorithm_of(group, len(self.param_groups)) == "muon"
+        return cycles_betas and is_muon and "max_momentum" in group
+
     def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys, and check it."""
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
-        if "use_muon" in param_group:
-            self._take_names(param_group)
         given = set(param_group)
         if algorithm == "adamw":
             for name, value in ADAMW_DEFAULTS.items():
                 param_group.setdefault(name, value)
-        name_empty_groups([*self.param_groups, param_group])
         super().add_param_group(param_group)
         of_both = {*ADAMW_DEFAULTS, "master"}
         of_adamw = {"betas", "moments_dtype"}
@@ -362,23 +351,21 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         cycle_betas(self.param_groups)
         with self.store.calling("step()"):
-            is_attached = self._attach_groups()
-            groups = self._attached.hyperparameters
-            for number, group in enumerate(groups if is_attached else ()):
+            self._attach_groups()
+            for number, group in enumerate(self.param_groups):
                 check_hyperparameters(group, number)
                 if group.get("block_grid") is not None:  # It may have been changed.
                     for parameter in self._attached.groups[number].parameters:
                         check_matrices(parameter.name, parameter.tensor.shape, group)
-            if is_attached:
-                self._warn()
+            self._warn()
             step = self.store.step + 1
-            groups = [at_step(group, step) for group in groups]
+            groups = [at_step(group, step) for group in self.param_groups]
             sample = self._begin_sample()
             scales = self._qk_scales(qk_logits)
             extras = Extras(hooks=self._hooks, scales=scales, sample=sample)
             window = self.store.window_max
             with self.store.sweep(window, **self._gradient_rules) as pages:
-                self._pipeline.open(pages, self._attached.hyperparameters, self._options())
+                self._pipeline.open(pages, self.param_groups, self._options())
                 scalars = self.store.scalars
                 steps = {
                     name: values["step"] + 1.0
@@ -526,7 +513,7 @@ class Muon(torch.optim.Optimizer):
             if "matrices" not in values:  # Nor does a declaration of the run change it.
                 group.pop("matrices", None)
         # Groups that were attached after the commit come last.
-        restored = self._attached.hyperparameters[: self.store.groups_written]
+        restored = self.param_groups[: self.store.groups_written]
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []
         return step
 
@@ -547,7 +534,7 @@ class Muon(torch.optim.Optimizer):
         with self.store.calling("state_dict()"):
             self._attach_groups()
             states, scalars = self.store.read_states(), self.store.scalars
-        names = [[name for name, _ in named] for named in self._all_named()]
+        names = [[p.name for p in group.parameters] for group in self._attached.groups]
         packed_states, packed_groups = pack(self.param_groups, names, states, scalars)
         packed_states |= self.state.others
         state_dict: dict[str, Any] = {"state": packed_states, "param_groups": packed_groups}
@@ -563,8 +550,7 @@ class Muon(torch.optim.Optimizer):
         State dicts of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters in
         the same order are accepted, and whole tensors for states of a DTensor. Each state keeps
         its current dtype. The tensors that state_dict() returned are not written again if no state
-        changed since. Before the first step, parameters without names get those of the state dict;
-        names that parameters have stay. All ranks call this together.
+        changed since. Names of parameters stay. All ranks call this together.
 
         Raises:
             ValueError: the groups, or the states of a parameter, differ from this optimizer's.
@@ -576,9 +562,7 @@ class Muon(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         cycle_betas(self.param_groups)
         check_keys(state_dict)
-        unpaged = [] if self._attached.groups else self.param_groups
-        with adopting_names(unpaged, state_dict):
-            groups, states, others = match(state_dict, self.param_groups, self._paged_group)
+        groups, states, others = match(state_dict, self.param_groups, self._paged_group)
         with self.store.calling("load_state_dict()"):
             self._attach_groups()
             scalars = {
@@ -630,34 +614,25 @@ class Muon(torch.optim.Optimizer):
             if key not in _NOT_COPIED and not key.startswith("_optimizer_")
         }
         states = self.store.read_states() if self._attached.groups else {}
-        # By position: a copy names parameters anew, and edits may have changed their positions.
-        names = [name for named in self._all_named() for name, _ in named]
-        copied = [(states.get(name), self.store.scalars.get(name)) for name in names]
-        return {**kept, "_copied": (deepcopy(copied), self.state.others)}
+        copied = deepcopy((states, dict(self.store.scalars)))
+        return {**kept, "_copied": (*copied, self.state.others)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy, with a store of its own, from __getstate__()."""
-        copied, others = state.pop("_copied")
+        states, scalars, others = state.pop("_copied")
         defaults = state["defaults"].copy()
         super().__setstate__(state)
         self.defaults = defaults  # Without what __setstate__() adds for optimizers of torch.
         self._use_store(tierstore.TierStore(None))
         self.state.others = others
-        if any(states for states, _ in copied):
+        if states:
             self._attach_groups()
-            names = [name for named in self._all_named() for name, _ in named]
-            found = dict(zip(names, copied, strict=True))
-            self.store.write_states(
-                {name: states for name, (states, _) in found.items() if states},
-                {name: scalars for name, (_, scalars) in found.items() if scalars},
-            )
+            self.store.write_states(states, scalars)
 
     def _use_store(self, store: tierstore.TierStore) -> None:
         self.store = store
         self._pipeline = Pipeline(store, self._gather_memory)
         self._attached = AttachedGroups()
-        # Groups that add_param_group() has checked; others were put into param_groups by hand.
-        self._checked: list[dict[str, Any]] = []
         self._state = PagedState(self)
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -692,43 +667,16 @@ class Muon(torch.optim.Optimizer):
         # Measurements of ranks may differ, but all ranks must compute in the same dtype.
         return dtype if ranks is None else ranks.gather(dtype)[0]
 
-    def _take_names(self, group: dict[str, Any]) -> None:
-        """Make the key ``names`` of a group for Motif's Muon the names of its parameters.
-
-        Motif names the parameters of Muon groups only: positions then name the other parameters.
-        """
-        names, params = group.pop("names", None), group["params"]
-        if isinstance(params, set):  # torch.optim refuses it.
-            return
-        group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
-        if "param_names" in group or not all(isinstance(param, torch.Tensor) for param in params):
-            return
-        number = len(self.param_groups)
-        unnamed = [i for i, other in enumerate(self.param_groups) if "param_names" not in other]
-        if names is None:
-            if unnamed or number == 0:
-                return
-            position = self._attached.number_of_new(self.param_groups, number)
-            names = [f"{position}.{index}" for index in range(len(params))]
-        names = [names] if isinstance(names, str) else list(names)
-        if len(names) != len(params):
-            raise ValueError(
-                f"param group {number} has {len(params)} parameters and {len(names)} names: "
-                "give each parameter a name"
-            )
-        for earlier in unnamed:
-            self.param_groups[earlier]["param_names"] = [name for name, _ in self._named(earlier)]
-        group["param_names"] = names
-
     def _check_parameters(self, numbers: Collection[int]) -> None:
         """Check that the parameters of groups can be stepped and paged, under unique names."""
         names = self._new_names
         if names is None:
-            named = enumerate(self._all_named())
-            names = {name for n, others in named if n not in numbers for name, _ in others}
+            others = (n for n in range(len(self.param_groups)) if n not in numbers)
+            names = {name for number in others for name in self._names(number)}
         tensors = set[torch.Tensor]()
         for number in numbers:
-            for name, parameter in self._named(number):
+            params = self.param_groups[number]["params"]
+            for name, parameter in zip(self._names(number), params, strict=True):
                 if name in names or parameter in tensors:
                     raise ValueError(
                         f"parameter {name!r} is there twice: names must be unique. Parameters "
@@ -750,50 +698,40 @@ class Muon(torch.optim.Optimizer):
         scalars = () if self.param_groups[number]["algorithm"] == "muon" else ("step",)
         paged = self._attached.find(tensor)
         if paged is None:
-            name = self._name(number, index, tensor)
-            paged = self._paged_parameter(number, name, tensor)
+            paged = self._paged_parameter(number, self._name(number, index), tensor)
         return scalars, paged
 
     def _warn(self) -> None:
         """Warn at the first step, and at the first step after a restore."""
         if self._restored_rates:
-            attached = self._attached.hyperparameters  # In the order of the store.
-            rates = zip(map(id, attached), self._restored_rates, strict=False)
+            warn_of_other_rates(self.param_groups, self._restored_rates)
             self._restored_rates = []
-            warn_of_other_rates(self.param_groups, dict(rates))
         if self._may_be_slow:
             self._may_be_slow = False
             warn_of_slow_bfloat16(self.store, self.param_groups)
 
-    def _attach_groups(self) -> bool:
-        """Attach the groups that the store does not have yet.
+    def _attach_groups(self) -> None:
+        """Attach the groups that the store does not have yet, and check that no other was edited.
 
-        Returns:
-            False if an edit of ``param_groups`` cannot be followed. Nothing was done then: the
-            next call of the store, in which all ranks take part, raises ValueError on all ranks.
+        Raises:
+            ValueError: one was; see AttachedGroups.require_same(). Nothing was changed.
         """
         if self.store.group_count != len(self._attached.groups):
             raise ValueError(
                 "another optimizer uses this store: give each optimizer its own store and "
                 "directory, or all groups to one optimizer"
             )
-        try:
-            numbers = self._follow_edits()
-        except ValueError:
-            if not self._attached.groups:  # The store does not know _refused_edit() yet.
-                raise
-            return False
+        self._attached.require_same(self.param_groups)
+        numbers = range(len(self._attached.groups), len(self.param_groups))
         if not numbers:
-            return True
+            return
         for number in numbers:
             check_hyperparameters(self.param_groups[number], number)
         self._check_parameters(numbers)
         paged = [self._paged_group(number) for number in numbers]
-        self.store.attach(paged, follow=self._refused_edit)
+        self.store.attach(paged)
         self._attached.extend(paged, self.param_groups)
-        self._checked.clear()
         self._begin_counts()
-        return True
 
     def _begin_counts(self) -> None:
         """Count the steps of parameters of AdamW that have no count yet."""
@@ -802,37 +740,6 @@ class Muon(torch.optim.Optimizer):
                 for parameter in group.parameters:
                     self.store.scalars.setdefault(parameter.name, {"step": 0.0})
 
-    def _refused_edit(self) -> str | None:
-        """Follow edits of ``param_groups``; return why that cannot be done, None if it can."""
-        try:
-            self._follow_edits()
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _follow_edits(self) -> list[int]:
-        """Follow edits of ``param_groups``; return the indices of the groups to be attached.
-
-        Raises:
-            ValueError: an edit cannot be followed. Nothing was changed.
-        """
-        numbers = self._attached.follow(self.param_groups)
-        checked = {id(group) for group in self._checked}
-        by_hand = [
-            self.param_groups[number]
-            for number in numbers
-            if id(self.param_groups[number]) not in checked
-        ]
-        if by_hand:
-            edited, ids = list(self.param_groups), {id(group) for group in by_hand}
-            try:
-                self.param_groups[:] = [group for group in edited if id(group) not in ids]
-                for group in by_hand:
-                    self._add_group(group)
-            finally:
-                self.param_groups[:] = edited
-        return numbers
-
     def paged_groups(self) -> list[tierstore.PagedGroup]:
         """Return all groups as the store has them, or as they would be attached now."""
         return [self._paged_group(number) for number in range(len(self.param_groups))]
@@ -840,18 +747,15 @@ class Muon(torch.optim.Optimizer):
     def _paged_group(self, number: int) -> tierstore.PagedGroup:
         """Return a group as the store has it, or as it would be attached now.
 
-        Parameters are in the order of the param group. Before it is attached, a group is described
-        anew each time, because the model may still be converted.
-
-        Raises:
-            ValueError: an edit of ``param_groups`` cannot be followed.
+        Before it is attached, a group is described anew each time, because the model may still be
+        converted.
         """
-        attached = self._attached.find_group(self.param_groups, number)
-        if attached is not None:
-            return attached
+        if number < len(self._attached.groups):
+            return self._attached.groups[number]
         group = self.param_groups[number]
+        named = zip(self._names(number), group["params"], strict=True)
         return tierstore.PagedGroup(
-            parameters=[self._paged_parameter(number, *named) for named in self._named(number)],
+            parameters=[self._paged_parameter(number, name, p) for name, p in named],
             hyperparameters=group,
             check=lambda hyperparameters: check_loaded(
                 group, {**with_dtypes(hyperparameters), **fixed(group)}, number
@@ -884,41 +788,25 @@ class Muon(torch.optim.Optimizer):
             cost=sum(newton_schulz.cost(m.shape) for m in matrices) if is_muon else None,
         )
 
-    def _all_named(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the names and tensors of the parameters of each group."""
-        attached = len(self._attached.groups)
-        position = attached
-        for number, group in enumerate(self.param_groups):
-            yield list(self._named(number, position if attached else number))
-            position += not self._attached.has(group)
+    def _names(self, number: int) -> list[str]:
+        """Return the names of the parameters of a group.
 
-    def _named(
-        self, number: int, position: int | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and tensor of each parameter of a group, in the order of the group."""
-        for index, parameter in enumerate(self.param_groups[number]["params"]):
-            yield self._name(number, index, parameter, position), parameter
-
-    def _name(
-        self, number: int, index: int, parameter: torch.Tensor, position: int | None = None
-    ) -> str:
-        """Return the name of the parameter at an index of a group.
-
-        Args:
-            number: number of the group.
-            index: position in the group.
-            parameter: the parameter.
-            position: number that the group has, or will have, in the store; None: look for it.
+        Raises:
+            ValueError: ``param_names`` was edited to another length than ``params``.
         """
-        attached = self._attached.find(parameter)
-        if attached is not None:
-            return attached.name
+        group = self.param_groups[number]
+        count, given = len(group["params"]), len(group.get("param_names") or group["params"])
+        if given != count:
+            raise ValueError(
+                f"param group {number} has {count} parameters and {given} param_names: give each "
+                "parameter a name"
+            )
+        return [self._name(number, index) for index in range(count)]
+
+    def _name(self, number: int, index: int) -> str:
+        """Return the name of one parameter: the user's, or its position."""
         names = self.param_groups[number].get("param_names")
-        if names:
-            return str(names[index])
-        if position is None:
-            position = self._attached.number_of_new(self.param_groups, number)
-        return f"{position}.{index}"
+        return str(names[index]) if names else f"{number}.{index}"
 
 
 def _prefetcher(optimizer: weakref.ref[Muon]) -> Callable[[torch.Tensor], None]:

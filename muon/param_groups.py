@@ -37,6 +37,14 @@ def fixed(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in FIXED if key in group}
 
 
+def form(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the pages of a group depend on. "normuon_beta" stands for whether it is used."""
+    keys = ("algorithm", "matrices", "momentum_dtype", "moments_dtype", "master")
+    names = list(group.get("param_names", ()))
+    found = {"param_names": names, "normuon_beta": group.get("normuon_beta") is not None}
+    return found | {key: group.get(key) for key in keys}
+
+
 def drop_duplicates(group: dict[str, Any]) -> None:
     """Leave every parameter of a group there once, under its first name."""
     positions = {tensor: index for index, tensor in reversed([*enumerate(group["params"])])}
@@ -45,14 +53,6 @@ def drop_duplicates(group: dict[str, Any]) -> None:
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [group[key][index] for index in kept]
-
-
-def name_empty_groups(groups: Sequence[dict[str, Any]]) -> None:
-    """Give groups without parameters names if other groups have names, as torch.optim expects."""
-    empty = [g for g in groups if isinstance(g["params"], list) and not g["params"]]
-    if empty and any("param_names" in group or _is_named(group["params"]) for group in groups):
-        for group in empty:
-            group.setdefault("param_names", [])
 
 
 def cycle_betas(groups: Sequence[dict[str, Any]]) -> None:
@@ -64,7 +64,3 @@ def cycle_betas(groups: Sequence[dict[str, Any]]) -> None:
         cycled = {"momentum", "max_momentum", "betas"} <= group.keys()
         if cycled and group.get("algorithm") == "adamw":
             group["betas"] = (group.pop("momentum"), *group["betas"][1:])
-
-
-def _is_named(params: object) -> bool:
-    return isinstance(params, list) and len(params) > 0 and isinstance(params[0], tuple)

@@ -23,7 +23,7 @@ class PagedOptimizer(Protocol):
     def state(self) -> PagedState:
         """The states of all parameters."""
 
-    def _attach_groups(self) -> bool:
+    def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""
 
     def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -112,33 +111,6 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
             "the state dict of an optimizer has the keys 'state' and 'param_groups', got "
             f"{list(state_dict)}"
         )
-
-
-@contextlib.contextmanager
-def adopting_names(groups: Sequence[_Group], state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Give parameters without names those of a state dict, unless the context raises.
-
-    Args:
-        groups: param groups that have no pages yet, because pages keep the names of parameters.
-        state_dict: the state dict.
-    """
-    names = [group.get("param_names") or () for group in state_dict["param_groups"]]
-    lengths = [len(group["params"]) for group in groups]
-    has_names = any("param_names" in group for group in groups)
-    if has_names or lengths != list(map(len, names)):
-        yield
-        return
-    flat = [name for group_names in names for name in group_names]
-    if len(set(flat)) < len(flat):
-        raise ValueError("two parameters of the state dict have one name in param_names")
-    for group, group_names in zip(groups, names, strict=True):
-        group["param_names"] = list(group_names)
-    try:
-        yield
-    except BaseException:
-        for group in groups:
-            del group["param_names"]
-        raise
 
 
 def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:

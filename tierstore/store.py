@@ -254,9 +254,7 @@ class TierStore:
     # -- Parameters and steps.
 
     @not_compiled
-    def attach(
-        self, groups: Sequence[PagedGroup], *, follow: Callable[[], str | None] | None = None
-    ) -> None:
+    def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for param groups, after the pages of groups attached before.
 
         Writes no page. Call it at the first step or just before restore(), when frameworks have
@@ -264,10 +262,6 @@ class TierStore:
 
         Args:
             groups: the groups.
-            follow: called on every rank before a call uses the groups. It brings the
-                hyperparameters of all groups up to date, or returns why the groups are not those
-                of the optimizer any more: then step, restore, reading and writing of states raise
-                ValueError before anything changes, and a commit has the groups as they were.
 
         Raises:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
@@ -292,8 +286,6 @@ class TierStore:
                 )
         with self._calls.together("attach()"):
             self._table.attach(groups)
-        if follow is not None:
-            self._table.follow = follow
 
     @contextlib.contextmanager
     def sweep(
@@ -367,7 +359,6 @@ class TierStore:
                 table.specs,
                 table.partition,
                 table.device,
-                require_current=table.require_current,
                 nonfinite=nonfinite,
                 missing=missing,
                 waits=nonfinite == "skip"
@@ -831,12 +822,8 @@ class TierStore:
         check: Callable[[CommittedStep], None],
     ) -> int:
         usability = self._usability
-
-        def begin() -> None:
-            self._table.require_current()
-            drop_gathered_copies(self._table.parameters)
-
-        together(self._ranks, "begin a restore", begin)
+        parameters = self._table.parameters
+        together(self._ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
         self._states.given.forget()
         restore = Restore(self._ranks, committer, self._table, usability, self._registered, check)
         if checkpoint is not None and rewind:
@@ -935,7 +922,6 @@ class TierStore:
         """Begin to commit the last step. All ranks call this."""
         committer, table = self._require_committer("a commit"), self._table
         self._ask()
-        table.follow_edits()  # If it cannot, the commit has the groups as the last step had them.
         table.require_same_values()
         rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
         with self._usability.failing(interrupts=True):

@@ -150,7 +150,7 @@ def test_a_state_dict_of_an_older_version_lacks_keys(case: StockCase) -> None:
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_names_of_a_state_dict(is_named: bool, steps_before: int, case: StockCase) -> None:
-    """Parameters without names get those of the state dict; the names of others stay."""
+    """Parameters keep the names that they have, or have none."""
     twins = case.twins(two if is_named else named)
     twins.step(2)
     saved = twins.ours.state_dict()
@@ -161,9 +161,7 @@ def test_names_of_a_state_dict(is_named: bool, steps_before: int, case: StockCas
         other.step()
     other.load_state_dict(saved)
     assert_same(other.state_dict()["state"], saved["state"])
-    expected = ["first", "second"] if not steps_before else None
-    if is_named:
-        expected = ["my first", "my second"]
+    expected = ["my first", "my second"] if is_named else None
     assert other.param_groups[0].get("param_names") == expected
     copy_values(other, twins.stock)
     pair = Twins(other, twins.stock)

@@ -162,14 +162,6 @@ def test_an_optimizer_with_a_scheduler_is_copied() -> None:
         optimizer, _ = with_scheduler()
 
 
-def test_the_dicts_of_cycled_groups_may_be_replaced() -> None:
-    optimizer, scheduler = with_scheduler()
-    for index in range(1, 4):
-        optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
-        step(optimizer, index)
-        scheduler.step()
-
-
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, muon.Muon])
 def test_a_max_momentum_of_1_cannot_be_stepped_by_adamw(
     make_optimizer: Callable[..., torch.optim.Optimizer],

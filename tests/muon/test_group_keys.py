@@ -64,19 +64,12 @@ def test_groups_made_for_other_libraries_are_understood(library: str, muon_first
     optimizer.step()
 
 
-def test_motifs_names_are_the_names_of_parameters(tmp_path: Path) -> None:
-    """Its groups for AdamW have no names."""
-    weight, bias = parameter(), parameter(shape=[4])
+def test_positions_name_the_parameters_of_other_libraries(tmp_path: Path) -> None:
+    """Also those of Motif, which keeps names under a key of its own."""
     with tierstore.TierStore(tmp_path) as store:
-        optimizer = muon.Muon(
-            [
-                {"params": [weight], "names": ["weight"], "use_muon": True},
-                {"params": [bias], "use_muon": False},
-            ],
-            store=store,
-        )
-        optimizer.state_dict()
-        assert set(store.read_states()) == {"weight", "1.0"}
+        optimizer = muon.Muon(motif_groups(True), store=store)
+        assert stored_names(optimizer) == {"0.0", "1.0"}
+        assert optimizer.param_groups[0]["names"] == ["weight"]
 
 
 def motif_groups(muon_first: bool) -> list[dict[str, Any]]:
@@ -92,31 +85,7 @@ def stored_names(optimizer: muon.Muon) -> set[str]:
     return set(optimizer.store.read_states())
 
 
-@pytest.mark.parametrize("muon_first", [True, False])
-def test_motifs_names_are_taken_in_any_order_and_again(muon_first: bool) -> None:
-    """The dict with the names stays as it is."""
-    groups = motif_groups(muon_first)
-    expected = {"weight", "1.0" if muon_first else "0.0"}
-    assert stored_names(muon.Muon(groups)) == expected
-    named = groups[0 if muon_first else 1]
-    assert named.keys() == {"params", "names", "use_muon"}
-    assert stored_names(muon.Muon(groups)) == expected
-
-
-def test_motifs_names_are_taken_after_the_first_step() -> None:
-    """Parameters that had no names keep those of their positions."""
-    bias, group = motif_groups(False)
-    optimizer = muon.Muon([bias])
-    bias["params"][0].grad = torch.ones(4)
-    optimizer.step()
-    optimizer.add_param_group(group)
-    optimizer.add_param_group({"params": [parameter(shape=[4])], "use_muon": False})
-    assert stored_names(optimizer) == {"0.0", "weight", "2.0"}
-
-
-@pytest.mark.parametrize(
-    "keys", [{"momentun": 1}, {"lr": -1.0}, {"names": ["a", "b"]}, {"algorithm": "adamw"}]
-)
+@pytest.mark.parametrize("keys", [{"momentun": 1}, {"lr": -1.0}, {"algorithm": "adamw"}])
 @pytest.mark.parametrize("params", [list, iter])
 def test_a_refused_group_is_left_as_it_was(
     keys: dict[str, Any], params: Callable[[list[Any]], Any]
@@ -147,12 +116,6 @@ def test_the_parameters_of_a_refused_group_can_be_given_again() -> None:
         muon.Muon([group])
     optimizer = muon.Muon([{**group, "lr": 0.1}])
     assert stored_names(optimizer) == {"weight"}
-
-
-def test_motifs_names_must_be_one_for_each_parameter() -> None:
-    group = {"params": [parameter()], "names": ["a", "b"], "use_muon": True}
-    with pytest.raises(ValueError, match="1 parameters and 2 names"):
-        muon.Muon([group])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import muon
 import tierstore
-from tests.support.twins import Twins, parameter
+from tests.support.twins import parameter
 
 Schedule = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 
@@ -164,21 +164,3 @@ def test_lr_that_a_late_scheduler_sets_back_warns_once(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.step()
-
-
-def test_lr_of_groups_in_another_order_is_compared_by_parameters(tmp_path: Path) -> None:
-    groups = [["first"], ["second"]]
-    with tierstore.TierStore(tmp_path) as store:
-        Twins(groups, rates=[0.5, 0.25], store=store).step()
-    with tierstore.TierStore(tmp_path, resume=True) as store:
-        twins = Twins(groups, rates=[0.0, 0.0], store=store)
-        twins.optimizer.restore()
-        twins.optimizer.param_groups.reverse()
-        twins.set_gradients()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            twins.optimizer.step()
-        twins.optimizer.restore()
-        twins.optimizer.param_groups[1]["lr"] = 2.0  # That of "first".
-        with pytest.warns(UserWarning, match=r"lr of group 1 is 2\.0, .* committed lr, 0\.5\."):
-            twins.optimizer.step()

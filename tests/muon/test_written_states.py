@@ -456,21 +456,6 @@ def test_states_read_in_inference_mode_are_watched(tmp_path: Path) -> None:
             store.synchronize()
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_after_edits_has_the_state_of_each_parameter(how: str, named: bool) -> None:
-    twins = Twins(algorithm="adamw", named=named)
-    twins.step()
-    for optimizer, _ in twins.both:
-        optimizer.param_groups[0]["params"].reverse()
-    twins.step()
-    pair = twins.optimizer, twins.ours
-    copied, ours = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
-    for name, values in ours.items():
-        expected = twins.stock.state[twins.theirs[name]]["exp_avg"]
-        assert torch.equal(copied.state[values]["exp_avg"], expected), name
-
-
 # --------------------------------------------------------------- methods of a mapping
 
 

@@ -126,38 +126,6 @@ def other_hyperparameters(key: str, value: Any) -> tuple[list[str], torch.Tensor
     return raised, parameter.detach()
 
 
-def edited_groups(ranks_that_edit: list[int]) -> list[str]:
-    """Take a parameter out of a group on some ranks, and put it back.
-
-    Returns:
-        What step() and state_dict() raised meanwhile.
-    """
-    named = {name: torch.nn.Parameter(torch.ones(6, 4)) for name in ("first", "second")}
-    raised = []
-    with tierstore.TierStore(None, timeout=30.0) as store:
-        optimizer = muon.Muon(list(named.items()), store=store)
-
-        def step() -> None:
-            for parameter in named.values():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-
-        step()
-        after_one = named["first"].detach().clone()
-        members = optimizer.param_groups[0]["params"]
-        if dist.get_rank() in ranks_that_edit:
-            members.pop()
-        for call in (step, optimizer.state_dict):
-            with pytest.raises((ValueError, tierstore.PeerFailed)) as caught:
-                call()
-            raised.append(str(caught.value))
-            assert torch.equal(named["first"], after_one)
-        members[:] = named.values()
-        step()
-        assert store.step == 2
-    return raised
-
-
 def move_where_one_has_no_room(directory: Path, host_memory: list[int]) -> tuple[str, bool]:
     """Move pages of unequal sizes to disk, with enough memory for it on one of two ranks.
 

@@ -269,7 +269,7 @@ class PagedGroup:
     parameters: Sequence[PagedParameter]
 
     hyperparameters: dict[str, Any]
-    """Read at every commit and updated in place by restore(); may be replaced by another dict. The
+    """Read at every commit and updated in place by restore(). The
     keys "params" and "param_names", which torch.optim keeps in the same dict, are ignored."""
 
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,9 +40,6 @@ from tierstore.ranks.peers import Ranks, together
 from tierstore.run.committer import Progress, encode_hyperparameters
 from tierstore.run.usability import Usability
 from tierstore.units import SECTOR_BYTES, align_up
-
-Follow = Callable[[], str | None]
-"""Brings groups up to date with their optimizer; see TierStore.attach()."""
 
 
 class PageTable:
@@ -95,8 +92,6 @@ class PageTable:
         self._window = self.window_max = pages_at_once(ranks.world_size)
         self.device = Device()
         """The device of the parameters."""
-        self.follow: Follow | None = None
-        """Brings the groups up to date with their optimizer; see TierStore.attach()."""
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
         self._values_may_differ = False  # Whether replicas may hold other values than the owner.
@@ -155,19 +150,6 @@ class PageTable:
         if self.usability.awaits_restore:
             self.group_count_min = len(self.groups)
         self._agree_on_window()
-
-    def require_current(self) -> None:
-        """Bring the groups up to date with their optimizer.
-
-        Raises:
-            ValueError: the optimizer has other groups.
-        """
-        if reason := self.follow_edits():
-            raise ValueError(reason)
-
-    def follow_edits(self) -> str | None:
-        """Bring the groups up to date with their optimizer; return why that cannot be done."""
-        return None if self.follow is None else self.follow()
 
     def allocate_files(self, pages: Sequence[Page]) -> None:
         """Allocate the files that steps write, so that a full disk is found before a step."""

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -101,7 +101,6 @@ def agree_on_gradients(
     partition: Sequence[SharedSubgroup],
     device: Device,
     *,
-    require_current: Callable[[], None],
     nonfinite: str,
     missing: str,
     waits: bool,
@@ -115,7 +114,6 @@ def agree_on_gradients(
         specs: parameter name -> spec when the parameter was attached.
         partition: the subgroups of these groups.
         device: the device of the parameters.
-        require_current: raises ValueError if the groups are not those of the optimizer any more.
         nonfinite: as in TierStore.sweep().
         missing: as in TierStore.sweep().
         waits: whether to wait until it is known which gradients are finite.
@@ -124,7 +122,7 @@ def agree_on_gradients(
     Raises:
         ValueError: a parameter or gradient does not fit, the ranks have different
             hyperparameters, replicas have different gradients, or with ``missing="raise"`` a rank
-            has none; the message names the first. Or from ``require_current``.
+            has none; the message names the first.
         NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
         PeerFailed: a parameter or gradient does not fit on another rank.
     """
@@ -135,7 +133,6 @@ def agree_on_gradients(
 
     def look() -> tuple[int, int, int, int, bytes]:
         nonlocal unread
-        require_current()
         reshard(members)
         found = absent = 0  # A bit for each parameter, because every step sends this.
         for index, parameter in enumerate(members):

@@ -65,7 +65,6 @@ class States:
                 agree_to_read(self._table, wanted)
                 found = self._read(wanted)
         else:
-            self._table.require_current()
             found = self._read(wanted)
         if self._usability.has_directory:
             self.given.give(found)
@@ -78,7 +77,6 @@ class States:
                 f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
                 "read_states(), on all ranks together"
             )
-        self._table.require_current()
         if self.given.shown(name) is None:
             with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
                 if not self._show_in_memory(name):

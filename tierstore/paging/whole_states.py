@@ -24,16 +24,10 @@ def agree_to_read(table: PageTable, names: Collection[str]) -> None:
     """Check that all ranks read the states of the same parameters.
 
     Raises:
-        ValueError: the optimizer has other groups than the store.
         RunMismatchError: the names differ.
         PeerFailed: another rank makes another call.
     """
-
-    def check() -> list[str]:
-        table.require_current()
-        return sorted(names)
-
-    _require_same(agree(table.ranks, "read states", check))
+    _require_same(agree(table.ranks, "read states", lambda: sorted(names)))
 
 
 def agree_to_write(
@@ -51,15 +45,13 @@ def agree_to_write(
         Whether the pages of all ranks have them already.
 
     Raises:
-        ValueError: a state does not fit, or is of a parameter that is not replaced, or the
-            optimizer has other groups than the store.
+        ValueError: a state does not fit, or is of a parameter that is not replaced.
         RunMismatchError: the ranks passed different states.
         PeerFailed: a state does not fit on another rank.
     """
     parameters = {member.name: member for member in table.parameters}
 
     def check() -> tuple[list[str], bool]:
-        table.require_current()
         for name in [*values, *names]:
             if name not in parameters:
                 raise ValueError(f"there is no parameter {name!r} in this store")
