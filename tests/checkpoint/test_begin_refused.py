@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,32 @@ def test_damage_is_found_before_anything_is_changed(
     assert toy.store.restore(checkpoint=checkpoint) == 3
     toy.step()
     toy.assert_at(4)
+    toy.store.close()
+
+
+def test_a_run_is_refused_before_its_pages_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a large run takes minutes, and the message is about its name alone."""
+    checkpoint = published_toy(tmp_path)
+    run = tmp_path / "other"
+    other = Toy(run)
+    other.step()
+    other.store.close()
+    toy = Toy(tmp_path / "run")
+    real, opened = os.open, []
+
+    def note(path: Any, *arguments: Any, **options: Any) -> int:
+        opened.append(Path(path))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", note)
+        with pytest.raises(tierstore.CheckpointError, match="is a run directory, not a checkpoint"):
+            toy.store.restore(checkpoint=run)
+        assert not [path for path in opened if run in path.parents]
+        assert toy.store.restore(checkpoint=checkpoint) == 3
+        assert {page.name for page in pages_of(checkpoint)} <= {path.name for path in opened}
     toy.store.close()
 
 

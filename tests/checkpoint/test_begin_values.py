@@ -22,10 +22,9 @@ from tests.support.originals import edit, entry_of
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp
 from tests.support.toy import Toy
 from tierstore.checkpoint import dcp_reader
-from tierstore.inspection import run_reader, slices
-from tierstore.inspection import verify as verification
-from tierstore.inspection.verify import verify
+from tierstore.inspection import run_reader, slices, verify_checkpoint
 from tierstore.run.manifest import Manifest
+from tierstore.tools.inspect.verify import verify
 
 
 @pytest.mark.parametrize("prefix", ["model.", "", "net."])
@@ -321,7 +320,7 @@ def test_everything_is_parsed_once(
         monkeypatch.setattr(owner, name, call)
 
     counted(slices, "_elements")
-    counted(verification, "read_metadata")
+    counted(verify_checkpoint, "read_metadata")
     counted(Manifest, "from_bytes")
     counted(run_reader, "parse_marker")
     assert ours.optimizer.restore(checkpoint=checkpoint) == 1

@@ -26,8 +26,8 @@ from tests.support.published import (
     run_pages,
 )
 from tests.support.toy import RANK, Toy, resumed, verified
-from tierstore.inspection.verify import verify
 from tierstore.storage.select import open_storage
+from tierstore.tools.inspect.verify import verify
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -18,11 +18,11 @@ from tests.support.originals import flip, places, reseal, text
 from tests.support.published import inodes, names_in, pages_of
 from tests.support.striped_runs import PAGES, made, resumed, toy
 from tests.support.toy import RANK, unchanged
-from tierstore.inspection.summary import summarize
-from tierstore.inspection.verify import verify
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.select import open_storage
 from tierstore.tools.cli import app
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -16,8 +16,8 @@ from tests.support import killed_processes
 from tests.support.faults import Fault, FaultyStorage
 from tests.support.published import assert_holds_toy, assert_nothing_left, names_in
 from tests.support.toy import RANK, Toy, resumed, unchanged, verified
-from tierstore.inspection.verify import verify
 from tierstore.storage.select import open_storage
+from tierstore.tools.inspect.verify import verify
 
 Operation = tuple[str, int]
 

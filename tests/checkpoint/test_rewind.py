@@ -32,10 +32,10 @@ from tests.support.toy import (
     unchanged_parameters,
     verified,
 )
-from tierstore.inspection.summary import summarize
-from tierstore.inspection.verify import verify
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.select import open_storage
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
 TIERS: list[dict[str, Any]] = [
     {"buffers": 3},

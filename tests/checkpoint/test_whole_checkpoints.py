@@ -30,11 +30,11 @@ from tests.support.published import ROOT, assert_holds_toy, names_in, pages_of
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import RANK, Toy, verified
 from tierstore.errors import StorageError
-from tierstore.inspection.summary import summarize
-from tierstore.inspection.verify import verify
 from tierstore.ranks.peers import Ranks
 from tierstore.storage.folder import LocalFolder
 from tierstore.storage.select import open_storage
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
 MARK = "rank-00000.whole"
 

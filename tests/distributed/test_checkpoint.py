@@ -27,15 +27,16 @@ from tests.support.published import (
 )
 from tests.support.rank_pool import RankPool
 from tierstore.checkpoint.publish_stopped import publish_run
-from tierstore.inspection.reader import Fault
-from tierstore.inspection.summary import summarize
-from tierstore.inspection.verify import verify
+from tierstore.inspection.reader import Fault, Reader
+from tierstore.inspection.verify_checkpoint import verify_checkpoint
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.page_layout import lay_out
 from tierstore.layout.subgroups import Subgroup
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest
 from tierstore.run.sealed import checksum_of
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
 TRAINED, GOES_ON = (1, 2, 3), (4, 5)
 WORK = "tests.rank_programs.checkpoints:work"
@@ -240,18 +241,26 @@ def test_begins_from_what_stock_fsdp2_saved(pool: RankPool, tmp_path: Path) -> N
 # ---------------------------------------------------------------------------- what is refused
 
 
+def checked_part(checkpoint: Path, rank: int) -> Reader:
+    """Return the reader of a rank of three, which has checked its part."""
+    reader = Reader(checkpoint, rank=rank, world_size=3)
+    verify_checkpoint(reader, published=True)
+    return reader
+
+
 def test_ranks_share_the_work_of_verifying(published: dict[Case, Path], tmp_path: Path) -> None:
     """Each byte is read once by all of them together, and each fault found by one."""
     whole = published[CASES[0]] / "checkpoint"
     alone = verify(whole)
-    parts = [verify(whole, rank=rank, world_size=3) for rank in range(3)]
-    assert sum(part.bytes_checked for part in parts) == alone.bytes_checked
-    assert max(part.bytes_checked for part in parts) < 0.6 * alone.bytes_checked
+    parts = [checked_part(whole, rank) for rank in range(3)]
+    assert not any(part.faults for part in parts)
+    assert sum(part.bytes_done for part in parts) == alone.bytes_checked
+    assert max(part.bytes_done for part in parts) < 0.6 * alone.bytes_checked
     for number, page in enumerate(pages_of(whole)):
         damaged = shutil.copytree(whole, tmp_path / str(number))
         flip(damaged / page.name, 512)
-        found = [verify(damaged, rank=rank, world_size=3).good for rank in range(3)]
-        assert sorted(found) == [False, True, True]
+        found = [bool(checked_part(damaged, rank).faults) for rank in range(3)]
+        assert sorted(found) == [False, False, True]
 
 
 def test_a_damaged_checkpoint_is_refused_on_all_ranks(

@@ -13,7 +13,7 @@ from tests.rank_programs.checkpoints import EXTRA, paged
 from tests.support.published import assert_equal, names_in, tensors_in
 from tests.support.rank_pool import RankPool
 from tests.support.resharded_runs import RESUMED, WORK, assert_run, job_of
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 
 @pytest.mark.parametrize(("disks", "finder", "lost"), [((1, 0, 2), 0, 1), ((0, 2, 1), 1, 2)])

@@ -14,7 +14,7 @@ from tests.rank_programs.checkpoints import EXTRA, Job, paged
 from tests.support.published import assert_equal, names_in, tensors_in
 from tests.support.rank_pool import RankPool
 from tierstore.errors import StorageError
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 WORK = "tests.rank_programs.checkpoints:work"
 PARTS = "tests.rank_programs.checkpoints:work_in_parts"

@@ -26,9 +26,9 @@ from tests.support.rank_pool import RankPool
 from tests.support.resharded_runs import RESUMED, WORK, assert_run, job_of
 from tests.support.toy import contents
 from tierstore.checkpoint.publish_stopped import publish_run, publish_whole
-from tierstore.inspection.verify import verify
 from tierstore.run import directories
 from tierstore.tools.cli import app
+from tierstore.tools.inspect.verify import verify
 
 
 @pytest.fixture(scope="module")

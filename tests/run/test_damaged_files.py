@@ -24,8 +24,8 @@ from tests.support.isolated_process import allow_more_memory, apart
 from tests.support.kept import commit_with
 from tests.support.originals import STEPS, TWIN, reseal, reseal_layout
 from tests.support.toy import MODEL, RANK, Toy, make_run
-from tierstore.inspection.summary import summarize
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
 COMMIT = f"commit-{STEPS:010d}"
 GROUPS = [*MODEL, [TWIN]]

@@ -20,9 +20,9 @@ from tests.support.originals import flip
 from tests.support.published import names_in
 from tests.support.striped_runs import MODEL, PAGES, known_bandwidths, made, numbers, resumed, toy
 from tests.support.toy import RANK, Toy, make_run, unchanged
-from tierstore.inspection.verify import verify
 from tierstore.run.striped_storage import StripedStorage
 from tierstore.storage.select import open_storage
+from tierstore.tools.inspect.verify import verify
 
 DISKS = ("disk0", "disk1", "disk2")
 

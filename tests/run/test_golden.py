@@ -22,8 +22,8 @@ from tests.support.independent_reader import FormatError, read_checkpoint, read_
 from tests.support.make_golden import EXTRA, GROUPS, HYPERPARAMETERS, STEPS, Golden, make
 from tests.support.originals import flip, reseal
 from tests.support.toy import RANK, unchanged
-from tierstore.inspection.verify import verify
 from tierstore.run import tagged_json
+from tierstore.tools.inspect.verify import verify
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "version-1"
 

@@ -15,7 +15,7 @@ from tests.run.test_format import READERS
 from tests.support.golden_files import assert_same_files
 from tests.support.make_golden_encoded import SHAPES, STEPS, GoldenEncoded, expected_states, make
 from tests.support.toy import unchanged
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "encoded-1"
 

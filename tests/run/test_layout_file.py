@@ -17,9 +17,9 @@ from tests.support.kept import commit_with
 from tests.support.originals import flip, reseal, reseal_layout
 from tests.support.toy import FIRST, FOURTH, MODEL, RANK, SECOND, THIRD, Toy, make_run, resumed
 from tierstore.checkpoint.publish_stopped import publish_run
-from tierstore.inspection.verify import verify
 from tierstore.layout import ownership
 from tierstore.layout.subgroups import Elements, Piece
+from tierstore.tools.inspect.verify import verify
 
 LATE = ("late", (3,), torch.float32, {}, True)
 

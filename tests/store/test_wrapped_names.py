@@ -28,7 +28,7 @@ from tests.support.toy import (
     unchanged,
     unchanged_parameters,
 )
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 Wrap = Callable[[nn.Module], nn.Module]
 

@@ -23,7 +23,7 @@ from tests.support.killed_processes import places
 from tests.support.published import assert_nothing_left, names_in, tensors_in
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import FOURTH, MODEL, Toy
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 GROUPS = [*MODEL, [FOURTH]]
 KEEP_LAST = 2

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.support.toy import MODEL, RANK, Spec, Toy, unchanged
-from tierstore.inspection.reader import Report
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import Report, verify
 
 TWIN: Spec = ("twin", (5, 7), torch.bfloat16, {"momentum": torch.bfloat16}, False)
 STEPS = 3

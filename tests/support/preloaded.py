@@ -14,11 +14,11 @@ import torch.distributed.tensor
 import tests.rank_programs.checkpoints
 import tests.rank_programs.faults
 import tests.support.training
-import tierstore.inspection.verify
 import tierstore.storage.aiofile
 import tierstore.storage.uring
 import tierstore.store
 import tierstore.tools.cli
+import tierstore.tools.inspect.verify
 
 # A garbage collection in a forked process would touch, and so copy, all of these objects.
 gc.freeze()

@@ -26,8 +26,8 @@ import muon
 import tierstore
 from tests.support import stock_reader
 from tests.support.toy import MODEL, RANK, Toy
-from tierstore.inspection.verify import verify
 from tierstore.storage.base import Storage
+from tierstore.tools.inspect.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 

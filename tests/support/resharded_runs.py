@@ -9,7 +9,7 @@ import torch
 
 from tests.rank_programs.checkpoints import Job
 from tests.support.published import names_in
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 WORK = "tests.rank_programs.checkpoints:work"
 RESUMED = {"resume": True}

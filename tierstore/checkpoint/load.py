@@ -14,8 +14,10 @@ from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.checkpoint.saved_values import CommittedValues, StockValues
 from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.inspection.kinds import kind_of
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.verify import Contents, verify_contents
+from tierstore.inspection.slices import Slices
+from tierstore.inspection.verify_checkpoint import verify_checkpoint
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import (
     ENCODINGS,
@@ -31,6 +33,7 @@ from tierstore.layout.encodings import (
 from tierstore.layout.parameters import PagedGroup, ParameterSpec
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers
+from tierstore.run.commit import Commit
 from tierstore.run.registered import CommittedStep, committed_step
 
 
@@ -87,13 +90,13 @@ class CheckpointSource:
         is_earlier: bool,
     ) -> None:
         self._path = Path(path)
-        contents = _checked(self._path, peers)
-        self._entries = StoredEntries(self._path, contents.slices)
+        slices, commits = _checked(self._path, peers)
+        self._entries = StoredEntries(self._path, slices)
         values: CommittedValues | StockValues = StockValues(self._entries)
-        if contents.commits:
-            values = CommittedValues(self._entries, contents.commits[0])
+        if commits:
+            values = CommittedValues(self._entries, commits[0])
         self._model_prefixes = values.model_prefixes
-        self.is_weights_alone = not contents.commits and not any(
+        self.is_weights_alone = not commits and not any(
             key.startswith("optimizer") for key in self._entries.keys
         )
         specs = [parameter.spec for group in groups for parameter in group.parameters]
@@ -116,8 +119,8 @@ class CheckpointSource:
         counts = [scalars["step"] for scalars in self.scalars.values() if "step" in scalars]
         self.step = values.step(counts)
         self.committed = CommittedStep(step=self.step)
-        if contents.commits:
-            manifests = [commit.manifest for commit in contents.commits]
+        if commits:
+            manifests = [commit.manifest for commit in commits]
             self.committed = committed_step(manifests, peers.rank, peers.world_size)
 
     def fill(self, page: PageView) -> None:
@@ -224,18 +227,24 @@ class CheckpointSource:
         return found
 
 
-def _checked(path: Path, peers: Peers) -> Contents:
-    """Return the contents of a checkpoint, after checking this rank's part of it."""
-    report, contents = verify_contents(Reader(path, rank=peers.rank, world_size=peers.world_size))
-    if report.kind == "run":
+def _checked(path: Path, peers: Peers) -> tuple[Slices, Sequence[Commit]]:
+    """Return what a checkpoint holds, after checking this rank's part of it.
+
+    Returns:
+        The slices of its files, and the commits of all ranks if tierstore published it.
+    """
+    kind = kind_of(path)
+    if kind == "run":
         raise CheckpointError(
             f"{path} is a run directory, not a checkpoint: open it with resume=True, or "
             "publish its last step with `tierstore checkpoint`"
         )
-    if contents is None:
-        fault = report.faults[0]
+    reader = Reader(path, rank=peers.rank, world_size=peers.world_size)
+    contents = verify_checkpoint(reader, published=kind == "checkpoint")
+    if reader.faults or contents.slices is None:
+        fault = reader.faults[0]
         raise CorruptionError(
             f"{path}: {fault.place}: {fault.what}; nothing of it "
             "was loaded. `tierstore verify` lists everything that is wrong"
         )
-    return contents
+    return contents.slices, contents.commits

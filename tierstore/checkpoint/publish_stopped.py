@@ -13,10 +13,10 @@ from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
+from tierstore.inspection.kinds import kind_of, refuse_in_use
 from tierstore.inspection.page_file import check_page
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import Rank, missing_ranks, read_ranks
-from tierstore.inspection.verify import kind_of, refuse_in_use
 from tierstore.ranks.peers import Alone
 from tierstore.run.commit import CommittedPage, load_commit
 from tierstore.run.directories import whole_run

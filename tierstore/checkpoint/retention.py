@@ -15,8 +15,9 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
+from tierstore.checkpoint.whole_mark import marked_ranks
 from tierstore.errors import StorageError, TierstoreError
-from tierstore.inspection.run_reader import RANKS_MAX, marked_ranks, parse_marker
+from tierstore.inspection.run_reader import RANKS_MAX, parse_marker
 from tierstore.run.file_names import MARKER_NAME, published_mark
 from tierstore.storage.base import Folder
 

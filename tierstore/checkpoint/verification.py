@@ -19,6 +19,7 @@ import xxhash
 
 from tierstore.checkpoint.page_links import PageLinks
 from tierstore.checkpoint.publication import Publication
+from tierstore.checkpoint.whole_mark import mark_of
 from tierstore.errors import CorruptionError, RunDirectoryError, StorageError
 from tierstore.inspection.run_reader import parse_marker
 from tierstore.paging.buffers import map_memory
@@ -32,7 +33,6 @@ from tierstore.run.file_names import (
     published_mark,
     published_page,
 )
-from tierstore.run.whole_mark import mark_of
 from tierstore.storage.base import Folder
 from tierstore.threads import started_pool
 from tierstore.units import SECTOR_BYTES, Extent

@@ -11,7 +11,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -314,29 +314,3 @@ class Fault:
     """The file, relative to the directory that was checked, or the key of ``.metadata``."""
     what: str
     """The fault, in words that follow the name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The outcome of verify()."""
-
-    path: str
-    kind: str
-    """"run", "checkpoint", or "plain checkpoint": one that tierstore did not publish."""
-    step: int | None
-    """The committed step; None if no file names it, or nothing was committed."""
-    files: int
-    """Number of files that were opened."""
-    bytes_checked: int
-    """Number of bytes that were checked, without duplicates."""
-    marked_whole: bool | None
-    """Whether all ranks have marked the checkpoint as whole after publishing, which proves nothing
-    about it now; None if tierstore did not publish it."""
-    faults: Sequence[Fault]
-    notes: Sequence[str]
-    """Facts that a user should know and that are not faults."""
-
-    @property
-    def good(self) -> bool:
-        """True if no fault was found."""
-        return not self.faults

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tierstore.errors import CheckpointError, CorruptionError, TierstoreError
+from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Fault, Reader, wrong_name
 from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.file_names import (
@@ -24,7 +24,6 @@ from tierstore.run.file_names import (
     page_file,
     published_layout,
     published_manifest,
-    published_mark,
     rank_folder,
 )
 from tierstore.run.layout_file import RankLayout
@@ -32,7 +31,6 @@ from tierstore.run.manifest import Manifest, RunIdentity
 from tierstore.run.recovery import newest_in_common, read_manifest
 from tierstore.run.sealed import body_errors, is_count, require, unseal
 from tierstore.run.striping import Striping, stripe
-from tierstore.run.whole_mark import manifest_in
 from tierstore.storage.checks import LOCK_NAME
 from tierstore.storage.paths import OPEN_FLAGS
 
@@ -244,34 +242,6 @@ def _require_files(files: Mapping[str, Any]) -> None:
     require(all(is_count(file["nbytes"]) for file in files.values()))
     require(all(type(file["xxh3_128"] or "") is str for file in files.values()))
     require(not any(wrong_name(name) or "/" in name for name in files))
-
-
-def marked_ranks(marker: Mapping[str, Any], get: Callable[[str], bytes]) -> set[int]:
-    """Return the ranks that have verified their page files in a published checkpoint.
-
-    A mark that cannot be read, or is of another manifest, does not count.
-
-    Args:
-        marker: the content of tierstore.json.
-        get: returns the content of a file of the checkpoint.
-    """
-    marked = set()
-    for rank in range(min(marker["world_size"], RANKS_MAX)):
-        name, manifest = published_mark(rank), marker["files"].get(published_manifest(rank))
-        with contextlib.suppress(TierstoreError, OSError):
-            if manifest is not None and manifest_in(get(name), name) == manifest["xxh3_128"]:
-                marked.add(rank)
-    return marked
-
-
-def is_marked_whole(marker: Mapping[str, Any] | None, get: Callable[[str], bytes]) -> bool:
-    """Return whether all ranks have verified a published checkpoint, as far as marks say.
-
-    Args:
-        marker: the content of tierstore.json; None if it cannot be read.
-        get: as in marked_ranks().
-    """
-    return marker is not None and len(marked_ranks(marker, get)) == marker["world_size"]
 
 
 def read_published(

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from tierstore.errors import CorruptionError
+from tierstore.inspection.archive_members import member_start
 from tierstore.inspection.coverage import tiling_faults
 from tierstore.inspection.reader import File, Reader
-from tierstore.inspection.torch_archive import member_start
 from tierstore.layout.chunks import Chunk, is_dense, storage_order
 from tierstore.layout.records import (
     RECORD_DIMENSIONS_MAX,

@@ -18,8 +18,8 @@ import tierstore
 from tests.support.commands import call, call_on_terminal, call_process
 from tests.support.originals import committed_pages
 from tests.support.toy import RANK
-from tierstore.inspection import verify
 from tierstore.tools.cli import app
+from tierstore.tools.inspect import verify
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = sorted(typer.main.get_group(app).commands)

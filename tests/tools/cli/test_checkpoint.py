@@ -19,8 +19,8 @@ from tests.support.commands import call, call_process
 from tests.support.originals import STEPS, TWIN, committed_pages, flip
 from tests.support.striped_runs import made
 from tests.support.toy import MODEL, RANK, Toy, resumed
-from tierstore.inspection import verify
 from tierstore.run.opening import LOCK_TIMEOUT_S
+from tierstore.tools.inspect import verify
 
 NOBODY = 65534
 

@@ -22,8 +22,8 @@ from tests.support.conversions import no_trace
 from tests.support.megatron import ITERATION, Truth, write_fsdp_dtensor, write_torch_dist
 from tests.support.published import assert_equal, tensors_in
 from tests.support.rank_pool import RankPool
-from tierstore.inspection.verify import verify
 from tierstore.tools.convert.convert import Conversion, convert
+from tierstore.tools.inspect.verify import verify
 
 
 def converted(source: Path, out: Path, truth: Truth, **options: Any) -> Conversion:

@@ -22,10 +22,10 @@ from tests.support.published import (
     tensors_in,
 )
 from tests.support.rank_pool import RankPool
-from tierstore.inspection.verify import verify
 from tierstore.tools.convert import dcp as format_
 from tierstore.tools.convert.convert import Conversion, convert
 from tierstore.tools.convert.options import Reading
+from tierstore.tools.inspect.verify import verify
 
 WORK = "tests.rank_programs.checkpoints:work"
 PARTS = "tests.rank_programs.checkpoints:work_in_parts"

@@ -17,9 +17,9 @@ from tests.support.kept import commit_with, kept_by, unwanted
 from tests.support.published import Ours, Reference, assert_equal, save_with_dcp, tensors_in
 from tests.support.rank_pool import RankPool
 from tests.support.stock_reader import make_model
-from tierstore.inspection.verify import verify
 from tierstore.tools.convert import tierstore_writer
 from tierstore.tools.convert.convert import convert
+from tierstore.tools.inspect.verify import verify
 
 WORK = "tests.rank_programs.checkpoints:work"
 

@@ -19,7 +19,7 @@ import tierstore
 from tests.support.commands import call
 from tests.support.conversions import no_trace
 from tierstore.errors import CheckpointError
-from tierstore.inspection import torch_archive
+from tierstore.tools.convert import torch_archive
 from tierstore.tools.convert.convert import convert
 
 
@@ -190,7 +190,7 @@ def test_a_pickle_imports_no_module(tmp_path: Path) -> None:
     with_pickle(tmp_path / "in.pt", b"\x80\x02}X\1\0\0\0actorch\n_inductor\ns.")
     program = (
         "import sys\nfrom pathlib import Path\n"
-        "from tierstore.inspection.torch_archive import read_torch_bytes\n"
+        "from tierstore.tools.convert.torch_archive import read_torch_bytes\n"
         "before = 'torch._inductor' in sys.modules\n"
         "read_torch_bytes(Path(sys.argv[1]).read_bytes(), 'here')\n"
         "assert not before and 'torch._inductor' not in sys.modules\n"

@@ -21,7 +21,7 @@ from tierstore.tools.cli.output import (
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from tierstore.inspection.summary import ParameterSummary, Summary, TensorSummary
+    from tierstore.tools.inspect.summary import ParameterSummary, Summary, TensorSummary
 
 
 def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
@@ -30,7 +30,7 @@ def inspect(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
     Reads manifests and .metadata, no pages; works while the run is in use.
     """
     with exit_codes(as_json):
-        from tierstore.inspection.summary import summarize
+        from tierstore.tools.inspect.summary import summarize
 
         note_interrupted_reshard(path)
         summary = summarize(path)

@@ -14,7 +14,7 @@ from tierstore.tools.cli.output import count, mark_line, plain, progress, write_
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from tierstore.inspection.reader import Report
+    from tierstore.tools.inspect.verify import Report
 
 _FAULTS_MAX = 20
 _RUN_ADVICE = (
@@ -35,7 +35,7 @@ def verify(path: RunOrCheckpoint, as_json: JsonOption = False) -> None:
     Exits with 1 if anything is not as it was written.
     """
     with exit_codes(as_json):
-        from tierstore.inspection import verify as verification
+        from tierstore.tools.inspect import verify as verification
 
         note_interrupted_reshard(path)
         with progress("checked") as on_progress:

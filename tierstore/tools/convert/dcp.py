@@ -25,9 +25,10 @@ from tierstore.checkpoint.dcp_writer import Catalog, add_hyperparameters, model_
 from tierstore.checkpoint.saved_values import nested
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
+from tierstore.inspection.kinds import kind_of
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.slices import Slices
-from tierstore.inspection.verify import kind_of, verify_contents
+from tierstore.inspection.verify_checkpoint import verify_checkpoint
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
@@ -141,8 +142,7 @@ def checked_entries(path: Path, reading: Reading) -> tuple[StoredEntries, Metada
     slices: Slices | None = None
     reader = reading.reader(path)
     if reading.check and CONVERSION_NAME in reader.list():
-        _, contents = verify_contents(reader)
-        slices = contents.slices if contents else None
+        slices = verify_checkpoint(reader, published=kind_of(path) == "checkpoint").slices
     else:
         with reader.record_faults(METADATA_NAME):
             slices = Slices(reader, read_metadata(reader.get(METADATA_NAME), METADATA_NAME))

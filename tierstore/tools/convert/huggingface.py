@@ -14,13 +14,13 @@ from pathlib import Path
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.torch_archive import read_torch_file
 from tierstore.run.sealed import body_errors, is_count, parse_json, require
 from tierstore.tools.convert import dcp, safetensors_files, torch_files
 from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.entries import StoredFile
 from tierstore.tools.convert.options import Reading
 from tierstore.tools.convert.rank_files import Held, fitting, parts_of_dtensors, whole
+from tierstore.tools.convert.torch_archive import read_torch_file
 
 _OPTIMIZER = re.compile(r"optimizer\.pt|optimizer(_\d+)?\.bin")
 _OPTIMIZER_FOLDER = re.compile(r"optimizer_\d+")

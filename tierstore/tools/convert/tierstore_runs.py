@@ -15,6 +15,7 @@ from tierstore.checkpoint.dcp_reader import StoredEntries
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.dcp_metadata import read_metadata
+from tierstore.inspection.kinds import kind_of, refuse_in_use
 from tierstore.inspection.page_file import check_page
 from tierstore.inspection.reader import Fault, Reader
 from tierstore.inspection.run_reader import (
@@ -28,7 +29,7 @@ from tierstore.inspection.run_reader import (
     read_ranks,
 )
 from tierstore.inspection.slices import Slices
-from tierstore.inspection.verify import check_dirty, kind_of, refuse_in_use, verify_contents
+from tierstore.inspection.verify_checkpoint import verify_checkpoint
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import whole_blocks
 from tierstore.layout.page_layout import Record
@@ -48,6 +49,7 @@ from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.dcp import model_part
 from tierstore.tools.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.tools.convert.options import Reading
+from tierstore.tools.inspect.verify_run import check_dirty
 
 
 def recognizes(path: Path) -> bool:
@@ -173,10 +175,9 @@ def _read_published(paths: Sequence[Path], reading: Reading) -> list[_Found]:
     for path in paths:
         reader = Reader(path, reading.on_progress)
         elsewhere = set().union(*present.values()) - present[path]
-        report, _ = verify_contents(reader)
-        _raise_fault(reader, [fault for fault in report.faults if fault.place not in elsewhere])
-        _, commits = read_published(Reader(path), sorted(present[path]))
-        for commit in commits:
+        contents = verify_checkpoint(reader, published=True)
+        _raise_fault(reader, [fault for fault in reader.faults if fault.place not in elsewhere])
+        for commit in contents.commits:
             rank = commit.manifest.rank
             numbers = commit.manifest.entries
             pages = {number: published_page(rank, number) for number in numbers}

@@ -19,7 +19,6 @@ from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
-from tierstore.inspection.torch_archive import read_pickle, read_torch_file
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.sharding import HeldChunk, Sharding
 from tierstore.run.sealed import is_count, require
@@ -37,6 +36,7 @@ from tierstore.tools.convert.rank_files import (
     text_of,
     whole,
 )
+from tierstore.tools.convert.torch_archive import read_pickle, read_torch_file
 
 _METADATA = "metadata.pkl"
 _FILE = re.compile(r"(.+)_(\d+)\.pt")  # As files are called where no metadata says otherwise.

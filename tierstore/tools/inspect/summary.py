@@ -15,19 +15,19 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from tierstore.checkpoint.whole_mark import is_marked_whole
 from tierstore.errors import CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
+from tierstore.inspection.kinds import kind_of
 from tierstore.inspection.reader import Reader
 from tierstore.inspection.run_reader import (
     committed_in,
     holder_of,
-    is_marked_whole,
     missing_ranks,
     newest_commit,
     read_published,
     read_ranks,
 )
-from tierstore.inspection.verify import kind_of
 from tierstore.layout.parameters import dtype_name
 from tierstore.run.commit import Commit
 from tierstore.run.file_names import METADATA_NAME

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 import zipfile
 from collections import OrderedDict
@@ -22,6 +21,7 @@ import torch
 from typing_extensions import override
 
 from tierstore.errors import CorruptionError
+from tierstore.inspection.archive_members import member_start
 from tierstore.inspection.reader import File, Reader
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import format_bytes
@@ -36,8 +36,6 @@ _SHARED_MIN = 10**5
 _OPCODES_MIN = 4 * 10**6
 _OPCODES_PER_STORAGE = 500
 """A tensor takes about 30, a DTensor 130; each may make an object of about 100 bytes."""
-_UTF_8 = 0x800
-"""The flag of a member whose name is UTF-8."""
 _DTYPES = {key: value for key, value in vars(torch).items() if type(value) is torch.dtype}
 
 
@@ -219,31 +217,6 @@ def _read(file: File, *, compare: bool) -> Any:
         with archive.open(members[pickled]) as member:
             opcodes_max = _OPCODES_MIN + _OPCODES_PER_STORAGE * len(places)
             return _loaded(member, members[pickled].file_size, places, opcodes_max)
-
-
-def member_start(file: File, entry: zipfile.ZipInfo, begin: int, end: int) -> int:
-    """Return the byte of a file at which the data of a member of an archive begins.
-
-    Args:
-        file: the file.
-        entry: the member.
-        begin: the byte at which the archive begins.
-        end: the byte at which it ends.
-
-    Raises:
-        CorruptionError: what is in front of the data is not the header of this member, or the
-            data is not within the archive.
-    """
-    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
-    header = file.read(begin + entry.header_offset, 30 + len(name))
-    # The extra field may be longer in front of the data than in the list of members.
-    name_length, extra_length = struct.unpack("<HH", header[26:30])
-    if header[:4] != b"PK\3\4" or (name_length, header[30:]) != (len(name), name):
-        raise CorruptionError(f"has no header of its member {entry.filename!r} where it should be")
-    start = begin + entry.header_offset + 30 + int(name_length + extra_length)
-    if entry.header_offset < 0 or start + entry.file_size > end:
-        raise CorruptionError(f"ends before its member {entry.filename!r} does")
-    return start
 
 
 class _Class:

@@ -30,7 +30,7 @@ from tests.support.originals import (
     text,
 )
 from tierstore.inspection.dcp_metadata import read_metadata
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.verify import verify
 
 
 def cut(metadata: Metadata, *rows: tuple[int, int]) -> None:

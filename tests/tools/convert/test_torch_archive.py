@@ -9,7 +9,7 @@ import torch
 
 from tierstore.errors import CorruptionError
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.torch_archive import read_torch_file
+from tierstore.tools.convert.torch_archive import read_torch_file
 
 
 def tensors_in(path: Path) -> dict[str, bytes]:

@@ -28,8 +28,8 @@ from tests.support.originals import (
 )
 from tests.support.thread_ranks import ThreadJob
 from tests.support.toy import MODEL, RANK, Toy, resumed
-from tierstore.inspection.summary import summarize
 from tierstore.ranks.peers import Ranks
+from tierstore.tools.inspect.summary import summarize
 
 TENSOR = {"$tensor": {"dtype": "uint8", "shape": [], "data": "AA=="}}
 

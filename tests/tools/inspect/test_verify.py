@@ -35,8 +35,8 @@ from tests.support.originals import (
 from tests.support.published import published_toy
 from tests.support.toy import FIRST, MODEL, RANK, Toy, make_run, unchanged
 from tierstore.inspection import reader
-from tierstore.inspection.summary import summarize
-from tierstore.inspection.verify import verify
+from tierstore.tools.inspect.summary import summarize
+from tierstore.tools.inspect.verify import verify
 
 # ----------------------------------------------------------------------------- all is well
 
