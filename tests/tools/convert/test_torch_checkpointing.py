@@ -19,10 +19,10 @@ from tests.support.deepspeed_truth import assert_is_truth
 from tests.support.huggingface_files import converted
 from tests.support.published import tensors_in
 from tierstore.inspection.reader import Reader
+from tierstore.inspection.safe_pickle import StoredTensor, Unread
 from tierstore.tools.convert.convert import convert
 from tierstore.tools.convert.entries import StoredFile
 from tierstore.tools.convert.rank_files import Held, parts_of_dtensors, whole
-from tierstore.tools.convert.torch_archive import StoredTensor, Unread
 
 FIXTURES = Path(__file__).parent / "fixtures" / "torch_checkpointing"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())

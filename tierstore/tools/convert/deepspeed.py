@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
+from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.encodings import MASTER
 from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.deepspeed_engine import (
@@ -38,7 +39,7 @@ from tierstore.tools.convert.deepspeed_engine import (
 from tierstore.tools.convert.entries import Entry, StoredFile
 from tierstore.tools.convert.flat import Run, flat_entry
 from tierstore.tools.convert.options import Reading
-from tierstore.tools.convert.torch_archive import StoredTensor, read_torch_file
+from tierstore.tools.convert.torch_archive import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # Files of parallelism that cuts parameters otherwise.

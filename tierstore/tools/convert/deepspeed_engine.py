@@ -15,6 +15,7 @@ import torch
 
 from tierstore.errors import CheckpointError, CorruptionError, TierstoreError
 from tierstore.inspection.reader import Reader, wrong_name
+from tierstore.inspection.safe_pickle import StoredTensor, Unread
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
 from tierstore.run import tagged_json
@@ -22,7 +23,6 @@ from tierstore.run.manifest import are_states
 from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import BUFFER, Entry, StoredFile
 from tierstore.tools.convert.flat import Run, flat_entry, value_of
-from tierstore.tools.convert.torch_archive import StoredTensor, Unread
 from tierstore.tools.convert.torch_files import TIERSTORE, holds_only_plain, tensor_entry
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.errors import CorruptionError
+from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.chunks import Chunk
 from tierstore.tools.convert.entries import Entry, Read, StoredFile, flat_start
-from tierstore.tools.convert.torch_archive import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from tierstore.checkpoint.dcp_reader import StoredEntries
 from tierstore.checkpoint.saved_values import nested
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
+from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.run.file_names import METADATA_NAME
@@ -30,7 +31,7 @@ from tierstore.tools.convert.conventions import MOMENTUM
 from tierstore.tools.convert.dcp import checked_entries, stored_entry
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.options import Reading
-from tierstore.tools.convert.torch_archive import StoredTensor, read_torch_bytes, small_tensor
+from tierstore.tools.convert.torch_archive import read_torch_bytes, small_tensor
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _CONFIG = "metadata.json"

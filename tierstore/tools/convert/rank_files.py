@@ -10,11 +10,11 @@ from typing import Any
 
 from tierstore.errors import CheckpointError, CorruptionError, TierstoreError
 from tierstore.inspection.coverage import tiling_faults
+from tierstore.inspection.safe_pickle import StoredTensor, Unread
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.sharding import HeldChunk, Sharded, Sharding, held_chunks, local_shape
 from tierstore.run.sealed import is_count, require
 from tierstore.tools.convert.entries import StoredChunk, StoredFile
-from tierstore.tools.convert.torch_archive import StoredTensor, Unread
 from tierstore.tools.convert.torch_files import ShardedTensor
 
 _LOCAL_TENSOR, _SPEC = "_local_tensor", "_spec"

@@ -19,6 +19,7 @@ import torch
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader, wrong_name
+from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
@@ -27,7 +28,6 @@ from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.entries import BUFFER, Entry, StoredChunk, StoredFile, read_stored
 from tierstore.tools.convert.options import Options, Reading
 from tierstore.tools.convert.pipeline import Piece, bytes_of
-from tierstore.tools.convert.torch_archive import StoredTensor
 from tierstore.tools.convert.written_file import open_written
 
 _DTYPES = {

@@ -1,19 +1,14 @@
 """Reading of files that torch.save wrote, without running anything of them.
 
-A file is a zip archive with a pickle and the raw elements of storages. The pickle is run by a
-restricted unpickler: tensors become places in the file, and objects of unknown classes become
-inert stand-ins.
+A file is a zip archive with a pickle and the raw elements of storages. Tensors become places in
+the file, and objects of unknown classes become inert stand-ins.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import sys
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,59 +18,15 @@ from typing_extensions import override
 from tierstore.errors import CorruptionError
 from tierstore.inspection.archive_members import member_start
 from tierstore.inspection.reader import File, Reader
+from tierstore.inspection.safe_pickle import Storages, StoredTensor, load_pickle
 from tierstore.storage.checks import WHOLE_FILE_BYTES_MAX
 from tierstore.units import format_bytes
 
 _READ_BYTES = 2**20
-_HASHABLE = (str, int, float, bool, bytes, type(None))
-_NAME_CHARS_MAX = 1000
-_KEY_PARTS_MAX = 64
-_IDENTITY_MAX = 16
-_COPIED_MIN = 10**5
 _SHARED_MIN = 10**5
 _OPCODES_MIN = 4 * 10**6
 _OPCODES_PER_STORAGE = 500
 """A tensor takes about 30, a DTensor 130; each may make an object of about 100 bytes."""
-_DTYPES = {key: value for key, value in vars(torch).items() if type(value) is torch.dtype}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a file: a strided view of the elements of one storage."""
-
-    offset: int
-    """The byte of the file at which its first element is."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Python attributes that were saved with it."""
-
-
-@dataclass(slots=True, eq=False)
-class Unread:
-    """Stands for an object of a class that is not read."""
-
-    name: str
-    """The module and name of the class."""
-    arguments: Any = field(default=(), repr=False)
-    """The arguments of what would make it."""
-    state: Any = field(default=None, repr=False)
-    """Its attributes."""
-
-    def get(self, key: str) -> Any:
-        """Return an attribute; None if the file has none of this name."""
-        return self.state.get(key) if isinstance(self.state, dict) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """A storage of the archive."""
-
-    start: int
-    nbytes: int
-    dtype: torch.dtype | None
 
 
 def read_torch_file(reader: Reader, name: str) -> Any:
@@ -155,7 +106,7 @@ def read_pickle(data: bytes, where: str) -> Any:
     """
     try:
         return _loaded(io.BytesIO(data), len(data), {}, len(data))
-    except Exception as error:  # Damage can make a pickle raise anything.
+    except Exception as error:  # A pickle may be deeper than Python can follow.
         reason = error if isinstance(error, CorruptionError) else type(error).__name__
         raise CorruptionError(f"{where}: cannot be read: {reason}") from error
 
@@ -170,7 +121,7 @@ def _read_whole(file: File, *, compare: bool) -> Any:
             f"is not what torch.save wrote since version 1.6 ({error}): load it with torch.load "
             "and save it again, if you trust it"
         ) from error
-    except Exception as error:  # Damage can make a pickle or an archive raise anything.
+    except Exception as error:  # Damage can make an archive raise anything.
         raise CorruptionError(f"cannot be read: {type(error).__name__}") from error
 
 
@@ -219,242 +170,16 @@ def _read(file: File, *, compare: bool) -> Any:
             return _loaded(member, members[pickled].file_size, places, opcodes_max)
 
 
-class _Class:
-    """A class or function that a pickle names and that is not known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, dtype: torch.dtype | None
-) -> StoredTensor:
-    """Return a view of a storage, after checking that it lies within."""
-    dtype = dtype or storage.dtype
-    numbers = (offset, *shape, *strides)
-    if (
-        type(storage) is not _Storage
-        or type(dtype) is not torch.dtype
-        or len(shape) != len(strides)
-        or len(shape) > 64
-        or not all(type(number) is int and 0 <= number < 2**62 for number in numbers)
-    ):
-        raise CorruptionError("has a tensor that is not one")
-    last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    if all(shape) and (last + 1) * dtype.itemsize > storage.nbytes:
-        raise CorruptionError("has a tensor that does not lie within its storage")
-    start = storage.start + offset * dtype.itemsize
-    return StoredTensor(start, dtype, tuple(shape), tuple(strides))
-
-
-def _rebuilt(
-    dtype: torch.dtype | None, storage: Any, offset: Any, shape: Any, strides: Any, rest: Any
-) -> StoredTensor:
-    """Return a tensor, given what follows requires_grad and hooks in a call, too."""
-    for bits in rest:
-        if not isinstance(bits, dict) or any(bits.get(bit) for bit in ("conj", "neg")):
-            raise CorruptionError(
-                "has a tensor whose elements are to be conjugated or negated as they are read: "
-                "save tensor.resolve_conj().resolve_neg()"
-            )
-    return _tensor(storage, offset, shape, strides, dtype)
-
-
-def _parameter(data: Any, *rest: Any) -> Any:
-    return data
-
-
-def _device(kind: Any, index: Any = None) -> str:
-    if type(kind) is not str or len(kind) > _NAME_CHARS_MAX or type(index) not in (int, type(None)):
-        raise CorruptionError("has a device that is not one")
-    return kind if index is None else f"{kind}:{index}"
-
-
-def _is_hashable(item: Any) -> bool:
-    """Return whether a hash is taken in constant time, also the second time."""
-    return type(item) in _HASHABLE and (type(item) is not int or item.bit_length() <= 64)
-
-
-def _set(items: Any = ()) -> set[Any]:
-    if not all(map(_is_hashable, items)):
-        raise CorruptionError("has a set of a strange kind")
-    return set(items)
-
-
-# What a pickle may call: function -> what is called instead.
-_FUNCTIONS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor_v2": (
-        lambda s, o, n, t, g=False, h=None, *rest: _rebuilt(None, s, o, n, t, rest)
-    ),
-    "torch._utils._rebuild_tensor_v3": (
-        lambda s, o, n, t, g, h, d, *rest: _rebuilt(d, s, o, n, t, rest)
-    ),
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "collections.OrderedDict": lambda: OrderedDict(),
-    "torch.Size": lambda sizes=(): tuple(sizes),
-    "torch.device": _device,
-    "builtins.set": _set,
-    "__builtin__.set": _set,
-    "_codecs.encode": lambda text, encoding: text.encode("latin1"),
-}
-
-_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-
-_STORAGES = {
-    f"torch.{prefix}Storage": dtype
-    for prefix, dtype in {
-        **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16},
-        **{"BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32},
-        **{"Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool},
-        **{"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
-    }.items()
-}
-
-# The unpickler in C allocates memory up to any index in the file; this one, in Python, does not.
-_Stock: Any = pickle._Unpickler
-
-
-class _Unpickler(_Stock):  # type: ignore[misc]
-    """Python's unpickler without any class or function but those above."""
-
-    def __init__(
-        self, stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]], opcodes_max: int
-    ) -> None:
-        super().__init__(stream, encoding="utf-8")
-        self._places = places
-        self.opcodes_left = opcodes_max
-        self._copied = 0
-        self._copied_max = max(nbytes, _COPIED_MIN)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if len(module) + len(name) > _NAME_CHARS_MAX:
-            raise CorruptionError("has a class with a long name")
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        return _Class(f"{module}.{name}")
-
-    def persistent_load(self, identity: Any) -> Any:
-        if type(identity) is not tuple or not 3 <= len(identity) <= _IDENTITY_MAX:
-            raise CorruptionError("has a storage that is not one")
-        kind, storage, key, *_ = identity
-        if kind != "storage" or type(storage) is not _Class or type(key) is not str:
-            raise CorruptionError("has a storage that is not one")
-        start, nbytes = self._places[key]
-        return _Storage(start, nbytes, _STORAGES.get(storage.name))
-
-    def get_extension(self, code: int) -> None:
-        raise CorruptionError("names a class by number, which torch.save never does")
-
-    def _make(self, function: Any, arguments: Any) -> Any:
-        if type(function) is not _Class or type(arguments) is not tuple:
-            raise CorruptionError("calls something that is not a function")
-        # Items of one argument may be named again and again, and most functions copy them.
-        self._count_copied([arguments])
-        self._count_copied(arguments)
-        known = _FUNCTIONS.get(function.name)
-        if function.name == _WITH_ATTRIBUTES:
-            maker, _, inner, state = arguments
-            made = self._make(maker, inner)
-            if type(state) is tuple and len(state) == 2:  # Of objects with slots.
-                self._count_copied(state)
-                state = {**(state[0] or {}), **(state[1] or {})}
-            if type(made) is Unread:  # A DTensor, say, with the local tensor as an attribute.
-                made.state = state
-                return made
-            return replace(made, attributes=state) if type(state) is dict else made
-        return Unread(function.name, arguments) if known is None else known(*arguments)
-
-    def _count_copied(self, values: Any) -> None:
-        """Count the items of values that are copied.
-
-        Raises:
-            CorruptionError: there were more than the pickle has bytes.
-        """
-        sized = (str, bytes, list, tuple, dict)
-        self._copied += sum(len(one) for one in values if isinstance(one, sized))
-        if self._copied > self._copied_max:
-            raise CorruptionError("has arguments of functions that are larger than itself")
-
-    def load_reduce(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._make(self.stack[-1], arguments)
-
-    def load_newobj(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._make(self.stack[-1], arguments)
-
-    def load_newobj_ex(self) -> None:
-        self.stack.pop()
-        self.load_newobj()
-
-    def load_inst(self) -> None:
-        raise CorruptionError("is of a version of pickle that torch.save never writes")
-
-    load_obj = load_inst
-
-    def load_additems(self) -> None:
-        items = self.pop_mark()
-        if type(self.stack[-1]) is set:
-            self.stack[-1] |= _set(items)
-
-    def load_frozenset(self) -> None:
-        self.append(frozenset(_set(self.pop_mark())))
-
-    def load_build(self) -> None:
-        state = self.stack.pop()
-        if type(self.stack[-1]) is Unread:  # Other attributes are those of a state dict, say.
-            self.stack[-1].state = state
-
-    def load_append(self) -> None:
-        value = self.stack.pop()
-        if type(self.stack[-1]) is list:
-            self.stack[-1].append(value)
-
-    def load_appends(self) -> None:
-        items = self.pop_mark()
-        if type(self.stack[-1]) is list:
-            self.stack[-1].extend(items)
-
-    def load_dict(self) -> None:
-        items = self.pop_mark()
-        self.append({})
-        self._set_items(items)
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
-
-    def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            parts = key if type(key) is tuple else (key,)
-            if len(parts) > _KEY_PARTS_MAX or not all(map(_is_hashable, parts)):
-                raise CorruptionError("has a key of a strange kind")
-            if type(target) in (dict, OrderedDict):
-                if key in target:
-                    raise CorruptionError(f"has the key {key!r:.80} twice")
-                target[key] = value
-
-
-def _loaded(
-    stream: Any, nbytes: int, places: Mapping[str, tuple[int, int]], opcodes_max: int
-) -> Any:
-    """Return what a pickle holds, none of which is in itself or in very many places at once.
+def _loaded(stream: Any, nbytes: int, storages: Storages, opcodes_max: int) -> Any:
+    """Return what a pickle holds, as load_pickle() does, after a check of its shape.
 
     Code that looks at a value visits an item once for each way to it: a list that holds one list
     twice, which does likewise, and so on, would take forever.
 
-    Args:
-        stream: the pickle.
-        nbytes: its size.
-        places: name of a storage -> its first byte in the file, and its bytes.
-        opcodes_max: most opcodes of the pickle: each may make an object.
+    Raises:
+        CorruptionError: some values are in themselves, or in very many places at once.
     """
-    value = _Unpickler(stream, nbytes, places, opcodes_max).load()
+    value = load_pickle(stream, nbytes, stand_ins=True, storages=storages, opcodes_max=opcodes_max)
     sizes: dict[int, int] = {}
     items = 0
 
@@ -473,24 +198,3 @@ def _loaded(
     if size(value) > 100 * items + _SHARED_MIN:
         raise CorruptionError("has values that are in themselves, or in very many places at once")
     return value
-
-
-def _counted(load: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]:
-    """Return the function of an opcode, which counts the opcode."""
-
-    def counting(unpickler: _Unpickler) -> None:
-        unpickler.opcodes_left -= 1
-        if unpickler.opcodes_left < 0:
-            raise CorruptionError("has many more values than tensors")
-        load(unpickler)
-
-    return counting
-
-
-# Without an instruction that allocates any number of bytes, and those of out-of-band buffers.
-_REFUSED = ("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER")
-_Unpickler.dispatch = {
-    code: _counted(getattr(_Unpickler, load.__name__))
-    for code, load in _Stock.dispatch.items()
-    if code not in [getattr(pickle, name)[0] for name in _REFUSED]
-}

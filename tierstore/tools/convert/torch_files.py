@@ -16,6 +16,7 @@ import torch
 from tierstore.checkpoint.dcp_reader import PIECE_BYTES, mapped_tensor
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import Reader
+from tierstore.inspection.safe_pickle import StoredTensor, Unread
 from tierstore.layout.chunks import Chunk, is_dense, storage_order
 from tierstore.layout.encodings import MASTER
 from tierstore.layout.parameters import dtype_name
@@ -27,7 +28,7 @@ from tierstore.tools.convert.conventions import RENAMED, standard_groups
 from tierstore.tools.convert.entries import Entry, Read, StoredChunk, StoredFile, read_stored
 from tierstore.tools.convert.options import Reading
 from tierstore.tools.convert.pipeline import bytes_of
-from tierstore.tools.convert.torch_archive import StoredTensor, Unread, read_torch_file
+from tierstore.tools.convert.torch_archive import read_torch_file
 from tierstore.tools.convert.torch_names import Shape
 from tierstore.units import format_bytes
 

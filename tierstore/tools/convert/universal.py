@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.reader import wrong_name
+from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.encodings import MASTER
 from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.deepspeed_engine import (
@@ -30,7 +31,7 @@ from tierstore.tools.convert.deepspeed_engine import (
 )
 from tierstore.tools.convert.entries import Entry, StoredFile
 from tierstore.tools.convert.options import Reading
-from tierstore.tools.convert.torch_archive import StoredTensor, read_torch_file
+from tierstore.tools.convert.torch_archive import read_torch_file
 from tierstore.tools.convert.torch_files import TIERSTORE, dtypes_in, tensor_entry
 
 LATEST = "latest_universal"
