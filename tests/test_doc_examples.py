@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import muon
 import tierstore
-from tests.test_docs import FENCE, PAGES, page_name
+from tests.test_docs import FENCE, PAGES, ROOT
 from tierstore.tools.probe.probe import probe
 
 Names = dict[str, Any]
@@ -247,7 +247,7 @@ def blocks_of(page: Path) -> list[str]:
 def examples() -> Iterator[Any]:
     """Yield name and code of each example, or of each program."""
     for page in PAGES:
-        name, blocks = page_name(page), blocks_of(page)
+        name, blocks = str(page.relative_to(ROOT)), blocks_of(page)
         if name in OF_PEERS:
             assert len(blocks) == OF_PEERS[name]
         elif name in PROGRAMS:
