@@ -79,10 +79,10 @@ HARMLESS = {
     "in run.committer.write_durably, called by run.committer.mark_clean": (
         "harmless: without the mark the next opening takes the end for unclean"
     ),
-    "fsync in run.committer.write_durably, called by run.opening.begin_run.<lambda>: too late": (
+    "fsync in run.committer.write_durably, called by run.opening._identify.<lambda>: too late": (
         "harmless: nothing needs the identity before a commit"
     ),
-    "sync_directory in run.committer.write_durably, called by run.opening.begin_run": (
+    "sync_directory in run.committer.write_durably, called by run.opening._identify": (
         "harmless: the layout file is synced into the same directory before the first commit"
     ),
     "in checkpoint.verification._mark, called": (

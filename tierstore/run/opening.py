@@ -150,12 +150,14 @@ def open_run(
 
     if any(agree(peers, "look for a run", look)) and resume and not begins_later:
         return find_run(storage, peers)
+    if not begins_later:
+        _erase_run(storage, peers)
     run_id = peers.gather(secrets.token_hex(16))[0]
     identity = RunIdentity(
         run_id=run_id, rank=peers.rank, world_size=peers.world_size, page_bytes=page_bytes
     )
     if not begins_later:
-        begin_run(storage, peers, identity)
+        _identify(storage, peers, identity)
     return identity, None, True
 
 
@@ -165,7 +167,15 @@ def begin_run(storage: Storage, peers: Peers, identity: RunIdentity) -> None:
     Raises:
         StorageError, PeerFailed: a file operation failed.
     """
+    _erase_run(storage, peers)
+    _identify(storage, peers, identity)
+
+
+def _erase_run(storage: Storage, peers: Peers) -> None:
     together(peers, "erase the commits of the old run", lambda: erase_commits(storage))
     together(peers, "erase the old run", lambda: erase(storage))
+
+
+def _identify(storage: Storage, peers: Peers, identity: RunIdentity) -> None:
     data = identity.to_bytes()
     together(peers, "write the identity", lambda: write_durably(storage, IDENTITY_NAME, data))
