@@ -30,7 +30,7 @@ from tests.rank_programs.meshes import cpu_mesh
 from tests.rank_programs.training import unevenly
 from tests.support import stock_reader
 from tests.support.attempts import attempt
-from tests.support.kept import commit_with, kept_by, wanted
+from tests.support.kept import commit_with, kept_by, unwanted, wanted
 from tests.support.published import PAGE_BYTES, make_groups
 from tests.support.toy import verified
 from tierstore.storage.folder import LocalFolder
@@ -153,7 +153,7 @@ def open_job(job: Job) -> tuple[nn.Module, tierstore.TierStore, muon.Muon]:
     model = make_model(job)
     LAYOUTS[job.layout](model)
     options = {"page_bytes": PAGE_BYTES, "timeout": 60.0, **job.store}
-    store = tierstore.TierStore(job.run, **options)
+    store = unwanted(tierstore.TierStore(job.run, **options))
     groups = make_groups(model)
     groups[0]["normuon_beta"] = job.normuon_beta
     optimizer = muon.Muon(groups, store=store, partition=job.partition)
