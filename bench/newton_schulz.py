@@ -1,8 +1,8 @@
 """Time of Newton-Schulz: beside the products that it is made of, and in a step.
 
-Four take turns on the same matrix: the 15 products of five iterations with nothing between them;
-the iteration as it is usually written, which is what muon computes for smaller matrices; what muon
-computes; and the statistics of a sample. Operations are counted nominally, as 20 r^2 c + 10 r^3 for
+Three take turns on the same matrix: the 15 products of five iterations with nothing between them;
+the iteration as it is usually written, which is what muon computes for smaller matrices; and what
+muon computes. Operations are counted nominally, as 20 r^2 c + 10 r^3 for
 r rows and c columns, r <= c, also where fewer are done. The distance of each result to that in
 float64 shows the error of the shorter computation.
 
@@ -27,7 +27,6 @@ from step import now_s
 
 import muon
 from muon import newton_schulz
-from muon.statistics import Sample
 
 ITERATIONS = 5
 _Shape = tuple[int, int]
@@ -74,8 +73,6 @@ class Row:
     ours_of_products: tuple[float, ...]
     ratio: tuple[float, ...]
     """Time of ours over that of the usual iteration."""
-    statistics_ratio: tuple[float, ...]
-    """Time of the statistics of a sample over that of ours."""
     usual_error: float
     """Distance to the result in float64, over the norm of that result."""
     ours_error: float
@@ -118,14 +115,6 @@ def usual(matrix: torch.Tensor) -> torch.Tensor:
     return wide.T if matrix.size(0) > matrix.size(1) else wide
 
 
-def sample(matrix: torch.Tensor) -> None:
-    """Take the statistics of a matrix, and of its update by itself."""
-    taken = Sample(1)
-    taken.note_input("matrix", matrix)
-    taken.note_update("matrix", 0.1, [matrix], [matrix])
-    taken.plain()
-
-
 def seconds(function: Callable[[torch.Tensor], object], matrix: torch.Tensor) -> float:
     """Return the seconds of a function on a copy of a matrix."""
     copy = matrix.clone()
@@ -144,7 +133,7 @@ def measure(shape: _Shape, dtype: torch.dtype, rounds: int, device: torch.device
         return float((update.double() - exact).norm() / exact.norm())
 
     usual_error, ours_error = error(usual(matrix)), error(muon.orthogonalize_(matrix.clone()))
-    functions = (products, usual, muon.orthogonalize_, sample)
+    functions = (products, usual, muon.orthogonalize_)
     for each in functions:  # The first product of a dtype loads the kernels of a GPU.
         seconds(each, matrix)
     turns: list[dict[Callable[..., object], float]] = []
@@ -161,7 +150,6 @@ def measure(shape: _Shape, dtype: torch.dtype, rounds: int, device: torch.device
         usual_of_products=ratios(products, usual),
         ours_of_products=ratios(products, muon.orthogonalize_),
         ratio=ratios(muon.orthogonalize_, usual),
-        statistics_ratio=ratios(sample, muon.orthogonalize_),
         usual_error=usual_error,
         ours_error=ours_error,
     )
@@ -221,8 +209,7 @@ def report(rows: list[Row]) -> Table:
         table.add_column(heading)
     for heading in ("products, Gop/s", "usual, of it", "ours, of it", "ours, of usual time"):
         table.add_column(heading, justify="right")
-    for heading in ("statistics, of ours", "errors: usual, ours"):
-        table.add_column(heading, justify="right")
+    table.add_column("errors: usual, ours", justify="right")
     for row in rows:
         table.add_row(
             f"{row.shape[0]} x {row.shape[1]}",
@@ -231,7 +218,6 @@ def report(rows: list[Row]) -> Table:
             ratio_text(row.usual_of_products),
             ratio_text(row.ours_of_products),
             ratio_text(row.ratio),
-            ratio_text(row.statistics_ratio, 3),
             f"{row.usual_error:.1e}, {row.ours_error:.1e}",
         )
     return table

@@ -1,7 +1,8 @@
 """Time of the elementwise rules: kernels in place of operations of torch.
 
 Both have the same bits, which is checked. ``torch.optim.AdamW(fused=True)`` is another single pass,
-rounded differently. The state is larger than the caches of most processors, as in training.
+rounded differently, and without a parameter in bfloat16. The state is larger than the caches of
+most processors, as in training.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class State:
         return made
 
     def step(self, rule: str, rules: Any) -> None:
-        """Do one rule of ``muon.one_pass`` or ``muon.update``; "fused AdamW" is of the latter."""
+        """Do one rule of ``muon.one_pass`` or ``muon.update``."""
         master = tierstore.RoundedMaster(self.values, self.parameter, lambda changed: None)
         if rule == "momentum":
             rules.momentum_(self.grad, self.momentum, momentum=0.95, nesterov=True, out=self.out)
@@ -92,9 +93,8 @@ class State:
             at_random = ([rounded(mean, "", self.chunk.sizes, self.chunk)] for mean in means)
             rules.adamw_([own], [self.grad], *at_random, steps=[1.0], **ADAMW)
         else:
-            adamw_ = rules.adamw_ if rule == "AdamW" else rules.fused_adamw_
             moments = [self.means], [self.mean_sqs]
-            adamw_([master], [self.grad], *moments, steps=[1.0], **ADAMW)
+            rules.adamw_([master], [self.grad], *moments, steps=[1.0], **ADAMW)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all that a step changes."""
@@ -142,8 +142,10 @@ def measure(rule: str, plan: Plan, device: str) -> Row:
         "operations again": operate,
     }
     if rule == "AdamW":
-        turns["fused"] = lambda: by_operations.step("fused AdamW", update)
-        turns["fused"]()  # Loads it.
+        weight = torch.nn.Parameter(by_kernel.values.clone())
+        weight.grad = by_kernel.grad.float()
+        turns["fused"] = torch.optim.AdamW([weight], fused=True, **ADAMW).step
+        turns["fused"]()  # Makes the states.
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in track(range(plan.rounds), description=rule):
         for name in rotated([*turns], number):

@@ -7,7 +7,6 @@ from muon.newton_schulz import orthogonalize_
 from muon.optimizer import Muon
 from muon.qk_clip import HeadRows, QKClip
 from muon.routing import ParamGroups, param_groups
-from muon.statistics import Statistics
 
 __version__ = version("tierstore")
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "Muon",
     "ParamGroups",
     "QKClip",
-    "Statistics",
     "UpdateHook",
     "WeightUpdate",
     "orthogonalize_",

@@ -39,7 +39,7 @@ _OWN_KEYS = {
 # Keys that a group of one algorithm may have, and need not.
 _OPTIONAL_KEYS = {
     "muon": BLOCK_KEYS | {"matrices", "normuon_beta"},
-    "adamw": frozenset({"fused", "moments_dtype"}),
+    "adamw": frozenset({"moments_dtype"}),
 }
 _COMMON_KEYS = frozenset(
     {
@@ -63,7 +63,7 @@ _UNSUPPORTED: dict[str, tuple[bool, str]] = {
     "amsgrad": (False, "leave it out"),
     "capturable": (False, "leave it out"),
     "differentiable": (False, "leave it out"),
-    "fused": (False, "it is a key of AdamW groups"),
+    "fused": (False, "leave it out; AdamW steps in one pass where there are kernels for it"),
     "dampening": (False, "leave it out"),
     "caution": (False, "leave it out"),
     "bias_correction": (True, "leave it out; AdamW corrects the bias of its averages"),
@@ -166,15 +166,8 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
         advice = ": pass a Python number, or a tensor of one element"
         _require(group, name, isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
         _require(group, name, value >= 0, "not be negative")
-    for name in ("cautious_wd", "fused"):
-        _require(
-            group, name, group.get(name) is None or type(group[name]) is bool, "be True or False"
-        )
-    if group.get("cautious_wd") and group.get("fused"):
-        raise ValueError(
-            f"cautious_wd and fused cannot be combined, and param group {number} has both: leave "
-            "one out"
-        )
+    cautious = group.get("cautious_wd")
+    _require(group, "cautious_wd", cautious is None or type(cautious) is bool, "be True or False")
     masters = (None, "remainder", "24bit")
     if group.get("master") not in masters:
         raise ValueError(f"master must be one of {masters}, got {group['master']!r}")

@@ -1,4 +1,4 @@
-"""Hooks before and after the weight update of each matrix, and Hyperball, which is made of them."""
+"""Hooks around the update of each matrix, and Hyperball, which is made of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class WeightUpdate:
     """(rows, columns) of the whole matrix; in a step of blocks, of the block."""
     group: Mapping[str, Any]
     """Hyperparameters of the param group, also those that it has for a hook."""
+    lr: float | torch.Tensor
+    """Learning rate after ``adjust_lr_fn``, which the updates are multiplied by."""
     weights: Sequence[torch.Tensor]
     """Parts of the matrix that this rank steps: the masters, in float32 or wider."""
     updates: Sequence[torch.Tensor]
     """The orthogonalized update of each part, in the dtype of the part. Before the update, a hook
-    may change them in place; they are not yet multiplied by the learning rate."""
+    may change them in place; they are not yet multiplied by ``lr``."""
     _sum: Callable[[torch.Tensor], torch.Tensor]
 
     def norm(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -44,12 +46,24 @@ class WeightUpdate:
 
 
 class UpdateHook:
-    """Calls before and after the weight update of each matrix of the Muon groups.
+    """Calls around the update of each matrix of the Muon groups.
 
-    Methods are called for every matrix with a gradient, in the same order on all ranks that share
-    it, also where a rank has no part of it. An exception fails the store: ``restore()`` returns to
-    the last commit. No commit has what a hook remembers.
+    before() and after() are called for every matrix with a gradient, in the same order on all ranks
+    that share it, also where a rank has no part of it. An exception fails the store: ``restore()``
+    returns to the last commit. No commit has what a hook remembers.
     """
+
+    def before_orthogonalization(
+        self, name: str, starts: tuple[int, ...], matrix: torch.Tensor
+    ) -> None:
+        """Called with a whole matrix, on the rank that orthogonalizes it alone.
+
+        Args:
+            name: name of the parameter that holds the matrix.
+            starts: indices of the first element of the matrix in the parameter.
+            matrix: the input of Newton-Schulz, shape (outputs, inputs), in ``ns_dtype``. Read it
+                now: it is overwritten.
+        """
 
     def before(self, update: WeightUpdate) -> None:
         """Called with the update, before weight decay and update change the weights."""

@@ -40,7 +40,6 @@ from muon.qk_clip import QKClip, Scale, largest
 from muon.rules import Extras
 from muon.state import PagedState
 from muon.state_dicts import check_keys, match, pack
-from muon.statistics import Sample, Statistics, append_lines
 
 # A copy of an optimizer gets its own; torch.optim copies no hooks either.
 _NOT_COPIED = ("store", "step", "_attached", "_pipeline", "_state")
@@ -76,7 +75,7 @@ class Muon(torch.optim.Optimizer):
         eps: smallest norm that Newton-Schulz divides by.
         ns_steps: Newton-Schulz iterations; a table of coefficients may need more than the default.
         adjust_lr_fn: None or "original", or "match_rms_adamw", as in ``torch.optim.Muon``;
-            "spectral" or "unit_rms_norm", or "unit": see ``muon.update.adjust_lr``.
+            "spectral" or "unit": see ``muon.update.adjust_lr``.
         momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: whole
             numbers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
         master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
@@ -104,10 +103,8 @@ class Muon(torch.optim.Optimizer):
             ``torch.optim.Muon``.
         cautious_wd: decay only the elements of a parameter that the update does not move away from
             zero (https://arxiv.org/abs/2510.12402). An AdamW group has a key of its own for it.
-        hooks: called before and after the weight update of each matrix; see ``muon.UpdateHook``.
+        hooks: called around the update of each matrix; see ``muon.UpdateHook``.
         qk_clip: the attention heads that ``step(qk_logits=)`` is about.
-        statistics_every: number of steps from one sample of ``statistics()`` to the next; None: no
-            samples.
         gradient: returns the gradient of a parameter, placed as the parameter is, in float64,
             float32, bfloat16 or float16, or None if it has none, in place of ``.grad``: for
             gradients that another library keeps, or that are summed up in float32. A step calls it
@@ -148,7 +145,6 @@ class Muon(torch.optim.Optimizer):
         cautious_wd: bool = False,
         hooks: Sequence[UpdateHook] = (),
         qk_clip: QKClip | None = None,
-        statistics_every: int | None = None,
         gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         nonfinite: str = "raise",
         missing: str = "zeros",
@@ -184,18 +180,11 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"hooks must be a sequence of muon.UpdateHook, got {hooks!r}")
         if not isinstance(qk_clip, QKClip | None):
             raise ValueError(f"qk_clip must be a muon.QKClip, got {qk_clip!r}")
-        is_count = type(statistics_every) is int and statistics_every > 0
-        if statistics_every is not None and not is_count:
-            raise ValueError(
-                f"statistics_every must be a whole number above 0, got {statistics_every!r}"
-            )
         self._hooks = tuple(hooks)
         self._qk_clip = qk_clip
-        self._statistics_every = statistics_every
         if gradient is not None and not callable(gradient):
             raise ValueError(f"gradient must be a function of a parameter, got {gradient!r}")
         self._gradient = gradient
-        self._sample: Sample | None = None
         self._owns_store = store is None
         self._gather_memory = tierstore.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
@@ -360,9 +349,8 @@ class Muon(torch.optim.Optimizer):
             self._warn()
             step = self.store.step + 1
             groups = [at_step(group, step) for group in self.param_groups]
-            sample = self._begin_sample()
             scales = self._qk_scales(qk_logits)
-            extras = Extras(hooks=self._hooks, scales=scales, sample=sample)
+            extras = Extras(hooks=self._hooks, scales=scales)
             window = self.store.window_max
             with self.store.sweep(window, **self._gradient_rules) as pages:
                 self._pipeline.open(pages, self.param_groups, self._options())
@@ -376,8 +364,6 @@ class Muon(torch.optim.Optimizer):
                 for name, count in steps.items():
                     scalars[name]["step"] = count
         self._prefetched = False
-        if self.store.step == step:  # It was not skipped.
-            self._sample = sample or self._sample
         return loss
 
     @torch.no_grad()
@@ -408,29 +394,6 @@ class Muon(torch.optim.Optimizer):
             gradient.mul_(factors[gradient.device])
         return norm
 
-    @tierstore.not_compiled
-    def statistics(self, path: str | os.PathLike[str] | None = None) -> dict[str, Statistics]:
-        """Return the statistics of the last step that was sampled; see ``muon.Statistics``.
-
-        All ranks call this together. The argument ``statistics_every`` of the constructor says
-        which steps are sampled: those whose number is a multiple of it.
-
-        Args:
-            path: a file to which rank 0 appends a line of JSON for each parameter.
-
-        Returns:
-            By name, the parameters of Muon groups that had a gradient in that step; {} before it.
-        """
-        sample, ranks = self._sample, self.store.ranks
-        if ranks is not None:
-            ranks.roll_call("statistics()")
-        plain = {} if sample is None else sample.plain()
-        of_ranks = [plain] if ranks is None else ranks.gather(plain)
-        found = {} if sample is None else sample.merged(of_ranks)
-        if path is not None and (ranks is None or ranks.rank == 0):
-            append_lines(path, found)
-        return found
-
     def flops_by_rank(self) -> list[int]:
         """Return the floating-point operations of Newton-Schulz of each rank in the last step.
 
@@ -443,15 +406,7 @@ class Muon(torch.optim.Optimizer):
         """Describe the options that all ranks must have, and no hyperparameter tells."""
         threshold = None if self._qk_clip is None else self._qk_clip.threshold
         hooks = ", ".join(type(hook).__name__ for hook in self._hooks)
-        return (
-            f"the hooks [{hooks}], statistics_every={self._statistics_every} and a QK-clip of "
-            f"threshold {threshold}"
-        )
-
-    def _begin_sample(self) -> Sample | None:
-        step = self.store.step + 1
-        is_due = self._statistics_every is not None and step % self._statistics_every == 0
-        return Sample(step) if is_due else None
+        return f"the hooks [{hooks}] and a QK-clip of threshold {threshold}"
 
     def _qk_scales(
         self, qk_logits: Mapping[str, Sequence[float] | torch.Tensor] | None
@@ -506,7 +461,6 @@ class Muon(torch.optim.Optimizer):
             with contextlib.suppress(tierstore.StoreFailedError):
                 self._attach_groups()
             step = self.store.restore(checkpoint, rewind=rewind)
-        self._sample = None  # It may be of a later step.
         self._begin_counts()
         for group, values in zip(self.param_groups, unchanged, strict=True):
             group.update({**with_dtypes(group), **values})

@@ -295,9 +295,7 @@ class Pipeline:
                 group["ns_dtype"],
                 with_averages=normuon.is_used(group),
                 write_inputs=write_parts,
-                orthogonalize=partial(
-                    orthogonalize, group=group, owned=owned, sample=extras.sample
-                ),
+                orthogonalize=partial(orthogonalize, group=group, owned=owned, hooks=extras.hooks),
                 apply_updates=apply_parts,
             )
             in_flight.append((number, stages))

@@ -17,8 +17,7 @@ from muon.matrices import Matrix, declared, matrices_of
 from muon.one_pass import adamw_, momentum_, muon_
 from muon.qk_clip import Scale, factors
 from muon.rounding import rounded
-from muon.statistics import Sample
-from muon.update import adjust_lr, fused_adamw_
+from muon.update import adjust_lr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +29,6 @@ class Extras:
     """Parameter name -> what QK-clip scales in this step."""
     sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Sums a tensor over the ranks that share a matrix."""
-    sample: Sample | None = None
-    """Takes the statistics of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +157,7 @@ def orthogonalize(
     *,
     group: Mapping[str, Any],
     owned: Sequence[OwnMatrix],
-    sample: Sample | None,
+    hooks: Sequence[UpdateHook],
 ) -> list[torch.Tensor]:
     """Return the updates of whole matrices of shapes (rows, columns), which are overwritten.
 
@@ -168,13 +165,13 @@ def orthogonalize(
         matrices: the inputs.
         averages: of the rows of each, shape (rows, 1): with NorMuon changed in place.
         group: their hyperparameters.
-        owned: each matrix, for the sample.
-        sample: takes statistics, if it is there.
+        owned: each matrix, for the hooks.
+        hooks: called with the inputs.
     """
-    if sample is not None:
-        with tierstore.profiled("muon::statistics"):
-            for own, matrix in zip(owned, matrices, strict=True):
-                sample.note_input(own.name, matrix.T if own.matrix.is_transposed else matrix)
+    for hook in hooks:
+        for own, matrix in zip(owned, matrices, strict=True):
+            given = matrix.T if own.matrix.is_transposed else matrix
+            hook.before_orthogonalization(own.name, own.matrix.starts, given)
     with tierstore.profiled("muon::newton_schulz"):
         updates = newton_schulz.orthogonalize_all(
             matrices,
@@ -197,16 +194,14 @@ def apply_updates(
     lr = group["lr"]
     adjusted_lr = adjust_lr(lr, group["adjust_lr_fn"], *matrix.matrix.outputs_and_inputs)
     masters: Sequence[Any] = [part.master for part in matrix.parts]
-    opens = extras.hooks or extras.sample is not None or any(p.factors for p in matrix.parts)
+    opens = extras.hooks or any(part.factors for part in matrix.parts)
     with contextlib.ExitStack() as stack:
         if opens:  # Otherwise encoded masters are decoded in pieces.
             masters = stack.enter_context(opened(masters))
         with (
             tierstore.profiled("muon::apply"),
-            _hooked(matrix, group, updates, masters, extras) as hooked,
+            _hooked(matrix, group, adjusted_lr, updates, masters, extras) as hooked,
         ):
-            if extras.sample is not None:
-                extras.sample.note_update(matrix.name, adjusted_lr, hooked, masters)
             for master, update in zip(masters, hooked, strict=True):
                 muon_(
                     master,
@@ -225,6 +220,7 @@ def apply_updates(
 def _hooked(
     matrix: OwnMatrix,
     group: Mapping[str, Any],
+    adjusted_lr: float | torch.Tensor,
     updates: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
     extras: Extras,
@@ -238,6 +234,7 @@ def _hooked(
         starts=matrix.matrix.starts,
         shape=matrix.matrix.shape,
         group=group,
+        lr=adjusted_lr,
         weights=masters,
         # In the dtype of the masters, so that a hook that scales them rounds nothing.
         updates=[narrow.to(own.dtype) for narrow, own in zip(updates, masters, strict=True)],
@@ -264,7 +261,7 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
             for own, of_whole in matrices[index].averages(averages[-1]):
                 of_whole.copy_(own)
         owned = [matrices[index] for index in batch]
-        updates = orthogonalize(inputs, averages, group=group, owned=owned, sample=extras.sample)
+        updates = orthogonalize(inputs, averages, group=group, owned=owned, hooks=extras.hooks)
         for one, update, of_rows in zip(owned, updates, averages, strict=True):
             for own, of_whole in one.averages(of_rows):
                 own.copy_(of_whole)
@@ -300,10 +297,8 @@ def step_adamw(
         ]
         for state in ("exp_avg", "exp_avg_sq")
     )
-    options = {"cautious": True} if group.get("cautious_wd") else {}
-    step = fused_adamw_ if group.get("fused") else adamw_
     with tierstore.profiled("muon::adamw"):
-        step(
+        adamw_(
             [chunk.master_parts for chunk in chunks],
             grads,
             exp_avgs,
@@ -314,7 +309,7 @@ def step_adamw(
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=bool(group.get("maximize")),
-            **options,
+            cautious=bool(group.get("cautious_wd")),
         )
         for shard in shards if scales else ():
             for chunk in shard.chunks:

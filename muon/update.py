@@ -16,7 +16,7 @@ import torch
 from muon.encoded import AnyState, opened
 
 _PIECE_ELEMENTS = 1 << 18
-ADJUST_LR_FNS = (None, "original", "match_rms_adamw", "spectral", "unit_rms_norm", "unit")
+ADJUST_LR_FNS = (None, "original", "match_rms_adamw", "spectral", "unit")
 
 
 def momentum_(
@@ -107,12 +107,12 @@ def adjust_lr(
     of an AdamW update, and learning rates of AdamW carry over
     (https://arxiv.org/abs/2502.16982). "spectral" scales by sqrt(rows / columns): an input whose
     elements have RMS 1 changes the output by an RMS of ``lr`` at most, whatever the shape
-    (https://arxiv.org/abs/2310.17813). "unit_rms_norm" is Megatron's name for the same; what
-    Megatron calls "spectral" is five times "match_rms_adamw". "unit" does not scale.
+    (https://arxiv.org/abs/2310.17813). Megatron calls that "unit_rms_norm"; what Megatron calls
+    "spectral" is five times "match_rms_adamw". "unit" does not scale.
     """
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
-    if adjust_lr_fn in ("spectral", "unit_rms_norm"):
+    if adjust_lr_fn == "spectral":
         return lr * math.sqrt(rows / columns)
     if adjust_lr_fn == "unit":
         return lr
@@ -181,50 +181,6 @@ def adamw_(
             # lr m / (1 - beta1^step) / denominator
             step_sizes = [-sizes[steps[index]] for index in indices]
             torch._foreach_addcdiv_(values, means, denominators, step_sizes)
-
-
-def fused_adamw_(
-    masters: Sequence[AnyState],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[AnyState],
-    exp_avg_sqs: Sequence[AnyState],
-    *,
-    steps: Sequence[float],
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    maximize: bool = False,
-) -> None:
-    """Do one step as ``torch.optim.AdamW(fused=True)``, which is rounded differently.
-
-    Last bits depend on where a parameter is cut: the kernel rounds the elements that do not fill a
-    vector of the processor in another way. Arguments are those of ``adamw_``.
-    """
-    counts = {step: torch.tensor(float(step), device=grads[0].device) for step in set(steps)}
-    for indices, narrow_grads, *states in _batches(grads, masters, exp_avgs, exp_avg_sqs):
-        with (
-            opened(states[0]) as values,
-            opened(states[1]) as means,
-            opened(states[2]) as mean_sqs,
-        ):
-            for dtype in {value.dtype for value in values}:  # The kernel takes one at a time.
-                chosen = [at for at, value in enumerate(values) if value.dtype == dtype]
-                torch._fused_adamw_(
-                    [values[at] for at in chosen],
-                    [narrow_grads[at].to(dtype) for at in chosen],
-                    [means[at] for at in chosen],
-                    [mean_sqs[at] for at in chosen],
-                    [],
-                    [counts[steps[indices[at]]] for at in chosen],
-                    lr=float(lr),
-                    beta1=betas[0],
-                    beta2=betas[1],
-                    weight_decay=float(weight_decay),
-                    eps=float(eps),
-                    amsgrad=False,
-                    maximize=maximize,
-                )
 
 
 def _batches(

@@ -189,7 +189,6 @@ SCALES: dict[str | None, Callable[[int, int], float]] = {
     "original": lambda rows, columns: max(1, rows / columns) ** 0.5,
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "spectral": lambda rows, columns: (rows / columns) ** 0.5,
-    "unit_rms_norm": lambda rows, columns: (rows / columns) ** 0.5,
     "unit": lambda rows, columns: 1.0,
 }
 

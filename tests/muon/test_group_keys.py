@@ -139,6 +139,7 @@ def test_the_algorithm_must_be_clear(keys: dict[str, Any], message: str) -> None
     [
         ("adamw", "bias_correction", False),
         ("muon", "fused", True),
+        ("adamw", "fused", True),
         ("adamw", "adam_w_mode", False),
         ("adamw", "amsgrad", True),
         ("adamw", "capturable", True),

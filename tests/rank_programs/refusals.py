@@ -36,8 +36,8 @@ def _other_shape(rank: int) -> tuple[Any, dict[str, Any]]:
     return torch.ones(6, 4 + rank // 2), {}
 
 
-def _other_statistics(rank: int) -> tuple[Any, dict[str, Any]]:
-    return torch.ones(6, 4), {"statistics_every": 1 if rank == 2 else None}
+def _other_hooks(rank: int) -> tuple[Any, dict[str, Any]]:
+    return torch.ones(6, 4), {"hooks": [muon.Hyperball()] if rank == 2 else []}
 
 
 def _row_without_a_column(rank: int) -> tuple[Any, dict[str, Any]]:
@@ -77,7 +77,7 @@ KINDS: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "other values": _other_values,
     "other partition": _other_partition,
     "other shape": _other_shape,
-    "other statistics": _other_statistics,
+    "other hooks": _other_hooks,
     "a row without a column": _row_without_a_column,
     "large for whole steps": _large_for_whole_steps,
     "parts that overlap": _listed((0, 4), (3, 3), (6, 0)),

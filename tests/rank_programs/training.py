@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import muon
 import tierstore
+from examples.matrix_statistics import MatrixStatistics
 from tests.rank_programs.collective_order import Issued, recorded
 from tests.rank_programs.meshes import cpu_mesh
 from tests.support.training import Shapes, make_groups
@@ -109,8 +110,8 @@ class Trained:
     """Number of pages that rest in memory."""
     bytes_spread: int
     bytes_exchanged: int
-    statistics: dict[str, muon.Statistics]
-    """As all ranks got them, if the case samples them."""
+    statistics: dict[tuple[str, tuple[int, ...]], dict[str, float]]
+    """Of the matrices that this rank orthogonalized, if the case has a hook that takes them."""
     flops: list[int]
     """Operations of Newton-Schulz of each rank."""
 
@@ -202,13 +203,6 @@ def one_process(
         if state != "master"
     }
     return {name: p.detach() for name, p in parameters.items()}, states
-
-
-def one_process_statistics(
-    shapes: Shapes, options: Mapping[str, Any]
-) -> dict[str, muon.Statistics]:
-    """Return the statistics after all steps of whole float32 tensors."""
-    return _stepped(shapes, options, STEPS, {}, {}, True)[0].statistics()
 
 
 def _stepped(
@@ -478,7 +472,7 @@ def train(case: Case) -> Trained:
             optimizer,
             issued,
             states=case.last == STEPS,
-            samples="statistics_every" in case.options,
+            hooks=case.options.get("hooks", ()),
         )
 
 
@@ -488,12 +482,13 @@ def trained_by(
     issued: list[Issued],
     *,
     states: bool = True,
-    samples: bool = False,
+    hooks: Sequence[muon.UpdateHook] = (),
 ) -> Trained:
-    """Return what this rank has now, with its states and statistics if they are asked for."""
+    """Return what this rank has now, with its states if they are asked for."""
     stats = optimizer.store.stats()
+    taken = [hook.take() for hook in hooks if isinstance(hook, MatrixStatistics)]
     return Trained(
-        statistics=optimizer.statistics() if samples else {},
+        statistics=taken[0] if taken else {},
         flops=optimizer.flops_by_rank(),
         positions=model.positions,
         values={name: local(p).clone() for name, p in model.parameters.items()},
