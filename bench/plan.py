@@ -52,7 +52,7 @@ from tierstore.tools.plan.memory import needs_of
 from tierstore.tools.plan.models import model_from_module
 from tierstore.tools.plan.rates import Rates, measured_rates
 from tierstore.tools.plan.skeleton import skeleton_of
-from tierstore.tools.plan.step import Ranks, lay_out_ranks, time_step
+from tierstore.tools.plan.step import Ranks, formula_of, lay_out_ranks
 from tierstore.tools.probe.optimizers import load_optimizers
 from tierstore.tools.probe.probe import probe
 from tierstore.tools.probe.result import Probe
@@ -61,8 +61,7 @@ from tierstore.units import SECTOR_BYTES
 RUN = "run"  # A question to ranks.
 OPTIONS: dict[str, Any] = {"ns_dtype": "auto"}
 """Arguments of ``Muon``: products of bfloat16 would take hours on some CPUs."""
-STALL = 0.05  # A step waits for the drives if the thread does for this share of it, or more.
-LANES = ("read", "check", "gather", "compute", "scatter", "spread", "seal", "write", "commit")
+PAGED = 0.05  # A step waits for the drives if paging adds this share of it, or more.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,13 +232,13 @@ class Row:
     """Change of the predicted time from the probe before the run to the one after it."""
     allowed: float
     """Largest error that is expected."""
-    stall: float
-    """Share of the last step of a cycle in which the thread is predicted to wait for drives."""
+    paging: float
+    """Share of the step that paging and commits are predicted to add."""
     predicted: list[Bytes]
     """Of each rank."""
     measured: list[Measured]
     lanes_s: dict[str, float]
-    """Lane of the simulated step -> its seconds, on the slowest rank."""
+    """Lane -> its predicted seconds in a step, on the slowest rank."""
     rates: list[dict[str, float]]
     """Before and after the run."""
 
@@ -489,11 +488,10 @@ def compare(case: Case, scratch: Path, prober: Prober, threads: int, network: fl
     ):
         measured = world.ask(RUN)
     after = measured_rates(prober.after(case.page_bytes, threads), on_gpu=False, network=network)
-    predicted = time_step(ranks, before, model_s=0.0)
+    predicted = formula_of(ranks, before).step(0.0)
     measured_s = max(cycle_s(one.step_s, case.cycle) for one in measured)
-    shown = predicted.shown
-    stall = shown.stall_s / shown.seconds
-    drift = relative(time_step(ranks, after, model_s=0.0).seconds, predicted.seconds)
+    paging = predicted.exposed_s / predicted.seconds
+    drift = relative(formula_of(ranks, after).step(0.0).seconds, predicted.seconds)
     parameters = model_from_module(Model(case)).parameter_count
     return Row(
         case=case,
@@ -503,14 +501,11 @@ def compare(case: Case, scratch: Path, prober: Prober, threads: int, network: fl
         measured_s=measured_s,
         error=relative(predicted.seconds, measured_s),
         drift=drift,
-        allowed=0.1 + abs(drift) if stall >= STALL else 0.15,
-        stall=stall,
+        allowed=0.1 + abs(drift) if paging >= PAGED else 0.15,
+        paging=paging,
         predicted=predict_bytes(case, ranks),
         measured=measured,
-        lanes_s={
-            lane: sum(span.stop - span.start for span in shown.spans if span.lane == lane)
-            for lane in LANES
-        },
+        lanes_s=dict(predicted.lanes),
         rates=[rates_of(before), rates_of(after)],
     )
 
@@ -549,7 +544,7 @@ def relative(predicted: float, measured: float) -> float:
 def report(rows: Sequence[Row]) -> Table:
     """Return all cases as a table."""
     table = Table(title="Predicted and measured; errors of the prediction")
-    headings = ("step s", "measured", "error", "allowed", "drift", "stall")
+    headings = ("step s", "measured", "error", "allowed", "drift", "paging")
     counts = ("files", "host memory", "read", "written", "by the kernel", "process MB", "error")
     for heading in ("case", *headings, *counts):
         table.add_column(heading, justify="left" if heading == "case" else "right")
@@ -562,7 +557,7 @@ def report(rows: Sequence[Row]) -> Table:
             f"{row.error:+.1%}",
             f"{row.allowed:.1%}",
             f"{row.drift:+.1%}",
-            f"{row.stall:.0%}",
+            f"{row.paging:.0%}",
             *(exact(worst(row, name)) for name in ("files", "host", "read", "written")),
             "-" if kernel is None else f"{kernel:+.2%}",
             f"{max(one.nbytes.memory for one in row.measured) / 1e6:.0f}",

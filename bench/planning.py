@@ -88,8 +88,8 @@ def planned(example: Example) -> Plan:
 
 
 def picture_of(found: Plan) -> str:
-    """Return the timeline of the step as an SVG file, on white whatever the page around it."""
-    svg = step_picture(found.time.shown, "The timeline of a step")
+    """Return the lanes of the step as an SVG file, on white whatever the page around it."""
+    svg = step_picture(found.time, "How long each lane of a step works")
     svg = svg.replace("currentColor", "#1a1a1a")
     return re.sub(
         r"(<svg[^>]*>)", r'\1<rect width="100%" height="100%" fill="white"/>', svg, count=1
@@ -123,10 +123,7 @@ def main(
         if pictures is not None:
             (pictures / f"plan-{name}.svg").write_text(picture_of(one), encoding="utf-8")
     Console(width=120).print(table)
-    plain = {name: to_plain(one) for name, one in found.items()}
-    for body in plain.values():
-        del body["step"]["spans"]
-    write_report(json_path, plans=plain)
+    write_report(json_path, plans={name: to_plain(one) for name, one in found.items()})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PLAN = Path(__file__).resolve().parents[1] / "plan"
+PLAN = Path(__file__).resolve().parents[1] / "tools/plan"
 CONFIGS = {path.stem: path for path in sorted((PLAN / "configs").glob("*.json"))}
 LISTINGS = PLAN / "listings"
 

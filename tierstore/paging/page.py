@@ -30,8 +30,11 @@ from tierstore.storage.base import Storage, Transfer
 from tierstore.threads import started_pool
 from tierstore.units import Extent
 
-_THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
-"""Threads for each direction. One computes checksums of about 10 GB/s."""
+
+def checksum_threads(cores: int) -> int:
+    """Return the threads for each direction; one computes checksums of about 10 GB/s."""
+    return min(4, max(1, cores // 4))
+
 
 _Started = tuple[PageEntry, list[Transfer]]
 """The content of a page's file after a write, and the transfers of the write."""
@@ -340,11 +343,11 @@ class PageFiles:
 
     @cached_property
     def _in(self) -> ThreadPoolExecutor:
-        return started_pool(_THREADS, "tierstore-in")
+        return started_pool(checksum_threads(os.cpu_count() or 1), "tierstore-in")
 
     @cached_property
     def _out(self) -> ThreadPoolExecutor:
-        return started_pool(_THREADS, "tierstore-out")
+        return started_pool(checksum_threads(os.cpu_count() or 1), "tierstore-out")
 
     def _start_write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> _Started:
         """Start a write once the copy from the device has ended; on a thread.

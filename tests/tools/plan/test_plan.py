@@ -16,7 +16,6 @@ from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.model_files import model_from_listing
 from tierstore.tools.plan.plan import FREE, Plan, plan, to_plain
 from tierstore.tools.plan.rates import Rates, assumed_rates
-from tierstore.tools.plan.step import time_step
 
 GB = 10**9
 DRIVE = "1x3.84TB@7/5GB/s,1DWPD"
@@ -157,7 +156,7 @@ def test_paging_is_free_from_there_on() -> None:
         found.free_model_s * 1e14 / (6 * found.model.parameter_count)
     )
     for factor, free in ((1.0, True), (0.97, False), (3.0, True)):
-        time = time_step(found.ranks, found.rates, factor * found.free_model_s)
+        time = found.formula.step(factor * found.free_model_s)
         assert (time.exposed_s <= FREE * time.seconds) == free
     resident = planned(store=StoreOptions(host_memory=2**30, commit_every=None))
     assert resident.time.exposed_s == pytest.approx(0, abs=1e-9)
@@ -260,7 +259,7 @@ def test_all_ranks_together_have_the_state_once(partition: str) -> None:
 
 
 def test_thousands_of_ranks_take_seconds() -> None:
-    """Classes of equal ranks are simulated, not ranks."""
+    """Classes of equal ranks are laid out, not ranks."""
     found = planned(nodes=512, gpus=8, store=SMALL)
     assert found.job.world_size == 4096
     assert len(found.ranks.classes) <= 8
@@ -274,7 +273,7 @@ def test_json_has_all_answers() -> None:
     assert body["rank"]["pages"] == {"device": 0, "host": 0, "nvme": 8}
     assert {"device", "host", "nvme"} == set(body["rank"]["pages"])
     assert body["step"]["seconds"] == found.time.seconds
-    assert all(span["stop"] >= span["start"] for span in body["step"]["spans"])
+    assert body["step"]["lane_seconds"] == found.time.lanes
     assert [one["algorithm"] for one in body["beside"]] == ["muon", "adamw"]
     numbers = [body["wear"]["days"], body["free"]["tokens"], body["step"]["exposed_seconds"]]
     assert all(math.isfinite(number) for number in numbers)

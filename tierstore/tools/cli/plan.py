@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierstore.tools.plan.rates import Rates
     from tierstore.tools.probe.result import Probe
 
-_COLUMNS = 60  # Of the timeline.
+_COLUMNS = 60  # Of the longest bar.
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([kKMGBT]?)\s*")
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
@@ -447,8 +447,6 @@ def _memory_lines(found: Plan) -> Iterator[str]:
 
 
 def _step_lines(found: Plan) -> Iterator[str]:
-    from tierstore.tools.plan.simulator import LANES
-
     time = found.time
     yield (
         f"step: {seconds_text(time.seconds)}, of which paging and commits add "
@@ -456,20 +454,10 @@ def _step_lines(found: Plan) -> Iterator[str]:
     )
     if found.model_s is None:
         yield "step: without forward and backward, pass --tokens and --tflops, or --model-seconds"
-    length = time.shown.stop - time.shown.start
-    for lane in LANES if length else ():
-        cells = [" "] * _COLUMNS
-        busy = 0.0
-        for span in time.shown.spans:
-            if span.lane == lane:
-                first = max(0.0, span.start - time.shown.start)
-                last = min(length, span.stop - time.shown.start)
-                busy += last - first
-                begin = min(_COLUMNS - 1, int(_COLUMNS * first / length))
-                end = max(begin + 1, math.ceil(_COLUMNS * last / length))
-                cells[begin:end] = "#" * (end - begin)
-        if busy:
-            yield f"  {lane:<9} |{''.join(cells[:_COLUMNS])}| {seconds_text(busy)}"
+    longest = max(time.seconds, *time.lanes.values(), 0.0)
+    for lane, busy_s in time.lanes.items():
+        bar = "#" * math.ceil(_COLUMNS * busy_s / longest)
+        yield f"  {lane:<9} |{bar:<{_COLUMNS}}| {seconds_text(busy_s)}"
     if found.changes:
         yield ""
         yield from table(

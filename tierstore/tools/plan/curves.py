@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.tools.plan.plan import Plan
-from tierstore.tools.plan.step import time_step
+from tierstore.tools.plan.step import formula_of
 
 _POINTS = 12
 _MARGIN = 4.0
@@ -37,13 +37,13 @@ class Curves:
 
 
 def curves(found: Plan) -> Curves:
-    """Return the curves of a plan; each point is a simulation."""
+    """Return the curves of a plan; each point is a step of the formula."""
     marks = [value for value in (found.model_s, found.free_model_s) if value]
     marks = marks or [found.time.resident_s or 1.0]
     in_tokens = tokens_of(found, 1.0) is not None
     by_model = []
     for model_s in _log_spaced(min(marks) / _MARGIN, max(marks) * _MARGIN):
-        time = time_step(found.ranks, found.rates, model_s)
+        time = found.formula.step(model_s)
         x = tokens_of(found, model_s) if in_tokens else model_s
         by_model.append(Point(x=x or 0.0, step_s=time.seconds, resident_s=time.resident_s))
     return Curves(by_model=by_model, in_tokens=in_tokens, by_drives=list(_by_drives(found)))
@@ -62,7 +62,7 @@ def _by_drives(found: Plan) -> Iterable[Point]:
     stride = -(-2 * now // 16)  # Points are few however many drives there are.
     for count in sorted({now, *range(stride, max(8, 2 * now) + 1, stride)}):
         rates = replace(found.rates, disk=disk.scaled(count / now))
-        time = time_step(found.ranks, rates, found.model_s or 0.0)
+        time = formula_of(found.ranks, rates).step(found.model_s or 0.0)
         yield Point(x=count, step_s=time.seconds, resident_s=time.resident_s)
 
 

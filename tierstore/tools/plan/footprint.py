@@ -86,7 +86,7 @@ class Footprint:
 
     options: StoreOptions
     layouts: Sequence[PageLayout] = field(repr=False)
-    """The layout of the rank's page of each subgroup; some may be empty."""
+    """The layout of the rank's page of each subgroup; pages of equal sizes share one."""
     placement: Placement = field(repr=False)
     """Of the pages that are not empty."""
     host_bytes: int
@@ -178,7 +178,7 @@ def footprint_of(
         BudgetError: the host memory cannot hold the fewest buffers that work; the message names
             the smallest budget that does.
     """
-    layouts = [lay_out(subgroup.of(rank)) for subgroup in subgroups]
+    layouts = _layouts(subgroups, rank)
     sizes = [layout.nbytes for layout in _present(layouts)]
     on_host = options.compute == "host"
     window = pages_at_once(world_size)
@@ -195,6 +195,26 @@ def footprint_of(
         host_bytes=mirrors + placement.host_bytes(sizes),
         device_bytes=device_bytes,
     )
+
+
+def _layouts(subgroups: Sequence[SharedSubgroup], rank: int) -> list[PageLayout]:
+    """Return the layout of the rank's page of each subgroup; chunks of equal sizes have one."""
+    made: dict[object, PageLayout] = {}
+    found = []
+    for subgroup in subgroups:
+        own = subgroup.of(rank)
+        key = tuple(
+            (
+                *(shard.parameter.dtype, shard.parameter.states, shard.parameter.row_states),
+                shard.parameter.encodings,
+                tuple(chunk.sizes for chunk in shard.chunks),
+            )
+            for shard in own.shards
+        )
+        if key not in made:
+            made[key] = lay_out(own)
+        found.append(made[key])
+    return found
 
 
 def _present(layouts: Sequence[PageLayout]) -> list[PageLayout]:

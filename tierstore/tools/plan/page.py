@@ -182,10 +182,10 @@ def _step(found: Plan, drawn: Curves) -> str:
     busy = [(name, seconds_text(value)) for name, value in found.busy.items() if value]
     words = _paragraph(text) + _table(("resource", "works"), busy)
     pictures = ""
-    if time.shown.seconds > 0:
+    if time.lanes:
         works = ", ".join(f"{name} {seconds}" for name, seconds in busy)
-        caption = f"One step of the slowest rank, {seconds_text(time.shown.seconds)}: {works}."
-        pictures += _figure(step_picture(time.shown, caption), caption)
+        caption = f"One step of the slowest rank, {seconds_text(time.seconds)}: {works}."
+        pictures += _figure(step_picture(time, caption), caption)
     if found.changes:
         rows = [
             (

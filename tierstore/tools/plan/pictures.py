@@ -1,4 +1,4 @@
-"""Pictures of a plan as SVG text: memory, the timeline of a step, and curves.
+"""Pictures of a plan as SVG text: memory, the lanes of a step, and curves.
 
 Text stays text. Ink has the colour of the text around the picture, on a light or a dark page.
 """
@@ -9,22 +9,19 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import PlanError
 from tierstore.tools.plan.curves import Point
+from tierstore.tools.plan.formula import StepTime
 from tierstore.tools.plan.memory import Need
-from tierstore.tools.plan.simulator import LANES, SimulatedStep
 from tierstore.tools.plan.wording import seconds_text, short_text
 from tierstore.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Bar = tuple[float, float]
-"""Start and stop."""
 
 _WIDTH = 5.0
 """Inches, or 360 pixels: text is readable on a phone."""
@@ -36,7 +33,6 @@ _RULE = "#8a8b8c"  # Grid and other faint lines; seen on white and on black.
 # Colours of Okabe and Ito, which people with any colour vision can tell apart.
 _ORANGE, _SKY, _GREEN, _YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 _BLUE, _VERMILLION, _PURPLE, _GREY = "#0072b2", "#d55e00", "#cc79a7", "#999999"
-_BARS_MAX = 600  # Of a lane: bars that are closer than a pixel are drawn as one.
 _MARKS = ("above the limit", "limit")
 _PARTS = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _VERMILLION, _YELLOW, _GREY)
 _OF_LANE = {
@@ -147,93 +143,45 @@ def _unit_of(nbytes: int) -> tuple[str, int]:
     return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
 
 
-def step_picture(shown: SimulatedStep, label: str) -> str:
-    """Return the timeline of a step, one row for each lane that occurs.
-
-    If forward and backward are most of the step, a second timeline shows the rest of it.
+def step_picture(time: StepTime, label: str) -> str:
+    """Return a bar for each lane of a step: the seconds that it works.
 
     Args:
-        shown: the step.
+        time: the step.
         label: what the picture shows, for people who do not see it.
     """
-    bars = bars_of(shown)
-    views: list[Bar] = [(0.0, shown.seconds)]
-    model_s = max((stop for _, stop in bars.get("model", ())), default=0.0)
-    if model_s > shown.seconds / 2:
-        views.append((model_s - (shown.seconds - model_s) / 10, shown.seconds))
 
     def draw(figure: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         figure.set_layout_engine("constrained")
-        grid = figure.subplots(len(views), squeeze=False)
-        for axes, view in zip(grid[:, 0], views, strict=True):
-            _draw_lanes(axes, bars, view)
+        axes = figure.subplots()
+        unit, scale = ("seconds", 1) if time.seconds >= 1 else ("milliseconds", 1000)
+        for row, (lane, busy_s) in enumerate(time.lanes.items()):
+            axes.barh(row, busy_s, color=_OF_LANE[lane])
+            where = axes.get_yaxis_transform()
+            axes.text(1.02, row, seconds_text(busy_s), va="center", transform=where)
+        axes.axvline(time.seconds, color=_INK, linewidth=2)
+        axes.set_yticks(range(len(time.lanes)), list(time.lanes))
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(time.lanes) - 0.5, -0.5)
+        axes.set_xlim(0, 1.02 * max(time.seconds, *time.lanes.values()))
+        axes.grid(axis="x")
+        axes.set_title("how long each lane works, beside the step")
+        axes.set_xlabel(unit)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{scale * x:g}")
 
-    return _svg("step", len(views) * (0.6 + 0.19 * len(bars)), label, draw)
-
-
-def _draw_lanes(axes: Axes, bars: dict[str, list[Bar]], view: Bar) -> None:
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-    from matplotlib.ticker import MaxNLocator
-
-    start, stop = view
-    unit, scale = ("seconds", 1) if stop >= 1 else ("milliseconds", 1000)
-    for row, (lane, spans) in enumerate(bars.items()):
-        seen = merged(((max(start, a), min(stop, b)) for a, b in spans), (stop - start) / _BARS_MAX)
-        low, high = row - 0.4, row + 0.4
-        boxes = [
-            Path([(a, low), (a, high), (b, high), (b, low), (a, low)], closed=True) for a, b in seen
-        ]
-        outline = Path.make_compound_path(*boxes)
-        # One path for a lane, as there may be thousands of bars. Edges show the short ones, and are
-        # thin where there are many, so that a lane that hardly works does not look busy.
-        edge = min(0.5, 25 / max(1, len(seen)))
-        axes.add_patch(PathPatch(outline, color=_OF_LANE[lane], linewidth=edge))
-        if start == 0:
-            busy = seconds_text(sum(b - a for a, b in spans))
-            axes.text(1.02, row, busy, va="center", transform=axes.get_yaxis_transform())
-    axes.set_yticks(range(len(bars)), list(bars))
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlim(start, stop)
-    axes.grid(axis="x")
-    axes.set_title(
-        "the step, and how long each lane works" if start == 0 else "the end of the step, enlarged"
-    )
-    axes.set_xlabel(unit)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{scale * x:g}")
-
-
-def bars_of(shown: SimulatedStep) -> dict[str, list[Bar]]:
-    """Return lane -> its bars in seconds since the step began, those of other steps cut off."""
-    bars: dict[str, list[Bar]] = {}
-    for lane in LANES:
-        spans = [
-            (max(0.0, span.start - shown.start), min(shown.seconds, span.stop - shown.start))
-            for span in shown.spans
-            if span.lane == lane
-        ]
-        if found := merged(spans, 0.0):
-            bars[lane] = found
-    return bars
-
-
-def merged(bars: Iterable[Bar], gap: float) -> list[Bar]:
-    """Return bars in order, those joined that are no further than ``gap`` from each other."""
-    joined: list[Bar] = []
-    for start, stop in sorted(bars):
-        if stop <= start:
-            continue
-        if joined and start - joined[-1][1] <= gap:
-            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
-        else:
-            joined.append((start, stop))
-    return joined
+    return _svg("step", 0.8 + 0.19 * len(time.lanes), label, draw)
 
 
 def model_picture(
-    points: Sequence[Point], label: str, *, axis: str, own: Bar | None, free: float | None
+    points: Sequence[Point],
+    label: str,
+    *,
+    axis: str,
+    own: tuple[float, float] | None,
+    free: float | None,
 ) -> str:
     """Return the step against its tokens, or against seconds of forward and backward.
 
@@ -258,7 +206,9 @@ def model_picture(
     return _svg("tokens", 3.0, label, draw)
 
 
-def drives_picture(points: Sequence[Point], label: str, *, axis: str, own: Bar) -> str:
+def drives_picture(
+    points: Sequence[Point], label: str, *, axis: str, own: tuple[float, float]
+) -> str:
     """Return the step against the number of drives; arguments as for ``model_picture``."""
 
     def draw(figure: Figure) -> None:
@@ -272,7 +222,9 @@ def drives_picture(points: Sequence[Point], label: str, *, axis: str, own: Bar) 
     return _svg("drives", 2.9, label, draw)
 
 
-def _draw_curve(figure: Figure, points: Sequence[Point], axis: str, own: Bar | None) -> Axes:
+def _draw_curve(
+    figure: Figure, points: Sequence[Point], axis: str, own: tuple[float, float] | None
+) -> Axes:
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     x = [point.x for point in points]

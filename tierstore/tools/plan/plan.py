@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,27 +10,18 @@ from typing import Any
 
 from tierstore.errors import BudgetError, PlanError
 from tierstore.tools.plan.drives import SECONDS_PER_DAY, Wear, wear_of
+from tierstore.tools.plan.formula import LANES, StepFormula, StepTime
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.memory import Need, model_parts, needs_of
 from tierstore.tools.plan.models import Model
 from tierstore.tools.plan.rates import Rates
 from tierstore.tools.plan.skeleton import skeleton_of
-from tierstore.tools.plan.step import Ranks, StepTime, lay_out_ranks, time_step
+from tierstore.tools.plan.step import Ranks, formula_of, lay_out_ranks
 from tierstore.tools.probe.optimizers import OptimizerPlan, PlannedOptimizer, load_optimizers
 from tierstore.units import format_bytes
 
 FREE = 0.02
 """Paging counts as free if it makes a step longer by at most this share."""
-
-_RESOURCES = {
-    "the model": ("model",),
-    "the drives": ("read", "write", "commit"),
-    "the optimizer's computation": ("compute",),
-    "checksums": ("check", "seal"),
-    "PCIe": ("copy in", "copy out"),
-    "the network": ("gather", "scatter", "spread"),
-}
-"""Resource -> lanes of the timeline that it is busy in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +63,8 @@ class Plan:
     steps_allowed: float | None
     """Steps until the allowed share of the drives' endurance is used; None if not known."""
     needs: Sequence[Need]
+    formula: StepFormula
+    """The step for any time of forward and backward."""
     time: StepTime
     model_s: float | None
     """Seconds of forward and backward; None if the job does not say, and the step has none."""
@@ -153,7 +145,8 @@ def plan(
             f"{', '.join(map(repr, planner.optimizer.algorithms))}"
         )
     ranks, call = planner.lay_out(job, chosen)
-    time, wear = planner.time(ranks)
+    formula = formula_of(ranks, rates)
+    time, wear = planner.time(ranks, formula)
     needs = planner.needs(ranks)
     model_s = job.compute_s(model.parameter_count)
     fits = all(need.fits for need in needs)
@@ -167,10 +160,11 @@ def plan(
         wear=wear,
         steps_allowed=_steps_allowed(job, wear),
         needs=needs,
+        formula=formula,
         time=time,
         model_s=model_s,
         busy=_busy(time),
-        free_model_s=_free_model_s(ranks, rates),
+        free_model_s=_free_model_s(formula),
         changes=list(planner.changes(job, chosen)),
         remedy=None if fits else planner.remedy(job, chosen, needs),
         beside=[one for each in planner.optimizer.algorithms if (one := planner.beside(job, each))],
@@ -189,9 +183,17 @@ class _Planner:
         self._nvme_bytes = nvme_bytes
         self._skeleton = skeleton_of(model)
         self._planned: dict[str, PlannedOptimizer] = {}
+        self._laid_out: dict[str, tuple[Ranks, str]] = {}
 
     def lay_out(self, job: Job, algorithm: str) -> tuple[Ranks, str]:
         """Return all ranks, and the code of the optimizer."""
+        key = repr((algorithm, replace(job, drives=None)))
+        if key not in self._laid_out:
+            self._laid_out[key] = self._lay_out(job, algorithm)
+        ranks, call = self._laid_out[key]
+        return replace(ranks, job=job), call
+
+    def _lay_out(self, job: Job, algorithm: str) -> tuple[Ranks, str]:
         on_gpu = job.on_gpu and job.store.compute == "device"
         try:
             key = repr((algorithm, on_gpu, sorted(job.optimizer.items())))
@@ -206,11 +208,13 @@ class _Planner:
                 raise
             raise PlanError(f"the optimizer refuses the job: {error}") from error
 
-    def time(self, ranks: Ranks, rates: Rates | None = None) -> tuple[StepTime, Wear | None]:
+    def time(
+        self, ranks: Ranks, formula: StepFormula | None = None
+    ) -> tuple[StepTime, Wear | None]:
         """Return the time of a step, and how it wears the drives."""
         job = ranks.job
         model_s = job.compute_s(self.model.parameter_count) or 0.0
-        time = time_step(ranks, rates or self.rates, model_s)
+        time = (formula or formula_of(ranks, self.rates)).step(model_s)
         wear = None
         if job.drives is not None and time.seconds:
             step_bytes = ranks.total("mean_written_bytes") / job.nodes
@@ -252,7 +256,8 @@ class _Planner:
                 yield self._change(text, narrower, algorithm, self.rates)
 
     def _change(self, text: str, job: Job, algorithm: str, rates: Rates) -> Change:
-        time, wear = self.time(self.lay_out(job, algorithm)[0], rates)
+        ranks, _ = self.lay_out(job, algorithm)
+        time, wear = self.time(ranks, formula_of(ranks, rates))
         return Change(change=text, step_s=time.seconds, days=_days_allowed(job, wear, time))
 
     def remedy(self, job: Job, algorithm: str, needs: Iterable[Need]) -> str | None:
@@ -351,32 +356,24 @@ def _days_allowed(job: Job, wear: Wear | None, time: StepTime) -> float | None:
 
 
 def _busy(time: StepTime) -> dict[str, float]:
-    """Return the seconds that each resource works in the step that is shown."""
-    start, stop = time.shown.start, time.shown.stop
-    by_lane: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for span in time.shown.spans:
-        by_lane[span.lane].append((max(start, span.start), min(stop, span.stop)))
+    """Return the seconds that each resource works in a step; checks and copies go both ways."""
+    lanes = dict.fromkeys(LANES, 0.0) | dict(time.lanes)
     busy = {
-        name: _union([bar for lane in lanes for bar in by_lane[lane]])
-        for name, lanes in _RESOURCES.items()
+        "the model": lanes["model"],
+        "the drives": max(lanes["read"], lanes["write"]) + lanes["commit"],
+        "the optimizer's computation": lanes["compute"],
+        "checksums": max(lanes["check"], lanes["seal"]),
+        "PCIe": max(lanes["copy in"], lanes["copy out"]),
+        "the network": lanes["gather"] + lanes["scatter"] + lanes["spread"],
     }
     return dict(sorted(busy.items(), key=lambda item: -item[1]))
 
 
-def _union(bars: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds in which at least one bar is."""
-    total, end = 0.0, -math.inf
-    for start, stop in sorted(bars):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
-def _free_model_s(ranks: Ranks, rates: Rates) -> float | None:
+def _free_model_s(formula: StepFormula) -> float | None:
     """Return the shortest forward and backward beside which paging is free, to one percent."""
 
     def is_free(model_s: float) -> bool:
-        time = time_step(ranks, rates, model_s)
+        time = formula.step(model_s)
         return time.exposed_s <= FREE * time.seconds
 
     if is_free(0.0):
@@ -444,15 +441,7 @@ def to_plain(found: Plan) -> dict[str, Any]:
             "model_seconds": found.model_s,
             "bottleneck": found.bottleneck,
             "busy_seconds": dict(found.busy),
-            "spans": [
-                {
-                    "lane": span.lane,
-                    "page": span.page,
-                    "start": span.start - found.time.shown.start,
-                    "stop": span.stop - found.time.shown.start,
-                }
-                for span in found.time.shown.spans
-            ],
+            "lane_seconds": dict(found.time.lanes),
         },
         "free": {
             "model_seconds": found.free_model_s,

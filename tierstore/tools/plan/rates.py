@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from tierstore.errors import PlanError
 from tierstore.tools.plan.drives import Drives
+from tierstore.tools.plan.formula import DiskRates
 from tierstore.tools.plan.models import DTYPES
-from tierstore.tools.plan.simulator import DiskRates
 from tierstore.tools.probe.optimizers import OptimizerPlan, Work
 from tierstore.tools.probe.result import OptimizerRate, Probe
 
@@ -18,6 +18,7 @@ from tierstore.tools.probe.result import OptimizerRate, Probe
 _PCIE = 25e9
 _NETWORK = 25e9
 _CHECKSUM = 8e9
+_CORES = 16
 _COMMIT_S = 0.01
 _CPU_FLOPS, _CPU_MEMORY = 200e9, 20e9
 _GPU_FLOPS, _GPU_MEMORY = 200e12, 1.5e12
@@ -47,6 +48,8 @@ class Rates:
     """Floating-point operations per second of one rank, where no rate was measured."""
     memory: float
     """Memory bandwidth where steps are computed, where no rate was measured."""
+    cores: int = 1
+    """Cores of a node, which decide the threads of a store."""
     drives: int = 1
     """Drives of a node, or directories of the probe."""
     cpu_ranks: int = 1
@@ -141,7 +144,7 @@ def assumed_rates(
     """
     assumed = _assumed_computation(on_gpu, flops)
     assumed += [
-        f"checksums at {_CHECKSUM / 1e9:g} GB/s of one core",
+        f"checksums at {_CHECKSUM / 1e9:g} GB/s of each core, {_CORES} or more cores in a node",
         f"commits in {_COMMIT_S * 1000:g} ms after the last write",
     ]
     if on_gpu and pcie is None:
@@ -157,6 +160,7 @@ def assumed_rates(
         network=_NETWORK if network is None else network,
         flops=_flops(on_gpu) if flops is None else flops,
         memory=_memory(on_gpu),
+        cores=_CORES,
         drives=1 if drives is None else drives.count,
         assumed=tuple(assumed),
     )
@@ -237,6 +241,7 @@ def measured_rates(
         network=_NETWORK if network is None else network,
         flops=_flops(on_gpu) if flops is None else flops,
         memory=_memory(on_gpu),
+        cores=probe.machine.cores,
         drives=len(probe.directories),
         cpu_ranks=1 if on_gpu else cpu_ranks,
         measured=measured,

@@ -60,7 +60,8 @@ def _layer_of(parameter: ModelParameter) -> nn.Module:
         layer = ("embedding" if is_named else "linear") if is_matrix else "other"
     made: nn.Module = nn.Module()
     if layer == "embedding":
-        made = nn.Embedding(1, 1, device="meta")
+        # Values of its own would be initialized, which on the meta device imports a compiler.
+        made = nn.Embedding(1, 1, _weight=torch.empty(1, 1, device="meta"))
     elif layer == "linear":
         made = nn.Linear(1, 1, bias=False, device="meta")
     made._parameters.clear()

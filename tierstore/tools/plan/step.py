@@ -1,35 +1,25 @@
-"""The step of a planned job: the pages of its ranks, their costs, and the time they take."""
+"""The step of a planned job: the pages of its ranks, and what each costs."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from tierstore.layout.ownership import SharedSubgroup
+from tierstore.paging.page import checksum_threads
 from tierstore.paging.rank_checks import shared_parameter
 from tierstore.paging.replication import bytes_in_flight
 from tierstore.paging.tier_plan import Tier, pages_at_once
 from tierstore.tools.plan.footprint import Footprint, footprint_of, subgroups_of
+from tierstore.tools.plan.formula import DiskRates, PageWork, RankWork, StepFormula, StepRules
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.rates import Rates
-from tierstore.tools.plan.simulator import (
-    DiskRates,
-    PageWork,
-    RankWork,
-    SimulatedStep,
-    StepTimes,
-    simulate,
-)
 from tierstore.tools.probe.optimizers import OptimizerPlan, PageWorks, PlannedOptimizer
 
 _CLASSES_MAX = 8
-"""Most ranks that are laid out and simulated: those with the most state, if more are unlike."""
-
-_CYCLE_MAX = 16
-"""Most steps between two commits that are simulated."""
+"""Most ranks that are laid out: those with the most state, if more are unlike."""
 
 _NO_DISK = DiskRates(read=1e30, write=1e30, mixed_read=1e30, mixed_write=1e30)
 
@@ -146,65 +136,19 @@ def messages_of(subgroup: SharedSubgroup, rank: int) -> Counter[int]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """A step of a long run, commits and the model's own time included."""
-
-    seconds: float
-    """Mean over the steps from one commit to the next."""
-    resident_s: float
-    """Of the same step with all state in memory and no commit."""
-    model_s: float
-    """Forward and backward."""
-    shown: SimulatedStep
-    """The last step of the slowest rank, which commits if any does."""
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds that paging and commits add to the step."""
-        return self.seconds - self.resident_s
-
-
-def time_step(ranks: Ranks, rates: Rates, model_s: float) -> StepTime:
-    """Simulate steps of all ranks."""
-    job = ranks.job
-    every = job.store.commit_every
-    cycle = 1 if every is None else min(every, _CYCLE_MAX)
-    on_gpu = job.on_gpu and job.store.compute == "device"
-    times = StepTimes(
-        steps=cycle * max(2, -(-4 // cycle)),  # The last one commits.
-        model_s=model_s,
-        prefetch_s=model_s * 2 / 3,  # Reads begin in backward, which is two thirds of it.
-        commit_every=None if every is None else cycle,
+def formula_of(ranks: Ranks, rates: Rates) -> StepFormula:
+    """Return the formula for the steps of all ranks."""
+    store = ranks.job.store
+    on_gpu = ranks.job.on_gpu and store.compute == "device"
+    rules = StepRules(
+        commit_every=store.commit_every,
         commit_s=rates.commit_s,
         on_gpu=on_gpu,
         window=_window(ranks),
+        checksum_threads=checksum_threads(rates.cores),
     )
-    works = [_rank_work(one, ranks, rates, on_gpu=on_gpu) for one in ranks.classes]
-    found = simulate(works, times)
-    by_step = [max(step.seconds for step in steps) for steps in zip(*found, strict=True)]
-    last = by_step[-cycle:]
-    seconds = statistics.fmean(last)
-    if every is not None and every > cycle:
-        # The steps that were not simulated are like the last one before the commit.
-        seconds = (sum(last) + (every - cycle) * last[-2]) / every
-    slowest = max(range(len(found)), key=lambda index: found[index][-1].stop)
-    resident = [
-        replace(
-            work,
-            pages=[
-                replace(page, read_bytes=0, check_s=0, seal_s=0, copy_in_s=0, copy_out_s=0)
-                for page in map(_resting, work.pages)
-            ],
-        )
-        for work in works
-    ]
-    in_memory = simulate(resident, replace(times, steps=2, commit_every=None, prefetch_s=0.0))
-    return StepTime(
-        seconds=seconds,
-        resident_s=max(steps[-1].seconds for steps in in_memory),
-        model_s=model_s,
-        shown=found[slowest][-1],
+    return StepFormula(
+        [_rank_work(one, ranks, rates, on_gpu=on_gpu) for one in ranks.classes], rules
     )
 
 
@@ -216,10 +160,6 @@ def _window(ranks: Ranks) -> int:
         if placement.buffers:
             held.append(max(1, placement.buffers - 1 - (Tier.DEVICE in placement.tiers)))
     return min(held)
-
-
-def _resting(page: PageWork) -> PageWork:
-    return replace(page, rests=True)
 
 
 def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> RankWork:
@@ -242,6 +182,7 @@ def _rank_work(one: RankClass, ranks: Ranks, rates: Rates, *, on_gpu: bool) -> R
         sends_s = 0.0 if ranks.job.on_gpu else 2 * exchange_s + spread_s
         pages.append(
             PageWork(
+                group=ranks.subgroups[number].group,
                 read_bytes=read_bytes,
                 write_bytes=written_bytes,
                 compute_s=rates.seconds(works, ranks.optimizer) + sends_s,
