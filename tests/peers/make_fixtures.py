@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.peers import deepspeed_cases, huggingface_cases, torch_checkpointing_cases
 from tests.peers.deepspeed_cases import UNIVERSAL_FIXTURES, to_universal
 
-ROOT = Path(__file__).resolve().parents[1] / "convert" / "fixtures"
+ROOT = Path(__file__).resolve().parents[1] / "tools/convert/fixtures"
 
 # What a peer writes beside a checkpoint, and no reader needs. Arguments have paths of the machine.
 LEFT_OUT = shutil.ignore_patterns(
