@@ -22,8 +22,7 @@ from rich.table import Table
 from step import now_s
 
 import tierstore
-from muon import one_pass, update
-from muon.rounding import rounded
+from muon.kernels import rounding, rules
 from tierstore.layout import encoding_kernels
 from tierstore.layout.encodings import ENCODINGS, EncodedState, StoredTensor
 
@@ -81,8 +80,8 @@ class State:
         made.write(values)
         return made
 
-    def step(self, rule: str, rules: Any) -> None:
-        """Do one rule of ``muon.one_pass`` or ``muon.update``."""
+    def step(self, rule: str) -> None:
+        """Do one rule."""
         master = tierstore.RoundedMaster(self.values, self.parameter, lambda changed: None)
         if rule == "momentum":
             rules.momentum_(self.grad, self.momentum, momentum=0.95, nesterov=True, out=self.out)
@@ -90,7 +89,9 @@ class State:
             rules.muon_(master, self.out, lr=0.02, adjusted_lr=0.02, weight_decay=0.1)
         elif rule == ENCODED:
             own, *means = self.encoded
-            at_random = ([rounded(mean, "", self.chunk.sizes, self.chunk)] for mean in means)
+            at_random = (
+                [rounding.rounded(mean, "", self.chunk.sizes, self.chunk)] for mean in means
+            )
             rules.adamw_([own], [self.grad], *at_random, steps=[1.0], **ADAMW)
         else:
             moments = [self.means], [self.mean_sqs]
@@ -128,16 +129,17 @@ def measure(rule: str, plan: Plan, device: str) -> Row:
     def operate() -> None:
         with (
             mock.patch.object(encoding_kernels, "fit", return_value=False),
-            mock.patch.object(one_pass, "kernels_for", return_value=None),
+            mock.patch.object(rules, "kernels_for", return_value=None),
+            mock.patch.object(rounding, "kernels_for", return_value=None),
         ):
-            by_operations.step(rule, update)
+            by_operations.step(rule)
 
-    by_kernel.step(rule, one_pass)
+    by_kernel.step(rule)
     operate()
     if not all(map(torch.equal, by_kernel.tensors(), by_operations.tensors())):
         raise SystemExit(f"the kernel of {rule} has other bits than the operations of torch")
     turns: dict[str, Callable[[], None]] = {
-        "kernel": lambda: by_kernel.step(rule, one_pass),
+        "kernel": lambda: by_kernel.step(rule),
         "operations": operate,
         "operations again": operate,
     }
@@ -195,7 +197,7 @@ def main(
 ) -> None:
     """Compare kernels of one pass with operations of torch."""
     plan = PLANS["small" if small else "default"]
-    if one_pass.kernels_for(torch.device(device)) is None:
+    if rules.kernels_for(torch.device(device)) is None:
         raise SystemExit(f"there are no kernels for {device} here")
     # As activations are freed in a training: glibc keeps temporaries from then on.
     torch.empty(30 * MIB, dtype=torch.uint8)

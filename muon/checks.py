@@ -17,7 +17,7 @@ from muon.blocks import blocks_of
 from muon.coefficients import TABLES, steps_min
 from muon.encoded import check_blocks
 from muon.matrices import declared, matrices_of
-from muon.update import ADJUST_LR_FNS
+from muon.scales import ADJUST_LR_FNS
 
 # Keys of param groups: those of one algorithm, and those of both.
 _OWN_KEYS = {

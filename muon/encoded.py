@@ -1,10 +1,9 @@
-"""States that pages keep in fewer bytes, and the values that a step computes with."""
+"""Which states of a parameter pages keep in fewer bytes, and the dtypes that a step sees."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,22 +12,6 @@ from muon.matrices import Declaration, matrices_of
 
 COLUMNS_MIN = 128
 """Fewest columns of a parameter with states in 8 bits."""
-
-
-class Readable(Protocol):
-    """A state whose values are read, and written after they were changed."""
-
-    def read(self) -> torch.Tensor:
-        """Return the values in memory of their own."""
-
-    def write(self, values: torch.Tensor) -> None:
-        """Take the changed values."""
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a part of the state."""
-
-
-AnyState: TypeAlias = torch.Tensor | Readable
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
@@ -69,19 +52,6 @@ def moments_dtype(parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.dt
 
 def _wide(parameter: torch.Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-@contextlib.contextmanager
-def opened(states: Sequence[AnyState]) -> Iterator[list[torch.Tensor]]:
-    """Yield the values of states, to be changed in place: the tensors themselves, or decoded.
-
-    Decoded values are encoded when the context ends without an error.
-    """
-    values = [state if isinstance(state, torch.Tensor) else state.read() for state in states]
-    yield values
-    for state, value in zip(states, values, strict=True):
-        if not isinstance(state, torch.Tensor):
-            state.write(value)
 
 
 def check_blocks(

@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
         eps: smallest norm that Newton-Schulz divides by.
         ns_steps: Newton-Schulz iterations; a table of coefficients may need more than the default.
         adjust_lr_fn: None or "original", or "match_rms_adamw", as in ``torch.optim.Muon``;
-            "spectral" or "unit": see ``muon.update.adjust_lr``.
+            "spectral" or "unit": see ``muon.scales.adjust_lr``.
         momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: whole
             numbers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
         master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW

@@ -11,13 +11,12 @@ import torch
 
 import tierstore
 from muon import newton_schulz, normuon
-from muon.encoded import AnyState, opened
 from muon.hooks import UpdateHook, WeightUpdate
+from muon.kernels.rounding import rounded
+from muon.kernels.rules import AnyState, adamw_, momentum_, muon_, opened
 from muon.matrices import Matrix, declared, matrices_of
-from muon.one_pass import adamw_, momentum_, muon_
 from muon.qk_clip import Scale, factors
-from muon.rounding import rounded
-from muon.update import adjust_lr
+from muon.scales import adjust_lr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-// Update rules of muon.update in one pass over memory, with the bits of torch's operations.
+// Update rules of muon.kernels.plain in one pass over memory, with the bits of torch's operations.
 //
 // Where torch joins a product and a sum into one rounding, fma() does; nothing else may be joined,
 // which -ffp-contract=off sees to. The root of the second moments is torch's own, between two
@@ -6,7 +6,7 @@
 // six times as long for zeros, of which the moments of an embedding are full: they become ones for
 // it, and zeros again after it.
 //
-// Addresses come from muon/cpu_kernels.py, which checks dtypes and layout. Tensors do not overlap.
+// Addresses come from muon/kernels/cpu.py, which checks dtypes and layout. Tensors do not overlap.
 // Threads are those of torch: the functions of OpenMP are found in the library that torch has
 // loaded.
 

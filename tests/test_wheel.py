@@ -154,7 +154,7 @@ def test_the_readme_works_as_any_user(python: Path, folder: Path) -> None:
         for name, value in state["model"].items():
             assert torch.equal(value, expected[name]), name
         if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-            import muon.cpu_kernels
+            import muon.kernels.cpu
             import tierstore.layout._encodings
         print("loaded")
     """)

@@ -9,7 +9,7 @@ import torch
 
 import muon
 import tierstore
-from muon.rounding import Chances, rounded
+from muon.kernels.rounding import Chances, rounded
 from tests.support.encoded_training import bytes_of_second_step, groups_of, parameters_of, train
 from tierstore.layout.encodings import RootState
 

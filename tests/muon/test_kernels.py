@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import muon
-import muon.rules
 import tierstore
-from muon import cpu_kernels, one_pass, update
+from muon.kernels import cpu, rounding, rules
 from tests.support.devices import needs_avx2, needs_cuda
 from tierstore.layout import encoding_kernels
 
@@ -106,9 +105,8 @@ def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, to
 
 def leave_out_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by operations of torch alone."""
-    for rule in ("momentum_", "muon_", "adamw_"):
-        monkeypatch.setattr(muon.rules, rule, getattr(update, rule))
-    monkeypatch.setattr(one_pass, "kernels_for", lambda device: None)
+    monkeypatch.setattr(rules, "kernels_for", lambda device: None)
+    monkeypatch.setattr(rounding, "kernels_for", lambda device: None)
     monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
 
 
@@ -132,7 +130,7 @@ def test_a_training_has_the_bits_of_torch(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_run(device: str) -> None:
-    assert one_pass.kernels_for(torch.device(device)) is not None
+    assert rules.kernels_for(torch.device(device)) is not None
 
 
 @needs_avx2
@@ -187,7 +185,7 @@ def test_each_rule_has_the_bits_of_torch(
     narrow = numbers[4].bfloat16()
     narrow[::3] *= -1  # Also zeros, which are as good as equal.
     found = []
-    for rules in (one_pass, update):
+    for kernels in (rules.kernels_for(torch.device("cpu")), None):
         buffer, values = numbers[1].to(dtypes[1], copy=True), numbers[2].clone()
         parameter = values.bfloat16()
         parameter[::2] = narrow[::2]
@@ -198,13 +196,14 @@ def test_each_rule_has_the_bits_of_torch(
                 values, parameter, lambda bit, into=is_changed: into.append(bool(bit))
             )
         grad, out = numbers[0].to(dtypes[0]), torch.empty(numel, dtype=dtypes[2])
-        rules.momentum_(
-            grad, buffer, momentum=momentum, nesterov=nesterov, out=out, maximize=maximize
-        )
         mean, mean_sq = numbers[3].clone(), numbers[1].square()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one_pass, "_SMALL_NUMEL", 0)
-            patch.setattr(cpu_kernels, "_PART_NUMEL", 16)
+            patch.setattr(rules, "kernels_for", lambda device, found=kernels: found)
+            patch.setattr(rules, "_SMALL_NUMEL", 0)
+            patch.setattr(cpu, "_PART_NUMEL", 16)
+            rules.momentum_(
+                grad, buffer, momentum=momentum, nesterov=nesterov, out=out, maximize=maximize
+            )
             rules.adamw_(
                 [master],
                 [grad],
@@ -217,7 +216,8 @@ def test_each_rule_has_the_bits_of_torch(
                 weight_decay=0.1,
                 maximize=maximize,
             )
-        rules.muon_(master, numbers[0].to(dtypes[3]), lr=0.02, adjusted_lr=0.03, weight_decay=0.1)
+            update = numbers[0].to(dtypes[3])
+            rules.muon_(master, update, lr=0.02, adjusted_lr=0.03, weight_decay=0.1)
         found.append([out, buffer, mean, mean_sq, values, parameter, torch.tensor(any(is_changed))])
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
@@ -246,13 +246,13 @@ def test_steps_go_on_where_no_kernels_are_built(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = train("cpu", torch.bfloat16, {})
-    monkeypatch.setitem(sys.modules, "muon.cpu_kernels", None)  # As if it could not be imported.
-    one_pass.kernels_for.cache_clear()
+    monkeypatch.setitem(sys.modules, "muon.kernels.cpu", None)  # As if it could not be imported.
+    rules.kernels_for.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "muon"):
             found = train("cpu", torch.bfloat16, {})
     finally:
-        one_pass.kernels_for.cache_clear()
+        rules.kernels_for.cache_clear()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     [message] = caplog.messages
     assert message.startswith("steps on cpu take more passes over memory: ")
@@ -274,14 +274,14 @@ def test_the_default_dtype_does_not_matter(
     if not by_kernels:
         monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
     if before_first_use:
-        one_pass.kernels_for.cache_clear()
+        rules.kernels_for.cache_clear()
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         found = train("cpu", torch.bfloat16, rule)
     finally:
         torch.set_default_dtype(default)
-    assert one_pass.kernels_for(torch.device("cpu")) is not None
+    assert rules.kernels_for(torch.device("cpu")) is not None
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -323,20 +323,21 @@ def test_tensors_of_other_shapes_and_freed_ones_are_refused() -> None:
     grad, master, update_ = torch.ones(200), torch.ones(200), torch.ones(200)
     options: dict[str, Any] = {"lr": 0.1, "adjusted_lr": 0.1, "weight_decay": 0.1}
     with pytest.raises(RuntimeError):
-        one_pass.muon_(master, update_[:100], **options)
+        rules.muon_(master, update_[:100], **options)
     with pytest.raises(RuntimeError):
-        one_pass.momentum_(grad, master[:100], momentum=0.9, nesterov=True, out=update_)
+        rules.momentum_(grad, master[:100], momentum=0.9, nesterov=True, out=update_)
     parameter = master.bfloat16()
     parameter.untyped_storage().resize_(0)
     rounded = tierstore.RoundedMaster(master, parameter, lambda changed: None)
     with pytest.raises(RuntimeError):
-        one_pass.muon_(rounded, update_, **options)
+        rules.muon_(rounded, update_, **options)
 
 
 @needs_avx2
-def test_a_parameter_in_float32_that_is_not_the_master() -> None:
+def test_a_parameter_in_float32_that_is_not_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for rules in (one_pass, update):
+    for kernels in (rules.kernels_for(torch.device("cpu")), None):
+        monkeypatch.setattr(rules, "kernels_for", lambda device, found=kernels: found)
         master, parameter = torch.ones(100), torch.full((100,), 2.0)
         rounded = tierstore.RoundedMaster(master, parameter, lambda changed: None)
         rules.muon_(rounded, torch.ones(100), lr=0.1, adjusted_lr=0.1, weight_decay=0.1)

@@ -1,6 +1,6 @@
 """Native kernels for a CPU: update rules in one pass over memory, and random bits.
 
-They have the bits of muon.update and muon.rounding.
+They have the bits of ``muon.kernels.plain`` and ``muon.kernels.rounding``.
 
 Tensors are contiguous, in memory of the CPU, of float32 or bfloat16; see fit(). Masters and moments
 are float32.
@@ -8,6 +8,7 @@ are float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,13 +42,13 @@ def fit(*states: Any) -> bool:
 def momentum_(
     grad: torch.Tensor,
     buffer: torch.Tensor,
+    out: torch.Tensor,
     *,
     momentum: float,
     nesterov: bool,
-    out: torch.Tensor,
     maximize: bool,
 ) -> None:
-    """Do what ``muon.update.momentum_`` does."""
+    """Do what ``muon.kernels.plain.momentum_`` does."""
     _cpu_kernels.momentum(
         *_typed(grad),
         *_typed(buffer),
@@ -68,7 +69,7 @@ def muon_(
     decay: float,
     alpha: float,
 ) -> torch.Tensor | None:
-    """Do what ``muon.gpu_kernels.muon_`` does, and return None also if nothing was changed."""
+    """Do what ``muon.kernels.plain.muon_`` does."""
     numel = master.numel()
     changed = _cpu_kernels.muon(
         master.data_ptr(),
@@ -79,28 +80,48 @@ def muon_(
         alpha,
         _threads(numel),
     )
+    torch.autograd.graph.increment_version(master if parameter is None else parameter)
     return torch.tensor(True) if changed else None
 
 
 def adamw_(
+    masters: list[torch.Tensor],
+    parameters: Sequence[torch.Tensor | None],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    *,
+    roots: Sequence[float],
+    sizes: Sequence[float],
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool,
+) -> list[torch.Tensor | None]:
+    """Do what ``muon.kernels.plain.adamw_`` does."""
+    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, roots, sizes, strict=True)
+    options: dict[str, Any] = {"decay": decay, "betas": betas, "eps": eps, "maximize": maximize}
+    return [_adamw(*chunk, **options) for chunk in chunks]
+
+
+def _adamw(
     master: torch.Tensor,
     parameter: torch.Tensor | None,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
+    root: float,
+    size: float,
     *,
     decay: float,
     betas: tuple[float, float],
-    root: float,
     eps: float,
-    size: float,
     maximize: bool,
 ) -> torch.Tensor | None:
-    """Do what ``muon.gpu_kernels.adamw_`` does, and return None also if nothing was changed."""
     numel = master.numel()
     threads = _threads(numel)
     part = threads * _PART_NUMEL
-    roots = torch.empty(min(part, numel), dtype=torch.float32, device="cpu")
+    values = torch.empty(min(part, numel), dtype=torch.float32, device="cpu")
     is_changed = False
     for begin in range(0, numel, part):
         count = min(part, numel - begin)
@@ -113,19 +134,19 @@ def adamw_(
             grad.dtype == torch.bfloat16,
             mean_at,
             mean_sq_at,
-            roots.data_ptr(),
+            values.data_ptr(),
             count,
             *betas,
             bool(maximize),
             threads,
         )
-        roots[:count].sqrt_()
+        values[:count].sqrt_()
         is_changed |= _cpu_kernels.adamw(
             master_at,
             0 if parameter is None else parameter.data_ptr() + begin * parameter.itemsize,
             mean_at,
             mean_sq_at,
-            roots.data_ptr(),
+            values.data_ptr(),
             count,
             decay,
             root,
@@ -133,11 +154,12 @@ def adamw_(
             size,
             threads,
         )
+    torch.autograd.graph.increment_version(master if parameter is None else parameter)
     return torch.tensor(True) if is_changed else None
 
 
 def random_bits(rows: torch.Tensor, first: int, columns: int) -> torch.Tensor:
-    """Return 16 random bits for each element, as ``muon.rounding.Chances`` does: int32.
+    """Return 16 random bits for each element, as ``muon.kernels.rounding.Chances`` does: int32.
 
     Args:
         rows: int32, contiguous: a number for each row.

@@ -1,4 +1,4 @@
-"""Update rules as kernels of Triton: one pass over memory each, with the bits of muon.update.
+"""Update rules as kernels of Triton: one pass over memory each, with the bits of ``plain``.
 
 A rule made of operations of torch passes over its tensors once per operation, ten times for the
 weights of Muon. Products that torch's kernels add in one rounding are ``tl.fma`` here, and nothing
@@ -9,6 +9,7 @@ Tensors are contiguous, on one GPU, of float32, bfloat16 or float16; see fit().
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,13 @@ def fit(*states: Any) -> bool:
 def momentum_(
     grad: torch.Tensor,
     buffer: torch.Tensor,
+    out: torch.Tensor,
     *,
     momentum: float,
     nesterov: bool,
-    out: torch.Tensor,
     maximize: bool,
 ) -> None:
-    """Do what ``muon.update.momentum_`` does."""
+    """Do what ``muon.kernels.plain.momentum_`` does."""
     with torch.cuda.device_of(grad):
         _momentum[_grid(grad)](
             grad,
@@ -68,19 +69,7 @@ def muon_(
     decay: float,
     alpha: float,
 ) -> torch.Tensor | None:
-    """Do what ``muon.update.muon_`` does, also with a parameter that is the master rounded.
-
-    Args:
-        master: float32; updated in place.
-        parameter: of the shape of ``master``, or None. Where it is not the master rounded, it was
-            changed, and is the master. It is set to the new master rounded.
-        update: of the shape of ``master``.
-        decay: what the master is multiplied by.
-        alpha: the negative adjusted learning rate.
-
-    Returns:
-        Bool of shape (): whether an element of the parameter was changed. None without one.
-    """
+    """Do what ``muon.kernels.plain.muon_`` does."""
     changed = None
     if parameter is not None:
         changed = torch.zeros((), dtype=torch.uint8, device=master.device)
@@ -96,38 +85,44 @@ def muon_(
             is_rounded=parameter is not None,
             block=_BLOCK,
         )
+    torch.autograd.graph.increment_version(master if parameter is None else parameter)
     return None if changed is None else changed.view(torch.bool)
 
 
 def adamw_(
+    masters: list[torch.Tensor],
+    parameters: Sequence[torch.Tensor | None],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    *,
+    roots: Sequence[float],
+    sizes: Sequence[float],
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool,
+) -> list[torch.Tensor | None]:
+    """Do what ``muon.kernels.plain.adamw_`` does."""
+    chunks = zip(masters, parameters, grads, exp_avgs, exp_avg_sqs, roots, sizes, strict=True)
+    options: dict[str, Any] = {"decay": decay, "betas": betas, "eps": eps, "maximize": maximize}
+    return [_step_adamw(*chunk, **options) for chunk in chunks]
+
+
+def _step_adamw(
     master: torch.Tensor,
     parameter: torch.Tensor | None,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
+    root: float,
+    size: float,
     *,
     decay: float,
     betas: tuple[float, float],
-    root: float,
     eps: float,
-    size: float,
     maximize: bool,
 ) -> torch.Tensor | None:
-    """Do what ``muon.update.adamw_`` does for one chunk; parameter and result as in muon_().
-
-    Args:
-        master: float32; updated in place.
-        parameter: of the shape of ``master``, or None.
-        grad: of the shape of ``master``, as all that follow.
-        exp_avg: float32; updated in place.
-        exp_avg_sq: float32; updated in place.
-        decay: what the master is multiplied by; 1 for none.
-        betas: weights of the past in the moments.
-        root: what the root of the second moment is divided by.
-        eps: added to the root.
-        size: learning rate over the correction of the first moment.
-        maximize: the gradient is negated.
-    """
     changed = None
     if parameter is not None:
         changed = torch.zeros((), dtype=torch.uint8, device=master.device)
@@ -152,6 +147,7 @@ def adamw_(
             weight_small=_is_small(1 - betas[0]),
             block=_BLOCK,
         )
+    torch.autograd.graph.increment_version(master if parameter is None else parameter)
     return None if changed is None else changed.view(torch.bool)
 
 

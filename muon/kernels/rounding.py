@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 import tierstore
-from muon import one_pass
-from muon.encoded import AnyState
+from muon.kernels.rules import AnyState, kernels_for
 
 _BITS = 16
 
@@ -57,7 +56,7 @@ class Chances:
         x = x.bitwise_xor_(x >> 29).mul_(_MIX_64).bitwise_right_shift_(32).to(torch.int32)
         if shape:
             begin, size = chunk.offsets[-1], chunk.sizes[-1]
-            kernels = one_pass.kernels_for(device) if device.type == "cpu" else None
+            kernels = kernels_for(device) if device.type == "cpu" else None
             if kernels is not None:
                 bits: torch.Tensor = kernels.random_bits(x, begin, size)
                 return bits
@@ -80,7 +79,7 @@ _MIX_64 = _signed(0xBF58476D1CE4E5B9, 64)
 
 
 class Rounded:
-    """A state that is written with stochastic rounding, as ``muon.encoded.opened()`` takes it.
+    """A state that is written with stochastic rounding, which ``opened()`` takes.
 
     Args:
         state: bfloat16, or encoded.

@@ -1,0 +1,157 @@
+"""Update rules as operations of torch, in place on the tensors of chunks.
+
+All operations are elementwise, so results do not depend on where a parameter is cut, and
+gradients are never modified. ``cpu`` and ``gpu`` have functions of the same names and arguments,
+without ``cautious``, and with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import tierstore
+
+
+def momentum_(
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """Update the momentum and write the input of Newton-Schulz; see ``muon.kernels.rules``.
+
+    Args:
+        grad: of any shape, as all that follow.
+        buffer: the running average; updated in place.
+        out: overwritten.
+        momentum: weight of the past, in [0, 1].
+        nesterov: look one step ahead.
+        maximize: the gradient is negated.
+    """
+    wide = torch.promote_types(torch.promote_types(grad.dtype, torch.float32), buffer.dtype)
+    wide_grad = grad.to(wide)
+    if maximize:
+        wide_grad = -wide_grad
+    average = buffer.to(wide)  # The buffer itself if it is wide.
+    average.lerp_(wide_grad, 1 - momentum)  # m = momentum m + (1 - momentum) g
+    buffer.copy_(average)
+    out.copy_(wide_grad.lerp(average, momentum) if nesterov else average)
+
+
+def muon_(
+    master: torch.Tensor,
+    parameter: torch.Tensor | None,
+    update: torch.Tensor,
+    *,
+    decay: float,
+    alpha: float,
+    cautious: bool = False,
+) -> torch.Tensor | None:
+    """Decay the master, and add the orthogonalized update.
+
+    master = decay * master + alpha * update.
+
+    Args:
+        master: float32 or wider, of any shape; updated in place.
+        parameter: of the shape of ``master``, or None. Where it is not the master rounded, it was
+            changed, and is the master. It is set to the new master rounded.
+        update: of the shape of ``master``.
+        decay: what the master is multiplied by.
+        alpha: the negative adjusted learning rate.
+        cautious: decay only elements that the update does not move away from zero.
+
+    Returns:
+        Bool of shape (): whether an element of the parameter was changed; None for no.
+    """
+    changed = _adopt(master, parameter)
+    if cautious:
+        _decay_cautiously_(master, update, decay)
+    else:
+        master.mul_(decay)
+    master.add_(update, alpha=alpha)
+    if parameter is not None:
+        parameter.copy_(master)
+    return changed
+
+
+def adamw_(
+    masters: list[torch.Tensor],
+    parameters: Sequence[torch.Tensor | None],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    *,
+    roots: Sequence[float],
+    sizes: Sequence[float],
+    decay: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool,
+    cautious: bool = False,
+) -> list[torch.Tensor | None]:
+    """Do one step of AdamW.
+
+    Each list has one item for each chunk; the tensors of a chunk have one shape.
+
+    Args:
+        masters: float32 or wider; updated in place.
+        parameters: as of muon_().
+        grads: of any floating-point dtype.
+        exp_avgs: of the dtype of the master; updated in place.
+        exp_avg_sqs: of the dtype of the master; updated in place.
+        roots: what the roots of the second moments are divided by.
+        sizes: learning rates over the corrections of the first moments.
+        decay: what the masters are multiplied by; 1 for none.
+        betas: weights of the past in the moments.
+        eps: added to the roots.
+        maximize: the gradients are negated.
+        cautious: decay only elements that the step does not move away from zero.
+
+    Returns:
+        As muon_(), for each chunk.
+    """
+    changed = [_adopt(*pair) for pair in zip(masters, parameters, strict=True)]
+    wide_grads = [g.to(m.dtype) for g, m in zip(grads, exp_avgs, strict=True)]
+    if maximize:
+        wide_grads = list(torch._foreach_neg(wide_grads))
+    if decay != 1 and not cautious:
+        torch._foreach_mul_(masters, decay)
+    torch._foreach_lerp_(exp_avgs, wide_grads, 1 - betas[0])  # m = beta1 m + (1 - beta1) g
+    if decay != 1 and cautious:
+        for master, mean in zip(masters, exp_avgs, strict=True):
+            _decay_cautiously_(master, mean, decay)
+    torch._foreach_mul_(exp_avg_sqs, betas[1])
+    torch._foreach_addcmul_(exp_avg_sqs, wide_grads, wide_grads, 1 - betas[1])  # v, with g^2
+    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    torch._foreach_div_(denominators, roots)
+    torch._foreach_add_(denominators, eps)
+    # lr m / (1 - beta1^step) / denominator
+    torch._foreach_addcdiv_(masters, exp_avgs, denominators, [-size for size in sizes])
+    for master, parameter in zip(masters, parameters, strict=True):
+        if parameter is not None:
+            parameter.copy_(master)
+    return changed
+
+
+def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Take over what was changed in the parameter; return whether anything was, None for no."""
+    found: list[torch.Tensor] = []
+    if parameter is not None:
+        tierstore.RoundedMaster(master, parameter, found.append).read()
+    return found[0] if found else None
+
+
+def _decay_cautiously_(
+    values: torch.Tensor, direction: torch.Tensor, decay: float | torch.Tensor
+) -> None:
+    """Multiply the values by ``decay`` where they do not have the other sign than ``direction``.
+
+    The direction is subtracted from the values (https://arxiv.org/abs/2510.12402, algorithm 1).
+    """
+    decays = values.sign() * direction.sign() >= 0  # The product of signs is exact.
+    values.mul_(torch.ones_like(values).masked_fill_(decays, decay))

@@ -1,0 +1,372 @@
+"""The update rules: opens states, cuts them into pieces, and chooses who computes.
+
+Kernels of one pass over memory (``cpu``, ``gpu``), where the device has them and they take the
+tensors; operations of torch (``plain``) otherwise. Both give the same bits. Kernels for a GPU need
+Triton, which builds of torch for GPUs bring along, and a C compiler; kernels for a CPU are built
+with the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+import tierstore
+from muon.kernels import plain
+
+logger = logging.getLogger("muon")
+
+_PIECE_NUMEL = 1 << 18
+_SMALL_NUMEL = 1 << 16  # Smaller tensors of AdamW take less time in batches.
+
+
+class Readable(Protocol):
+    """A state whose values are read, and written after they were changed."""
+
+    def read(self) -> torch.Tensor:
+        """Return the values in memory of their own."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Take the changed values."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of the state."""
+
+
+AnyState: TypeAlias = torch.Tensor | Readable
+
+
+@contextlib.contextmanager
+def opened(states: Sequence[AnyState]) -> Iterator[list[torch.Tensor]]:
+    """Yield the values of states, to be changed in place: the tensors themselves, or decoded.
+
+    Decoded values are encoded when the context ends without an error.
+    """
+    values = [state if isinstance(state, torch.Tensor) else state.read() for state in states]
+    yield values
+    for state, value in zip(states, values, strict=True):
+        if not isinstance(state, torch.Tensor):
+            state.write(value)
+
+
+def momentum_(
+    grad: torch.Tensor,
+    momentum_buffer: AnyState,
+    *,
+    momentum: float,
+    nesterov: bool,
+    out: torch.Tensor,
+    maximize: bool = False,
+) -> None:
+    """Update the momentum and write the input of Newton-Schulz to ``out``.
+
+    As in ``torch.optim.Muon``: the average m is ``momentum * m + (1 - momentum) * grad``, and the
+    input is m, or with ``nesterov`` ``(1 - momentum) * grad + momentum * m``. Both are computed
+    in float32 or wider; a buffer of lower precision stores m rounded.
+
+    Args:
+        grad: shape (rows, columns) of the chunk, any floating-point dtype.
+        momentum_buffer: the shape of ``grad``; updated in place.
+        momentum: weight of the past, in [0, 1].
+        nesterov: look one step ahead.
+        out: the shape of ``grad``, in the dtype of Newton-Schulz; overwritten.
+        maximize: follow the gradient upwards: ``grad`` is negated.
+    """
+    kernels = kernels_for(grad.device)
+    for rules, tensors, [buffer], _ in _parts(kernels, [grad, out], [momentum_buffer]):
+        rules.momentum_(
+            tensors[0],
+            buffer,
+            tensors[1],
+            momentum=momentum,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+
+
+def muon_(
+    master: AnyState,
+    update: torch.Tensor,
+    *,
+    lr: float | torch.Tensor,
+    adjusted_lr: float | torch.Tensor,
+    weight_decay: float,
+    cautious: bool = False,
+) -> None:
+    """Decay the master, then subtract the orthogonalized update, as ``torch.optim.Muon`` does.
+
+    master = (1 - lr * weight_decay) * master - adjusted_lr * update.
+
+    Args:
+        master: shape (rows, columns) of the chunk; updated in place.
+        update: the shape of ``master``, in the dtype of Newton-Schulz.
+        lr: learning rate before adjust_lr(), which scales the weight decay.
+        adjusted_lr: learning rate after adjust_lr(), which scales the update.
+        weight_decay: decoupled, as in AdamW.
+        cautious: decay only elements that the update does not move away from zero.
+    """
+    options: dict[str, Any] = {
+        "decay": float(1 - lr * weight_decay),
+        "alpha": -float(adjusted_lr),
+        **({"cautious": True} if cautious else {}),
+    }
+    kernels = None if cautious else kernels_for(update.device)
+    for rules, [part], [values], parameter in _parts(kernels, [update], [master], has_master=True):
+        _note_changed(master, rules.muon_(values, parameter, part, **options))
+
+
+def adamw_(
+    masters: Sequence[AnyState],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[AnyState],
+    exp_avg_sqs: Sequence[AnyState],
+    *,
+    steps: Sequence[float],
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    cautious: bool = False,
+) -> None:
+    """Do one step of AdamW (https://arxiv.org/abs/1711.05101), as ``torch.optim.AdamW`` does.
+
+    Each sequence has one item for each chunk; the tensors of a chunk have one shape.
+
+    Args:
+        masters: of any shape; updated in place.
+        grads: of any floating-point dtype.
+        exp_avgs: running means m of gradients, of the dtype of the master; updated in place.
+        exp_avg_sqs: running means v of squared gradients, of the dtype of the master; updated in
+            place.
+        steps: number of this step for the parameter, from 1.
+        lr: learning rate. A tensor of one element is used in its own precision.
+        betas: weights of the past in m and v.
+        eps: added to the root of v.
+        weight_decay: decoupled: the masters shrink by ``lr * weight_decay``.
+        maximize: follow the gradients upwards: they are negated.
+        cautious: decay only elements that the step does not move away from zero.
+    """
+    decay = 1 - lr * weight_decay
+    if isinstance(decay, torch.Tensor):
+        # Not a float: as in torch.optim, float64 decays a chunk without dimensions in float64.
+        decay = decay.reshape(()).cpu()
+    are_tensors = any(isinstance(value, torch.Tensor) for value in (lr, weight_decay, eps))
+    has_kernels = bool(grads) and not cautious and not are_tensors
+    kernels = kernels_for(grads[0].device) if has_kernels else None
+    sizes = {step: float(lr / (1 - betas[0] ** step)) for step in set(steps)}
+    roots = {step: (1 - betas[1] ** step) ** 0.5 for step in sizes}
+    options: dict[str, Any] = {
+        "decay": decay,
+        "betas": betas,
+        "eps": eps,
+        "maximize": maximize,
+        **({"cautious": True} if cautious else {}),
+    }
+    left = []
+    for row in zip(steps, grads, masters, exp_avgs, exp_avg_sqs, strict=True):
+        step, grad, *states = row
+        if kernels is None or grad.numel() < _SMALL_NUMEL:
+            left.append(row)
+            continue
+        for rules, part, values, parameter in _parts(kernels, [grad], states, has_master=True):
+            columns = [[value] for value in (values[0], parameter, *part, *values[1:])]
+            numbers = {"roots": [roots[step]], "sizes": [sizes[step]]}
+            [changed] = rules.adamw_(*columns, **numbers, **options)
+            _note_changed(states[0], changed)
+    for some_steps, some_grads, some_masters, *moments in _batches(left):
+        own, parameters = zip(*map(_split, some_masters), strict=True)
+        with opened(own) as values, opened(moments[0]) as means, opened(moments[1]) as mean_sqs:
+            found = plain.adamw_(
+                values,
+                parameters,
+                some_grads,
+                means,
+                mean_sqs,
+                roots=[roots[step] for step in some_steps],
+                sizes=[sizes[step] for step in some_steps],
+                **options,
+            )
+        for master, changed in zip(some_masters, found, strict=True):
+            _note_changed(master, changed)
+
+
+def _parts(
+    kernels: Any,
+    tensors: Sequence[torch.Tensor],
+    states: Sequence[AnyState],
+    *,
+    has_master: bool = False,
+) -> Iterator[tuple[Any, Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor | None]]:
+    """Yield parts of tensors and states, each to be stepped before the next is asked for.
+
+    The whole, if kernels take it as it is. Otherwise pieces, with the values of encoded states.
+
+    Args:
+        kernels: a module of kernels, or None.
+        tensors: what the rule reads or writes beside the states; all have one shape.
+        states: those that the rule changes.
+        has_master: whether the states are a master and its moments. Then the rule only reads the
+            tensors.
+
+    Yields:
+        The module of the rule, the tensors, the values of the states, and the parameter that is
+        the master rounded, or None.
+    """
+    own, parameter = _split(states[0])
+    values: list[Any] = [own, *states[1:]]
+    if all(isinstance(value, torch.Tensor) for value in values):
+        taken = _taken(kernels, tensors, values, parameter, has_master)
+        if taken is not None:
+            yield kernels, taken, values, parameter
+            return
+    for piece in _pieces(*tensors, *states):
+        given, (first, *others) = piece[: len(tensors)], piece[len(tensors) :]
+        own, parameter = _split(first)
+        with opened([own, *others]) as values:
+            taken = _taken(kernels, given, values, parameter, has_master)
+            if taken is None:
+                yield plain, given, values, parameter
+            else:
+                yield kernels, taken, values, parameter
+
+
+def _taken(
+    kernels: Any,
+    tensors: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    parameter: torch.Tensor | None,
+    has_master: bool,
+) -> Sequence[torch.Tensor] | None:
+    """Return the tensors as kernels take them with values and parameter; None if they do not.
+
+    Kernels take masters and moments in float32, and parameters in less.
+    """
+    if kernels is None or not kernels.fit(*values, parameter):
+        return None
+    if has_master:
+        if any(value.dtype != torch.float32 for value in values):
+            return None
+        if parameter is not None and parameter.dtype == torch.float32:
+            return None
+        # The update of a tall matrix is a transposed view.
+        tensors = [tensor.contiguous() for tensor in tensors]
+    beside = () if parameter is None else (parameter,)
+    are_equal = len({each.shape for each in (*tensors, *values, *beside)}) == 1
+    return tensors if are_equal and kernels.fit(*tensors) else None
+
+
+def _split(state: AnyState) -> tuple[AnyState, torch.Tensor | None]:
+    """Return a state, and the parameter that is the state rounded or None."""
+    if isinstance(state, tierstore.RoundedMaster):
+        return state.master, state.parameter
+    return state, None
+
+
+def _note_changed(master: Any, changed: torch.Tensor | None) -> None:
+    """Tell the store whether elements of the parameter were changed; None if not."""
+    if changed is not None:
+        master.note_changed(changed)
+
+
+def _batches(
+    rows: Sequence[tuple[Any, ...]],
+) -> Iterator[list[list[Any]]]:
+    """Yield rows in batches, each as one list for each column.
+
+    Small tensors are joined and large ones cut as by _pieces(), so that the temporaries of a batch
+    stay in the cache.
+
+    Args:
+        rows: the number of the step, and tensors or states of one shape.
+    """
+    batch: list[tuple[Any, ...]] = []
+    numel = 0
+    for step, *row in rows:
+        for piece in _pieces(*row):
+            if batch and numel + piece[0].numel() > _PIECE_NUMEL:
+                yield [list(column) for column in zip(*batch, strict=True)]
+                batch, numel = [], 0
+            batch.append((step, *piece))
+            numel += piece[0].numel()
+    if batch:
+        yield [list(column) for column in zip(*batch, strict=True)]
+
+
+def _pieces(first: torch.Tensor, *others: AnyState) -> Iterator[tuple[Any, ...]]:
+    """Yield the same part of all tensors, of one shape, small enough for temporaries in the cache.
+
+    On a CPU, larger temporaries would be allocated from the system and returned each time, which
+    takes several times as long as the computation. Rows of a matrix are not cut. Tensors on a GPU
+    are yielded whole.
+    """
+    if first.is_cpu:
+        yield from _cut((first, *others), 0)
+    else:
+        yield first, *others
+
+
+def _cut(tensors: tuple[Any, ...], dimension: int) -> Iterator[tuple[Any, ...]]:
+    """Cut along a dimension, and along the next ones where that does not suffice."""
+    first = tensors[0]
+    if first.numel() <= _PIECE_NUMEL or dimension == max(1, first.ndim - 1):
+        yield tensors
+        return
+    size = first.shape[dimension]
+    rows = max(1, _PIECE_NUMEL * size // first.numel())
+    for start in range(0, size, rows):
+        part = (*(slice(None),) * dimension, slice(start, start + rows))
+        yield from _cut(tuple(tensor[part] for tensor in tensors), dimension + 1)
+
+
+@functools.cache
+def kernels_for(device: torch.device) -> Any:
+    """Return the module of kernels that run on a device, or None."""
+    name = {"cpu": "muon.kernels.cpu", "cuda": "muon.kernels.gpu"}.get(device.type)
+    if name is None:
+        return None
+    if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
+    kernels = None
+    try:
+        kernels = importlib.import_module(name)
+        are_equal = _agree(kernels, device)
+        problem: object = "other bits than torch"
+    except Exception as error:
+        # Triton or a compiler may be absent, or too old for the GPU; nothing native may be built.
+        are_equal, problem = False, error
+    if not are_equal:
+        logger.warning("steps on %s take more passes over memory: %s", device, problem)
+    return kernels if are_equal else None
+
+
+def _agree(kernels: Any, device: torch.device) -> bool:
+    """Return whether kernels give the bits of the plain rules, for a few numbers."""
+    random = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn((5, 4099), generator=random, device=device, dtype=torch.float32)
+    grad, buffer, update = numbers[0].bfloat16(), numbers[1].bfloat16(), numbers[2].bfloat16()
+    found = []
+    for rules in (kernels, plain):
+        master, mean, mean_sq = numbers[3].clone(), numbers[1].clone(), numbers[4].square()
+        parameter = master.bfloat16()
+        parameter[::7] += 1
+        average, out = buffer.clone(), torch.empty_like(grad)
+        rules.momentum_(grad, average, out, momentum=0.95, nesterov=True, maximize=False)
+        rules.muon_(master, parameter, update, decay=0.998, alpha=-0.03)
+        rules.adamw_(
+            *([master], [parameter], [grad], [mean], [mean_sq]),
+            roots=[(1 - 0.95**3) ** 0.5],
+            sizes=[1e-3 / (1 - 0.9**3)],
+            decay=1 - 1e-3 * 0.1,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            maximize=False,
+        )
+        found.append([average, out, master, parameter, mean, mean_sq])
+    return all(map(torch.equal, *found))
