@@ -94,6 +94,11 @@ def of_getting_started() -> Names:
     return {**names, "loss": loss_of(names["model"]), "loader": {"batch": 0}}
 
 
+def of_freezing() -> Names:
+    names, model = usual(), nn.Sequential(OrderedDict(encoder=model_of(), head=nn.Linear(256, 8)))
+    return {**names, "model": model, "store": tierstore.TierStore("around")}
+
+
 class Layers(nn.Module):
     """Of each kind that docs/guide/muon.md names."""
 
@@ -225,6 +230,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "docs/guide/convert.md": of_convert,
     "docs/guide/fewer-bytes.md": of_fewer_bytes,
     "docs/guide/getting-started.md": of_getting_started,
+    "docs/guide/getting-started.md-1": of_freezing,
     "docs/guide/muon.md": of_muon,
     "docs/guide/optimizers.md": of_optimizers,
     "docs/guide/optimizers.md-1": of_a_sweep,

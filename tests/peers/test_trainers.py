@@ -89,6 +89,23 @@ def test_killed_and_resumed(example: str, ranks: int, tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("example", STEPS)
+def test_another_number_of_ranks(example: str, tmp_path: Path) -> None:
+    """A Trainer of transformers goes on. Other loops refuse, and lose nothing."""
+    begin_and_kill(example, tmp_path / "run", 2, random.Random(0))
+    if example == "huggingface_trainer.py":
+        began, _ = finish(example, tmp_path / "run", 1)
+        assert 0 < began < STEPS[example]
+        return
+    alone = command(example, tmp_path / "run", 1)
+    refused = subprocess.run(alone, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "of another number of processes" in " ".join(refused.stderr.split())
+    began, found = finish(example, tmp_path / "run", 2)
+    assert 0 < began < STEPS[example]
+    assert found == finish(example, tmp_path / "whole", 2)[1]
+
+
 def trainer_of(directory: Path, store: tierstore.TierStore, **options: Any) -> Any:
     """Return a MuonTrainer of a tiny model, for three steps."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments

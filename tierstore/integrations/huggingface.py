@@ -83,8 +83,10 @@ class StoreTrainer(Trainer):
             return super().train(None, *args, **kwargs)
         require_own(committed, "trainer", "a Trainer", None)
         with tempfile.TemporaryDirectory() as folder:
-            state = committed.states["trainer"]["json"]
-            Path(folder, _STATE_NAME).write_text(state, encoding="utf-8")
+            state = json.loads(committed.states["trainer"]["json"])
+            state["is_local_process_zero"] = self.is_local_process_zero()
+            state["is_world_process_zero"] = self.is_world_process_zero()
+            Path(folder, _STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
             return super().train(folder, *args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -146,6 +148,8 @@ class _TrainerState:
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=exported)
+        # The same on all ranks, so that another number of them can go on; see train().
+        state.is_local_process_zero = state.is_world_process_zero = True
         return {"json": json.dumps(dataclasses.asdict(state))}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:

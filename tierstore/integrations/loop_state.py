@@ -103,10 +103,10 @@ def require_own(committed: CommittedStep, key: str, maker: str, processes: int |
             f"step {step} of the store was not committed by {maker}: continue it with the program "
             "that began the run, or open the store in a new directory"
         )
-    if step and committed.of_other_ranks and processes is not None:
+    if step and (key in committed.unequal or (committed.of_other_ranks and processes)):
         raise ValueError(
             f"step {step} of the store was committed by {maker} of another number of processes, "
-            f"and this is one of {processes}, which has other batches: continue it with as many"
+            "which had other batches: continue it with as many"
         )
 
 
