@@ -25,6 +25,7 @@ from tierstore.layout.dtensors import is_dtensor
 from tierstore.layout.parameters import PagedGroup
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
+from tierstore.paging.gradients import agree_on_gradients
 from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
@@ -353,7 +354,7 @@ class TierStore:
         table.offload_gradients()
         with self._calls.together("step()"):
             table.require_same_values()
-            gradients = rank_checks.agree_on_gradients(
+            gradients = agree_on_gradients(
                 self._ranks,
                 table.groups,
                 table.specs,

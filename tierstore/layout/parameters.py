@@ -295,66 +295,6 @@ def unwrapped_name(name: str, *, without_module: bool) -> str:
     return ".".join([*(part for part in modules if part not in added), last])
 
 
-def check_unchanged(parameter: PagedParameter, spec: ParameterSpec) -> torch.Tensor | None:
-    """Return the gradient, after checking that it and its parameter fit the pages laid out.
-
-    Raises:
-        ValueError: they do not; the message names the parameter.
-    """
-    tensor, grad = parameter.tensor, parameter.grad
-    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
-        raise ValueError(
-            f"parameter {spec.name!r} was {spec.dtype} {list(spec.shape)} and is now "
-            f"{tensor.dtype} {list(tensor.shape)}: convert the model before the first step"
-        )
-    if grad is None:
-        return None
-    if parameter.gradient is not None:
-        _check_given(grad, tensor, spec.name)
-        if parameter.grad is not grad:
-            raise ValueError(
-                f"the function that gives the gradient of {spec.name!r} gives another tensor each "
-                "time: a step calls it several times, so keep the tensor and return it"
-            )
-    if not same_placement(grad, tensor):
-        raise ValueError(
-            f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
-            f"is {describe_placement(tensor)}: redistribute the gradient"
-        )
-    if is_dtensor(grad):
-        own, expected = (local_tensor(of_ranks).shape for of_ranks in (grad, tensor))
-        if not same_shape(own, expected):
-            raise ValueError(
-                f"the local tensor of the gradient of {spec.name!r} has shape {list(own)} on this "
-                f"rank, that of the parameter {list(expected)}: cut both alike"
-            )
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
-            "(for an embedding, sparse=False)"
-        )
-    return grad
-
-
-_GRADIENT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
-    """Check a gradient for what torch checks when it is assigned to ``.grad``."""
-    if not isinstance(grad, torch.Tensor):
-        raise ValueError(
-            f"the gradient of {name!r} is of type {type(grad).__name__}, expected a tensor or None"
-        )
-    fits = grad.shape == tensor.shape and grad.device == tensor.device
-    if not fits or grad.dtype not in _GRADIENT_DTYPES:
-        raise ValueError(
-            f"the gradient of {name!r} is {dtype_name(grad.dtype)} {list(grad.shape)} on "
-            f"{grad.device}, the parameter is {dtype_name(tensor.dtype)} {list(tensor.shape)} on "
-            f"{tensor.device}: give a tensor of its shape and device, in float64, float32, "
-            "bfloat16 or float16"
-        )
-
-
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
     """Check that tensors are states of the parameter: known names, shapes and placements.
 

@@ -1,18 +1,36 @@
-"""Checks of the gradients of one rank: elements that are not finite, and samples."""
+"""The gradients of one step: which are there, fit, are finite, and are the same on replicas."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tierstore.errors import NonFiniteGradientError
-from tierstore.layout.dtensors import local_tensor
-from tierstore.layout.parameters import PagedParameter
+from tierstore.layout.dtensors import (
+    describe_placement,
+    is_dtensor,
+    local_tensor,
+    same_placement,
+    same_shape,
+)
+from tierstore.layout.ownership import SharedSubgroup
+from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec, dtype_name
+from tierstore.layout.sharding import Holding
 from tierstore.paging.device import Device
+from tierstore.paging.fsdp import reshard
+from tierstore.paging.rank_checks import digest_of, hyperparameters_of, require_equal
+from tierstore.ranks.peers import Peers, agree
+
+# Replicas of a gradient may be rounded differently. Gradients of other data differ by far more.
+_GRADIENT_TOLERANCE = 0.01
+
+_GRADIENT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Number of elements in a sample.
 _SAMPLE_ELEMENTS = 64
@@ -21,6 +39,206 @@ _SAMPLE_ELEMENTS = 64
 _NAMED_MAX = 3
 
 _WEIGHTS = np.linspace(1, 2, _SAMPLE_ELEMENTS, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The gradients of one step."""
+
+    present: frozenset[str]
+    """Names of the parameters of which any rank has a gradient."""
+    nonfinite: str
+    """With "skip" and a gradient that is not finite: the text of a warning; else ""."""
+    unread: NonFinite | None
+    """The gradients of this rank that are not finite, if nobody has waited for them yet."""
+
+
+def agree_on_gradients(
+    peers: Peers,
+    groups: Sequence[PagedGroup],
+    specs: Mapping[str, ParameterSpec],
+    partition: Sequence[SharedSubgroup],
+    device: Device,
+    *,
+    nonfinite: str,
+    missing: str,
+    waits: bool,
+    compares: bool,
+) -> Gradients:
+    """Return the gradients of a step, after checking all of them.
+
+    Args:
+        peers: all ranks, which call this together.
+        groups: the groups, the same on all ranks.
+        specs: parameter name -> spec when the parameter was attached.
+        partition: the subgroups of these groups.
+        device: the device of the parameters.
+        nonfinite: as in TierStore.sweep().
+        missing: as in TierStore.sweep().
+        waits: whether to wait until it is known which gradients are finite.
+        compares: whether to compare the gradients of replicas.
+
+    Raises:
+        ValueError: a parameter or gradient does not fit, the ranks have different
+            hyperparameters, replicas have different gradients, or with ``missing="raise"`` a rank
+            has none; the message names the first.
+        NonFiniteGradientError: with "raise", a gradient of any rank is not finite.
+        PeerFailed: a parameter or gradient does not fit on another rank.
+    """
+    members = [parameter for group in groups for parameter in group.parameters]
+    is_alone = peers.world_size == 1
+    unread: NonFinite | None = None
+    options = {"nonfinite": nonfinite, "missing": missing}
+
+    def look() -> tuple[int, int, int, int, bytes]:
+        nonlocal unread
+        reshard(members)
+        found = absent = 0  # A bit for each parameter, because every step sends this.
+        for index, parameter in enumerate(members):
+            grad = _check_gradient(parameter, specs[parameter.name])
+            found |= (grad is not None) << index
+            if grad is None and missing == "raise":  # Without elements it may have none.
+                absent |= (local_tensor(parameter.tensor).numel() > 0) << index
+        if nonfinite != "allow":
+            unread = NonFinite(members, device)
+        return (
+            found,
+            absent,
+            0 if is_alone else digest_of(hyperparameters_of(groups, options)),
+            unread.bits() if unread and waits else 0,
+            gradient_samples(members) if compares and not is_alone else b"",
+        )
+
+    looked = agree(peers, "begin a step", look)
+    found, absent, digests, bits, samples = zip(*looked, strict=True)
+    require_equal(peers, digests, groups, options)
+    present = functools.reduce(operator.or_, found)
+    _require_everywhere(members, present, absent)
+    _require_same_gradients(members, partition, samples)
+    text = ""
+    if union := functools.reduce(operator.or_, bits):
+        ranks = [rank for rank, own in enumerate(bits) if own]
+        text = describe_nonfinite(named_by(members, union), [] if is_alone else ranks)
+        if nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"{text}. Nothing was changed: find their origin with "
+                "torch.autograd.detect_anomaly(), or pass nonfinite='skip' to leave out such steps"
+            )
+    return Gradients(
+        present=frozenset(named_by(members, present)),
+        nonfinite=text,
+        unread=None if waits else unread,
+    )
+
+
+def _check_gradient(parameter: PagedParameter, spec: ParameterSpec) -> torch.Tensor | None:
+    """Return the gradient, after checking that it and its parameter fit the pages laid out.
+
+    Raises:
+        ValueError: they do not; the message names the parameter.
+    """
+    tensor, grad = parameter.tensor, parameter.grad
+    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+        raise ValueError(
+            f"parameter {spec.name!r} was {spec.dtype} {list(spec.shape)} and is now "
+            f"{tensor.dtype} {list(tensor.shape)}: convert the model before the first step"
+        )
+    if grad is None:
+        return None
+    if parameter.gradient is not None:
+        _check_given(grad, tensor, spec.name)
+        if parameter.grad is not grad:
+            raise ValueError(
+                f"the function that gives the gradient of {spec.name!r} gives another tensor each "
+                "time: a step calls it several times, so keep the tensor and return it"
+            )
+    if not same_placement(grad, tensor):
+        raise ValueError(
+            f"the gradient of {spec.name!r} is {describe_placement(grad)}, the parameter "
+            f"is {describe_placement(tensor)}: redistribute the gradient"
+        )
+    if is_dtensor(grad):
+        own, expected = (local_tensor(of_ranks).shape for of_ranks in (grad, tensor))
+        if not same_shape(own, expected):
+            raise ValueError(
+                f"the local tensor of the gradient of {spec.name!r} has shape {list(own)} on this "
+                f"rank, that of the parameter {list(expected)}: cut both alike"
+            )
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
+            "(for an embedding, sparse=False)"
+        )
+    return grad
+
+
+def _check_given(grad: object, tensor: torch.Tensor, name: str) -> None:
+    """Check a gradient for what torch checks when it is assigned to ``.grad``."""
+    if not isinstance(grad, torch.Tensor):
+        raise ValueError(
+            f"the gradient of {name!r} is of type {type(grad).__name__}, expected a tensor or None"
+        )
+    fits = grad.shape == tensor.shape and grad.device == tensor.device
+    if not fits or grad.dtype not in _GRADIENT_DTYPES:
+        raise ValueError(
+            f"the gradient of {name!r} is {dtype_name(grad.dtype)} {list(grad.shape)} on "
+            f"{grad.device}, the parameter is {dtype_name(tensor.dtype)} {list(tensor.shape)} on "
+            f"{tensor.device}: give a tensor of its shape and device, in float64, float32, "
+            "bfloat16 or float16"
+        )
+
+
+def _require_everywhere(
+    members: Sequence[PagedParameter], present: int, absent: Sequence[int]
+) -> None:
+    """Refuse parameters of which some ranks have gradients and others have not, given their bits.
+
+    Args:
+        members: all parameters; the lowest bit is that of the first.
+        present: of parameters of which any rank has a gradient.
+        absent: of each rank: parameters without a gradient.
+    """
+    for rank, own in enumerate(absent):
+        if names := named_by(members, present & own):
+            raise ValueError(
+                f"rank {rank} has no gradient of {describe_names(names)}, and other ranks have. "
+                "Nothing was changed: find the branch of the model that this rank leaves out, or "
+                "leave out missing='raise', and its gradient counts as zeros"
+            )
+
+
+def _require_same_gradients(
+    members: Sequence[PagedParameter], partition: Sequence[SharedSubgroup], samples: Sequence[bytes]
+) -> None:
+    """Refuse replicas with different gradients, given gradient_samples() of every rank, or b"".
+
+    A rank without a gradient is not compared.
+    """
+    if not all(samples):
+        return
+    found = np.stack([np.frombuffer(of, np.float32).reshape(-1, 2) for of in samples])
+    shared = {
+        shard.spec.name: shard.parameter for subgroup in partition for shard in subgroup.shards
+    }
+    by_holding: dict[Holding, list[int]] = {}
+    for index, member in enumerate(members):
+        if parameter := shared.get(member.name):
+            by_holding.setdefault(parameter.holding, []).append(index)
+    for holding, indices in by_holding.items():
+        for replicas in holding.replicas():
+            of_replicas = found[np.ix_(replicas, indices)]  # (replicas, parameters, 2)
+            least, most = np.fmin.reduce(of_replicas), np.fmax.reduce(of_replicas)  # NaN is absent.
+            with np.errstate(invalid="ignore"):
+                differs = most - least > _GRADIENT_TOLERANCE * most[:, 1:]  # (parameters, 2)
+            for position, column in np.argwhere(differs):
+                values = of_replicas[:, position, column]
+                first, other = sorted((int(np.nanargmin(values)), int(np.nanargmax(values))))
+                raise ValueError(
+                    f"ranks {replicas[first]} and {replicas[other]} hold the same elements of "
+                    f"parameter {members[indices[position]].name!r} with other gradients. Nothing "
+                    "was changed: reduce gradients over the ranks before step(), as "
+                    "DistributedDataParallel and torch.distributed.all_reduce() do"
+                )
 
 
 class NonFinite:

@@ -18,13 +18,13 @@ from tierstore.layout.ownership import (
 from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.layout.subgroups import uncut_nbytes
-from tierstore.paging import rank_checks
 from tierstore.paging.device import Device, open_device
 from tierstore.paging.host_gradients import HostGradients, gradients_bytes
 from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
+from tierstore.paging.shared_parameters import describe_groups, require_same_values
 from tierstore.paging.tier_plan import (
     BUFFERS_MIN,
     Budget,
@@ -139,7 +139,7 @@ class PageTable:
                 are_encoded=self.usability.has_directory or self.ranks.world_size > 1,
             ),
         )
-        shared = rank_checks.describe_groups(self.ranks, groups)
+        shared = describe_groups(self.ranks, groups)
         self._values_may_differ = self.ranks.world_size > 1 and not self.usability.awaits_restore
         pages = together(self.ranks, "lay out pages", lambda: self._lay_out(groups, shared))
         self.replication.prepare(pages)
@@ -158,7 +158,7 @@ class PageTable:
     def require_same_values(self) -> None:
         """Refuse replicas of other values than the owner's, once after attach()."""
         if self._values_may_differ:
-            rank_checks.require_same_values(self.ranks, self.groups, self.partition)
+            require_same_values(self.ranks, self.groups, self.partition)
             self._values_may_differ = False
 
     def are_replicated(self, names: Collection[str]) -> bool:

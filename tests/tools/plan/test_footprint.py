@@ -20,7 +20,7 @@ from tests.rank_programs.training import SHAPES, Case, whole_parameters
 from tests.support import training
 from tests.support.rank_pool import RankPool
 from tierstore.layout.sharding import Holding, whole_on
-from tierstore.paging.rank_checks import shared_parameter
+from tierstore.paging.shared_parameters import shared_parameter
 from tierstore.tools.plan.footprint import Footprint, StoreOptions, footprint_of, subgroups_of
 from tierstore.tools.plan.partitions import holding_of
 from tierstore.tools.plan.step import messages_of

@@ -9,8 +9,8 @@ from itertools import chain
 
 from tierstore.layout.ownership import SharedSubgroup
 from tierstore.paging.page import checksum_threads
-from tierstore.paging.rank_checks import shared_parameter
 from tierstore.paging.replication import bytes_in_flight
+from tierstore.paging.shared_parameters import shared_parameter
 from tierstore.paging.tier_plan import Tier, pages_at_once
 from tierstore.tools.plan.footprint import Footprint, footprint_of, subgroups_of
 from tierstore.tools.plan.formula import DiskRates, PageWork, RankWork, StepFormula, StepRules
