@@ -82,6 +82,7 @@ class Exchange:
                 with unpack().
         """
         sent, received = round_.sent(self.rank), round_.received(self.rank)
+        # decisions: Averages of rows lie with every part of a row.
         width = max(1, torch.float32.itemsize // dtype.itemsize) if with_averages else 0
         sent_counts, received_counts = _counts(sent, width), _counts(received, width)
         # First the parts that this rank sends, then the parts of the matrices that it owns.
@@ -126,6 +127,7 @@ class Exchange:
         with record_function("muon::scatter"):
             self._wait(work)
         apply_updates(own_parts, own_rows)
+        # decisions: The exchange keeps its buffers.
         self._free.append(buffer)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -252,6 +252,28 @@ def test_no_assert_around_effects() -> None:
     assert complaints_by_file(files, lambda path: assert_complaints(path.read_text())) == {}
 
 
+def decision_complaints(source: str, decisions: str) -> list[str]:
+    """Return the decisions that comments point to and that no heading has."""
+    headings = set(re.findall(r"^### (.+)$", decisions, re.M))
+    named = re.findall(r"# decisions: ([^.\n]+)", source)
+    return [f"no decision is called {name!r}" for name in named if name not in headings]
+
+
+def test_decision_rule_sees() -> None:
+    decisions = "### One path\n\nText"
+    assert decision_complaints("x = 1  # decisions: Two paths", decisions)
+    assert decision_complaints("# decisions: One path. And why\nx = 1", decisions) == []
+
+
+def test_comments_point_to_decisions() -> None:
+    decisions = (ROOT / "docs/internals/decisions.md").read_text()
+
+    def complain(path: Path) -> list[str]:
+        return decision_complaints(path.read_text(), decisions)
+
+    assert complaints_by_file(python_files("tierstore", "muon"), complain) == {}
+
+
 def test_public_module_says_its_idea() -> None:
     def complain(path: Path) -> list[str]:
         is_said = path.name.startswith("_") or ast.get_docstring(ast.parse(path.read_text()))

@@ -104,8 +104,12 @@ def publish(
     try:
         publishing.make_directory()
         copying = any(agree(peers, "link pages", publishing.link_pages))
+        # decisions: A shared page file is recognized by its link count. So a second name in the run
+        # lets training go on while the bytes under it are copied.
         held = copying and all(agree(peers, "hold pages", publishing.hold_pages))
         publishing.describe()
+        # With several ranks, collectives of another thread would have to be ordered with those of
+        # training.
         if held and peers.world_size == 1:
             publishing.finish_in_background(on_copying)
             return publishing.publication
@@ -194,6 +198,7 @@ class _Publishing:
                 "the ranks have different buffers or frozen parameters, or have them in another "
                 "order: give all ranks the same model"
             )
+        # In the temporary name: an attempt never writes into what another one has left.
         self._token = tokens[0]
         assert self._folder is not None
         self._directory = CheckpointDirectory(
@@ -271,7 +276,9 @@ class _Publishing:
                 if self._peers.rank == 0:
                     self._describe(commits, digests, values)
             finally:
-                for _ in values:  # All ranks gather the values together, to the last one.
+                # All ranks gather the values together: one that stops early leaves the others in
+                # a collective.
+                for _ in values:
                     pass
 
         together(self._peers, "describe the checkpoint", put)
@@ -352,7 +359,7 @@ class _Publishing:
         files = {
             published_page(commit.manifest.rank, page.number): {
                 "nbytes": page.layout.nbytes,
-                "xxh3_128": None,
+                "xxh3_128": None,  # The manifest has checksums; another would read every page.
             }
             for commit, pages in published
             for page in pages
@@ -378,6 +385,7 @@ class _Publishing:
 
     def _take_name(self, marked: Marked) -> None:
         """Publish the directory of rank 0, and remove the oldest checkpoints beside it."""
+        # The new one is durable before an old one goes: a crash between leaves one too many.
         self._directory.take_name(self._metadata)
         self._directory.keep()
         self._directory.retain(self._keep_last, marked)

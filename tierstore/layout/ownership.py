@@ -136,6 +136,8 @@ def partition_ranks(
         may_cut: whether a parameter that may be cut is cut where a page is full.
     """
     loads = owned_costs([], world_size) if loads is None else loads
+    # Pages come before owners: every rank has a part of each subgroup, perhaps an empty one. So
+    # all ranks step the same pages in the same order, which collectives need.
     sequences = [_elements(parameter) for parameter in parameters]
     pages = cut_into_pages(sequences, page_bytes, may_cut=may_cut)
     owners = _owners(parameters, pages, loads)
@@ -163,6 +165,7 @@ def _owners(
     for piece in chain.from_iterable(pages):
         parameter = parameters[piece.parameter]
         if _has_one_owner(parameter):
+            # Only ranks that hold a parameter can step it without another exchange.
             key = parameter.holding.ranks, parameter.spec.elementwise
             members.setdefault(key, []).append(piece)
     owners: dict[Piece, int] = {}
@@ -189,6 +192,7 @@ def _elements(parameter: SharedParameter) -> Elements:
         ranks = len(holding.ranks) if is_divided else 1
         return Elements(parameter=spec, numel=math.prod(spec.shape), ranks=ranks)
     numels = _owned_numels(parameter)
+    # The rank with most fills the pages, so that ``page_bytes`` bounds the pages of all ranks.
     most = max(numels)
     rank = holding.ranks[numels.index(most)]
     unit = spec.unit if _has_whole_units(parameter) else None
@@ -237,10 +241,13 @@ def _ranges(
             ranges[piece] = _sharded_ranges(
                 *(holding, spec.shape, spec.column_block, start, stop, world_size), by_rows=unit
             )
+    # decisions: Replicas own equal ranges. Equal over all pieces of the page together: a small
+    # parameter alone would leave most ranks without a part.
     for ranks, members in flat.items():
         owned = flat_ranges([piece.numel for piece in members], len(ranks))
         for piece, parts in zip(members, owned, strict=True):
             spec = parameters[piece.parameter].spec
+            # A block of columns has one scale, which two ranks cannot both write.
             moved = [
                 (
                     on_grid(spec.shape, piece.start + start, spec.column_block),
@@ -336,6 +343,8 @@ def balanced_owners(costs: Sequence[int], loads: Sequence[int]) -> tuple[list[in
     """
     if not loads:
         raise ValueError("loads must have a number for each rank, got none")
+    # Ties are decided by position and number: every rank computes the owners by itself, and a rank
+    # that came to others would wait for a collective that nobody else begins.
     owners, sums = [0] * len(costs), list(loads)
     for parameter in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owner = min(range(len(sums)), key=sums.__getitem__)

@@ -37,6 +37,7 @@ class Pager:
     def __init__(self, files: PageFiles, committer: Progress) -> None:
         self.files = files
         self._committer = committer
+        # decisions: A page has a content and a motion. Both are changed here and nowhere else.
         self._pool = BufferPool(0, 0)
         self._reserved = 0  # Buffers that reading ahead leaves to pages of the device.
         self._device: Device = Device()  # Pages are stepped there.
@@ -475,6 +476,7 @@ class Pager:
 
         The file is that of the last step, which no commit needs, so no slot is claimed for it.
         """
+        # decisions: Values of float32 parameters are written for commits only.
         self._provide_buffer(page)
         self._writing[page] = self.files.add_parameters(page, self._writing.get(page))
         page.motion = Motion.WRITING

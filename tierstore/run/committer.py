@@ -176,6 +176,7 @@ class Committer(Progress):
 
     def begin_attempt(self, manifest: Manifest | None) -> None:
         """Make a commit found by recovery the last one, in a new attempt. All ranks call this."""
+        # decisions: Attempts make a barrier unnecessary.
         self._attempt: str = self._peers.gather(secrets.token_hex(8))[0]
         self.committed = self._begun = manifest
         self._epoch = 0 if manifest is None else manifest.epoch
@@ -212,6 +213,7 @@ class Committer(Progress):
     def begin_epoch(self, manifest: Manifest) -> None:
         """Let the next commit come after a commit, whatever its step is. All ranks call this."""
         self.begin_attempt(manifest)
+        # decisions: A commit is ordered by epoch, then by step.
         self._epoch += 1
 
     @property
@@ -283,6 +285,7 @@ class Committer(Progress):
         Raises:
             StorageError: the disk is full, say. The files of the commit are as they were.
         """
+        # decisions: Page files are made anew after an end that was not clean.
         if self._replaces_files:
             needed = [page_file(page, entry.slot) for page, entry in self._needed.items()]
             remove_other_files(self.storage, needed)
@@ -321,6 +324,7 @@ class Committer(Progress):
         needed = self._needed[page].slot if page in self._needed else None
         slot = "b" if needed == "a" and "b" in self._slots else "a"
         name = page_file(page, slot)
+        # Asked before each write: a checkpoint may have been published, or removed, meanwhile.
         if self.storage.is_shared(name):
             self.provide_spares([name])
         if slot == needed and not self._dirty:
@@ -498,6 +502,8 @@ class Committer(Progress):
                 self._durable_layout = manifest.layout
             write_durably(self.storage, manifest_name(manifest.revision), manifest.to_bytes())
 
+        # Committed once all ranks have it: the next claim of a slot destroys the commit before, to
+        # which all return if one rank lacks this one.
         with record_function(f"tierstore::commit {manifest.step}"):
             together(self._peers, "commit", commit_here)
         self.committed = manifest
@@ -509,6 +515,8 @@ class Committer(Progress):
         Args:
             remaining: the last commits, of which a restart may find any.
         """
+        # As many stay as a page has slots.
+        # decisions: A damaged manifest gives way to the one before.
         names = self.storage.list()
         revisions = sorted(revision for name in names if (revision := manifest_revision(name)))
         stale = [manifest_name(revision) for revision in revisions[: -len(self._slots)]]
