@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from tests.support.stock_case import (
     StockCase,
+    in_each_place,
     parameter,
     random,
     set_gradients,
@@ -45,6 +47,8 @@ ADAMW = [
 
 
 def described(value: Any) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return "tensor"
     return ",".join(value) or "default" if isinstance(value, dict) else None
 
 
@@ -70,14 +74,18 @@ def regression(optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
     return closure
 
 
-@pytest.mark.parametrize("options", MUON, ids=described)
+@pytest.mark.parametrize(
+    ("options", "place"), in_each_place([(options,) for options in MUON]), ids=described
+)
 def test_every_configuration_of_muon(options: dict[str, Any], muon_case: StockCase) -> None:
     twins = muon_case.twins(partial(two_or_more, muon_case), **options)
     twins.step(4)
     twins.assert_equal()
 
 
-@pytest.mark.parametrize("options", ADAMW, ids=described)
+@pytest.mark.parametrize(
+    ("options", "place"), in_each_place([(options,) for options in ADAMW]), ids=described
+)
 def test_every_configuration_of_adamw(options: dict[str, Any], adamw: StockCase) -> None:
     twins = adamw.twins(partial(two_or_more, adamw), **options)
     twins.step(4)
@@ -143,8 +151,11 @@ SCHEDULERS: dict[str, Schedulers] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "lr", "place"),
+    in_each_place([*itertools.product(SCHEDULERS, [0.02, torch.tensor(0.02)])]),
+    ids=described,
+)
 def test_schedulers(name: str, lr: float | torch.Tensor, case: StockCase) -> None:
     twins = case.twins(lr=lr)
     rates, losses = [], []
@@ -201,7 +212,7 @@ def test_groups_have_values_of_their_own(key: str, case: StockCase) -> None:
     assert moved == [True, True, key != "lr"]
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(("shape", "place"), in_each_place([((),), ((1,),), ((1, 1),)]))
 def test_lr_is_a_tensor_of_one_element(shape: tuple[int, ...], case: StockCase) -> None:
     lr = torch.full(shape, 0.01)
     twins = case.twins(lr=lr)

@@ -19,8 +19,10 @@ import muon
 import tierstore
 from tests.support.references import assert_same
 from tests.support.stock_case import (
+    ALGORITHMS,
     StockCase,
     Twins,
+    in_each_place,
     parameter,
     random,
     set_gradients,
@@ -59,7 +61,7 @@ GROUPS: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("name", "place"), in_each_place([(name,) for name in GROUPS]))
 def test_a_group_that_cannot_be_added(name: str, case: StockCase) -> None:
     twins = case.twins()
     twins.step()
@@ -104,8 +106,9 @@ def test_a_parameter_twice_in_a_group_warns(case: StockCase) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "is_ours", "place"), in_each_place([(0, True), (0, False), (1, True), (1, False)])
+)
 def test_all_parameters_have_names_or_none(number: int, is_ours: bool, case: StockCase) -> None:
     other = parameter(2, 3, 4)
     message = "all optimizer param" + ("s" if number == 0 else " groups")
@@ -185,14 +188,16 @@ ONLY_OURS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def cases(values: list[tuple[str, dict[str, Any], str]]) -> list[Any]:
-    return [
-        pytest.param(name, options, message, id=f"{name}-{options}")
-        for algorithm, options, message in values
-        for name in (("muon", "adamw") if algorithm == "both" else (algorithm,))
-    ]
+    found = []
+    for algorithm in ALGORITHMS:
+        own = [(algorithm, *row) for name, *row in values if name in ("both", algorithm)]
+        for _, options, message, place in in_each_place(own):
+            name = f"{algorithm}-{options}-{place}"
+            found.append(pytest.param(algorithm, options, message, place, id=name))
+    return found
 
 
-@pytest.mark.parametrize(("algorithm", "options", "message"), cases(BOTH))
+@pytest.mark.parametrize(("algorithm", "options", "message", "place"), cases(BOTH))
 def test_a_value_out_of_range(options: dict[str, Any], message: str, case: StockCase) -> None:
     """torch.optim.Muon checks some values in step()."""
 
@@ -207,7 +212,7 @@ def test_a_value_out_of_range(options: dict[str, Any], message: str, case: Stock
         case.ours(two(), **options)
 
 
-@pytest.mark.parametrize(("algorithm", "options", "message"), cases(BOTH + ONLY_OURS))
+@pytest.mark.parametrize(("algorithm", "options", "message", "place"), cases(BOTH + ONLY_OURS))
 def test_a_value_out_of_range_is_refused_at_the_next_step(
     options: dict[str, Any], message: str, case: StockCase
 ) -> None:
@@ -224,7 +229,7 @@ def test_a_value_out_of_range_is_refused_at_the_next_step(
     assert_steps_on(twins)
 
 
-@pytest.mark.parametrize(("algorithm", "options", "message"), cases(ONLY_OURS))
+@pytest.mark.parametrize(("algorithm", "options", "message", "place"), cases(ONLY_OURS))
 def test_a_value_that_torch_takes(options: dict[str, Any], message: str, case: StockCase) -> None:
     case.stock(two(), **options)
     with pytest.raises(ValueError, match=message) as raised:

@@ -17,7 +17,15 @@ from torch.optim.optimizer import (
 )
 
 from tests.support.references import assert_same
-from tests.support.stock_case import StockCase, Twins, parameter, set_gradients, tensors, two
+from tests.support.stock_case import (
+    StockCase,
+    Twins,
+    in_each_place,
+    parameter,
+    set_gradients,
+    tensors,
+    two,
+)
 
 StateDict = dict[str, Any]
 Log = list[str]
@@ -61,8 +69,9 @@ def test_a_state_dict_equals_that_of_torch(case: StockCase) -> None:
     }
 
 
-@pytest.mark.parametrize("make", [two, named])
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "steps_before", "place"), in_each_place([(two, 1), (two, 0), (named, 0), (named, 1)])
+)
 def test_a_state_dict_goes_to_another_optimizer(
     make: Callable[[], Any], steps_before: int, case: StockCase
 ) -> None:
@@ -147,8 +156,10 @@ def test_a_state_dict_of_an_older_version_lacks_keys(case: StockCase) -> None:
     twins.assert_equal()
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(
+    ("is_named", "steps_before", "place"),
+    in_each_place([(True, 1), (True, 0), (False, 0), (False, 1)]),
+)
 def test_names_of_a_state_dict(is_named: bool, steps_before: int, case: StockCase) -> None:
     """Parameters keep the names that they have, or have none."""
     twins = case.twins(two if is_named else named)
@@ -214,7 +225,9 @@ def test_states_are_loaded_in_the_dtype_of_the_parameter(case: StockCase) -> Non
         assert {value.dtype for value in states.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("edit", ["a parameter more", "a group more", "no groups"])
+@pytest.mark.parametrize(
+    ("edit", "place"), in_each_place([("a parameter more",), ("a group more",), ("no groups",)])
+)
 def test_a_state_dict_of_other_groups_changes_nothing(edit: str, case: StockCase) -> None:
     twins = case.twins()
     twins.step(2)

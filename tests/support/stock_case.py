@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -18,6 +18,15 @@ ALGORITHMS = ("muon", "adamw")
 PLACES = ("none", "memory", "disk")
 
 Make = Callable[[], Iterable[Any]]
+
+
+def in_each_place(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return values of parameters with a place: the first in each place, all others in memory.
+
+    Where the store is and what the values are do not depend on each other.
+    """
+    first, *others = rows
+    return [*((*first, place) for place in PLACES), *((*row, "none") for row in others)]
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
