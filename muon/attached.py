@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tierstore
-from muon.param_groups import form
+from muon.keys import form
 
 _Group = dict[str, Any]
 

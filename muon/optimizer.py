@@ -23,18 +23,13 @@ from muon.checks import (
     check_hyperparameters,
     check_loaded,
     check_matrices,
-    with_dtypes,
 )
 from muon.coefficients import Coefficients
 from muon.encoded import encodings_of, moments_dtype, momentum_dtype
 from muon.hooks import UpdateHook
+from muon.keys import DEFAULTS, KEYS, defaults, not_loaded, of_arguments, with_dtypes
 from muon.matrices import Declaration, declared, matrices_of, unit_of
-from muon.param_groups import (
-    ADAMW_DEFAULTS,
-    cycle_betas,
-    drop_duplicates,
-    fixed,
-)
+from muon.param_groups import cycle_betas, drop_duplicates
 from muon.pipeline import Pipeline, compute_device
 from muon.qk_clip import QKClip, Scale, largest
 from muon.rules import Extras
@@ -62,20 +57,11 @@ class Muon(torch.optim.Optimizer):
             ``use_muon=False`` takes lr, betas, eps and weight_decay with the defaults of
             ``torch.optim.AdamW``; any other group is a Muon group of two-dimensional parameters, or
             of parameters that hold several matrices, which its key ``matrices`` declares: see
-            ``muon.matrices``.
-            A group with ``maximize=True`` is stepped with the negated gradient. A parameter that is
-            in a group twice is stepped once, with a warning. Unknown keys of a group are kept and
-            committed, unless they change the results of other optimizers or resemble a known key.
-        lr: learning rate.
-        weight_decay: decoupled weight decay.
-        momentum: weight of the past in the running average of gradients.
-        nesterov: look one step ahead.
-        ns_coefficients: coefficients of the Newton-Schulz polynomial: three numbers for all steps,
-            three for each step, or the name of a table, such as "polar_express_1.01".
-        eps: smallest norm that Newton-Schulz divides by.
-        ns_steps: Newton-Schulz iterations; a table of coefficients may need more than the default.
-        adjust_lr_fn: None or "original", or "match_rms_adamw", as in ``torch.optim.Muon``;
-            "spectral" or "unit": see ``muon.scales.adjust_lr``.
+            ``muon.matrices``. A parameter that is in a group twice is stepped once, with a warning.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: defaults
+            of Muon groups, as in ``torch.optim.Muon``. ``ns_coefficients`` may also be the name of
+            a table, such as "polar_express_1.01"; ``adjust_lr_fn`` has further scales, see
+            ``muon.scales.adjust_lr``. docs/reference/param-groups.md has all keys of groups.
         momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: whole
             numbers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
         master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
@@ -124,49 +110,32 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: Coefficients = newton_schulz.COEFFICIENTS,
-        eps: float = newton_schulz.EPS,
-        ns_steps: int = newton_schulz.STEPS,
-        adjust_lr_fn: str | None = None,
+        lr: float | torch.Tensor = DEFAULTS["lr"],
+        weight_decay: float = DEFAULTS["weight_decay"],
+        momentum: float = DEFAULTS["momentum"],
+        nesterov: bool = DEFAULTS["nesterov"],
+        ns_coefficients: Coefficients = DEFAULTS["ns_coefficients"],
+        eps: float = DEFAULTS["eps"],
+        ns_steps: int = DEFAULTS["ns_steps"],
+        adjust_lr_fn: str | None = DEFAULTS["adjust_lr_fn"],
         *,
-        momentum_dtype: torch.dtype | None = None,
-        master: str | None = None,
-        moments_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = DEFAULTS["momentum_dtype"],
+        master: str | None = DEFAULTS["master"],
+        moments_dtype: torch.dtype | None = DEFAULTS["moments_dtype"],
         store: tierstore.TierStore | None = None,
         partition: str = "auto",
         gather_memory: int | str = "2GiB",
-        ns_dtype: torch.dtype | str = torch.bfloat16,
-        ns_batched: bool = False,
-        ns_norm: str | None = None,
-        cautious_wd: bool = False,
+        ns_dtype: torch.dtype | str = DEFAULTS["ns_dtype"],
+        ns_batched: bool = DEFAULTS["ns_batched"],
+        ns_norm: str | None = DEFAULTS["ns_norm"],
+        cautious_wd: bool = DEFAULTS["cautious_wd"],
         hooks: Sequence[UpdateHook] = (),
         qk_clip: QKClip | None = None,
         gradient: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         nonfinite: str = "raise",
         missing: str = "zeros",
     ) -> None:
-        defaults = {
-            "algorithm": "muon",
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "ns_batched": ns_batched,
-            "ns_norm": ns_norm,
-            "cautious_wd": cautious_wd,
-            "momentum_dtype": momentum_dtype,
-            "master": master,
-            "moments_dtype": moments_dtype,
-        }
+        given = {"algorithm": "muon", **of_arguments(locals())}
         if partition not in ("auto", "by_parameter", "flat"):
             raise ValueError(
                 f"partition must be 'auto', 'by_parameter' or 'flat', got {partition!r}"
@@ -196,7 +165,7 @@ class Muon(torch.optim.Optimizer):
         # The names in the groups so far, until all groups of the constructor are added: collecting
         # them anew for every group would take seconds with thousands of groups.
         self._new_names: set[str] | None = set()
-        super().__init__(params, defaults)
+        super().__init__(params, given)
         self._new_names = None
 
     @property  # type: ignore[override]
@@ -246,7 +215,7 @@ class Muon(torch.optim.Optimizer):
         if param_group["algorithm"] == "muon":
             self.defaults.pop("betas", None)
         elif count == 0:
-            self.defaults["betas"] = ADAMW_DEFAULTS["betas"]
+            self.defaults["betas"] = KEYS["betas"].defaults["adamw"]
         if self._prefetches:
             prefetch = _prefetcher(weakref.ref(self))
             for parameter in param_group["params"]:
@@ -265,16 +234,12 @@ class Muon(torch.optim.Optimizer):
     def _fill_group(self, param_group: dict[str, Any], number: int) -> None:
         """Append a group to ``param_groups`` with all its keys, and check it."""
         algorithm = param_group.setdefault("algorithm", algorithm_of(param_group, number))
-        given = set(param_group)
-        if algorithm == "adamw":
-            for name, value in ADAMW_DEFAULTS.items():
-                param_group.setdefault(name, value)
-        super().add_param_group(param_group)
-        of_both = {*ADAMW_DEFAULTS, "master"}
-        of_adamw = {"betas", "moments_dtype"}
-        others = of_adamw if algorithm == "muon" else self.defaults.keys() - of_both - of_adamw
-        for name in others - given:
-            param_group.pop(name, None)
+        for name, value in defaults(algorithm, self.defaults).items():
+            param_group.setdefault(name, value)
+        others = self.defaults.keys() - param_group.keys()
+        super().add_param_group(param_group)  # Which takes all defaults, of both algorithms.
+        for name in others:
+            del param_group[name]
         drop_duplicates(param_group)  # torch.optim has warned of them.
         measured = param_group.get("ns_dtype") == "auto"
         if measured:
@@ -454,7 +419,7 @@ class Muon(torch.optim.Optimizer):
                 Nothing was changed.
         """
         cycle_betas(self.param_groups)
-        unchanged = [fixed(group) for group in self.param_groups]
+        unchanged = [not_loaded(group) for group in self.param_groups]
 
         with self.store.calling("restore(rewind=True)" if rewind else "restore()"):
             # A failed store restores the groups that it has; the next step attaches the others.
@@ -464,8 +429,8 @@ class Muon(torch.optim.Optimizer):
         self._begin_counts()
         for group, values in zip(self.param_groups, unchanged, strict=True):
             group.update({**with_dtypes(group), **values})
-            if "matrices" not in values:  # Nor does a declaration of the run change it.
-                group.pop("matrices", None)
+            for name in not_loaded(group).keys() - values.keys():
+                del group[name]
         # Groups that were attached after the commit come last.
         restored = self.param_groups[: self.store.groups_written]
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []
@@ -712,7 +677,7 @@ class Muon(torch.optim.Optimizer):
             parameters=[self._paged_parameter(number, name, p) for name, p in named],
             hyperparameters=group,
             check=lambda hyperparameters: check_loaded(
-                group, {**with_dtypes(hyperparameters), **fixed(group)}, number
+                group, {**with_dtypes(hyperparameters), **not_loaded(group)}, number
             ),
         )
 

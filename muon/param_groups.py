@@ -1,48 +1,9 @@
-"""The dicts of ``param_groups``: default values, and keys that frameworks add or need."""
+"""The dicts of ``param_groups``: parameters that are there twice, and keys of schedulers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "maximize": False,
-    # torch.optim.AdamW expects these keys in a checkpoint. Values that would change the result
-    # are refused; "foreach" is ignored.
-    "amsgrad": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-
-# Keys that choose the algorithm of a group.
-CHOICE = ("algorithm", "use_muon")
-
-# Keys that a state dict does not change in a group: the layout of pages depends on the first ones,
-# and the last ones chose the implementation of the optimizer that was saved.
-FIXED = (
-    *("params", "param_names", *CHOICE, "matrices", "momentum_dtype", "moments_dtype", "master"),
-    *("foreach", "fused"),
-)
-
-
-def fixed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group that loading does not change."""
-    return {key: group[key] for key in FIXED if key in group}
-
-
-def form(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the pages of a group depend on. "normuon_beta" stands for whether it is used."""
-    keys = ("algorithm", "matrices", "momentum_dtype", "moments_dtype", "master")
-    names = list(group.get("param_names", ()))
-    found = {"param_names": names, "normuon_beta": group.get("normuon_beta") is not None}
-    return found | {key: group.get(key) for key in keys}
 
 
 def drop_duplicates(group: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import tierstore
 from muon import newton_schulz
+from muon.keys import KEYS
 from muon.matrices import declared
 from muon.optimizer import Muon
 from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrices
@@ -20,8 +21,8 @@ from muon.routing import param_groups
 
 # Arguments of Muon() that a plan may change, which is to say those that change it.
 _OPTIONS = (
-    *("momentum_dtype", "moments_dtype", "master"),
-    *("ns_dtype", "ns_batched", "gather_memory", "partition"),
+    *(key.name for key in KEYS.values() if key.is_planned),
+    *("gather_memory", "partition"),
 )
 
 
@@ -80,8 +81,8 @@ class MuonPlan:
             algorithm: "muon", with AdamW where ``param_groups()`` puts it, or "adamw" for all
                 parameters.
             on_gpu: whether steps are computed on a GPU, where small matrices are batched.
-            options: some of the arguments of ``Muon``: momentum_dtype, moments_dtype, master,
-                ns_dtype, ns_batched, gather_memory, partition.
+            options: some of the arguments of ``Muon``: gather_memory, partition, and the keys that
+                change a plan; see ``muon.keys``.
 
         Raises:
             ValueError, TypeError: as ``Muon``.

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 import tierstore
-from muon.checks import algorithm_of, check_loaded, check_saved, with_dtypes
-from muon.param_groups import CHOICE, FIXED
-
-# None, which torch's state-dict helpers add for missing keys, is not a value of these keys.
-_NOT_NONE = ("ns_dtype", "ns_batched")
+from muon.checks import algorithm_of, check_loaded, check_saved
+from muon.keys import loaded, with_dtypes
 
 _Group = dict[str, Any]
 
@@ -119,7 +116,8 @@ def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
     Raises:
         ValueError: the saved group is for another algorithm, or has a bad value.
     """
-    keys = {key: saved[key] for key in CHOICE if saved.get(key) is not None}
+    choice = ("algorithm", "use_muon")
+    keys = {key: saved[key] for key in choice if saved.get(key) is not None}
     expected = group.get("algorithm")
     algorithm = algorithm_of(keys, number, is_saved=True) if keys else expected
     if algorithm != expected:
@@ -127,13 +125,8 @@ def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
             f"group {number} of the state dict is for {algorithm!r}, but this optimizer's "
             f"group is for {expected!r}"
         )
-    loaded = {
-        key: value
-        for key, value in saved.items()
-        if key not in FIXED and (value is not None or key not in _NOT_NONE)
-    }
     # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
-    hyperparameters = with_dtypes(deepcopy(loaded))
+    hyperparameters = with_dtypes(deepcopy(loaded(group, saved)))
     check_loaded(group, {**group, **hyperparameters}, number)
     return hyperparameters
 

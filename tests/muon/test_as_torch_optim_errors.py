@@ -138,7 +138,7 @@ def test_params_of_another_kind(cls: Any, params: Any, error: Any, message: str)
 # Values that both refuse, with a message of ours.
 BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("both", {"lr": -1.0}, "lr must not be negative, got -1.0"),
-    ("both", {"lr": torch.tensor([0.1, 0.2])}, "a tensor lr must have one element"),
+    ("both", {"lr": torch.tensor([0.1, 0.2])}, "lr must have one element"),
     ("both", {"weight_decay": -1}, "weight_decay must not be negative, got -1"),
     ("muon", {"momentum": -1.0}, r"momentum must lie in \[0, 1\], got -1.0"),
     ("muon", {"ns_steps": 100}, r"ns_steps must be a whole number in \[0, 100\), got 100"),

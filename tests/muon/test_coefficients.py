@@ -277,5 +277,5 @@ def test_scaled_zeros_stay_zeros() -> None:
 
 
 def test_a_norm_that_is_unknown() -> None:
-    with pytest.raises(ValueError, match="ns_norm must be None or 'scaled', got 'spectral'"):
+    with pytest.raises(ValueError, match="ns_norm must be one of None, 'scaled', got 'spectral'"):
         muon.Muon([torch.nn.Parameter(torch.ones(2, 2))], ns_norm="spectral")
