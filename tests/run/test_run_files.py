@@ -66,7 +66,7 @@ def sealed(kind: str, version: int, body: dict[str, Any]) -> bytes:
     ("rank", "world_size", "expected"),
     [
         (1, 2, "belongs to rank 1 of 2, this is rank 0 of 1: start the job with 2 ranks"),
-        (0, 8, "belongs to rank 0 of 8, this is rank 0 of 1: start the job with 8 ranks"),
+        (0, 8, "has 8 ranks, but the directories of 7 ranks are missing beside it: .* on 8 ranks"),
     ],
 )
 def test_a_run_of_other_ranks_is_refused(

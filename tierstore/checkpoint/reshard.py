@@ -237,6 +237,9 @@ def _world_size(ranks: Sequence[Rank]) -> int | None:
 
 def _is_of_other_ranks(run: Path, world_size: int) -> bool:
     """Return whether rank 0 was in a job of another number of ranks that has commits."""
+    striping = striping_in(rank_directory(run, 0))
+    if striping is not None and striping.index:
+        return False  # open_directories() names the directories that are missing.
     ranks = read_ranks(Reader(run)) if has_file(Entry.of(run)) else []
     found = [(rank.identity, rank.commits) for rank in ranks if rank.identity]
     if not found or found[0][0].rank or found[0][0].world_size == world_size:
