@@ -83,7 +83,7 @@ PLANS = {
     "small": Plan(
         cases={
             "MLP of 11008": (_ALL, (8, 64)),
-            "MLP of 14336": (_ALL, (8, 64)),
+            "MLP of 14336": (("flat",), (64,)),
             "Qwen3-30B-A3B": (("sharded",), (64,)),
         }
     ),

@@ -24,13 +24,12 @@ import typer
 from measuring import JsonOption, SmallOption, write_report
 from rich.console import Console
 from rich.table import Table
-from trainings import texts, train_all
+from trainings import losses_of, train_all
 
 import muon
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Options, learning_rate_factor, validation_loss
-from text import shuffled_windows, windows
+from gpt import GPT, Options, training_device
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
@@ -93,10 +92,8 @@ class Run:
 
 def train(plan: Plan, form: str, seed: int) -> Run:
     """Train one model."""
-    options = plan.options
-    text, validation_text = texts()
     torch.manual_seed(seed)
-    model = GPT(options).to(text.device)
+    model = GPT(plan.options).to(training_device())
     model.dtype = torch.float32
     # The optimizer has bfloat16 parameters, and the model their values.
     narrow = {
@@ -109,25 +106,25 @@ def train(plan: Plan, form: str, seed: int) -> Run:
     optimizer = muon.Muon(
         groups, adjust_lr_fn="match_rms_adamw", ns_dtype=torch.float32, **FORMS[form]
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, options.steps)
-    )
-    order = shuffled_windows((len(text) - 1) // options.context, seed, 0)
-    losses = []
-    for step in range(1, options.steps + 1):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(narrow[name])
-        batch = windows(text, list(itertools.islice(order, options.batch)), options.context)
-        model(*batch).backward()
+
+    @torch.no_grad()
+    def widen() -> None:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(narrow[name])
+
+    def give_gradients() -> None:
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             narrow[name].grad = parameter.grad.to(torch.bfloat16)
             parameter.grad = None
-        optimizer.step()
-        scheduler.step()
-        if step % plan.every == 0 or step == options.steps:
-            losses.append((step, validation_loss(model, validation_text, options)))
+
+    losses = losses_of(
+        *(model, optimizer, plan.options),
+        seed=seed,
+        every=plan.every,
+        before=widen,
+        after=give_gradients,
+    )
     return Run(form=form, seed=seed, losses=losses)
 
 

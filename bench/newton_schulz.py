@@ -45,9 +45,9 @@ class Plan:
 
 PLANS = {
     "small": Plan(
-        shapes=((64, 256), (512, 768)),
+        shapes=((32, 64), (96, 128)),
         rounds=2,
-        model=(((64, 64), 2), ((512, 64), 1)),
+        model=(((32, 32), 2), ((64, 32), 1)),
         step_rounds=2,
     ),
     "default": Plan(

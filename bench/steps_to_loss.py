@@ -25,13 +25,12 @@ import typer
 from measuring import JsonOption, SmallOption, write_report
 from rich.console import Console
 from rich.table import Table
-from trainings import texts, train_all
+from trainings import losses_of, train_all
 
 import muon
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Options, learning_rate_factor, validation_loss
-from text import shuffled_windows, windows
+from gpt import GPT, Options, training_device
 
 OPTIMIZERS = ("AdamW", "Muon")
 BETAS = (0.9, 0.95)
@@ -111,24 +110,10 @@ def make_optimizer(
 
 def train(plan: Plan, name: str, rates: tuple[float, float], seed: int) -> Run:
     """Train one model; all optimizers see the same parameters and batches for a seed."""
-    options = plan.options
-    text, validation_text = texts()
     torch.manual_seed(seed)
-    model = GPT(options).to(text.device)
+    model = GPT(plan.options).to(training_device())
     optimizer = make_optimizer(name, model, *rates)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, options.steps)
-    )
-    order = shuffled_windows((len(text) - 1) // options.context, seed, 0)
-    losses = []
-    for step in range(1, options.steps + 1):
-        batch = windows(text, list(itertools.islice(order, options.batch)), options.context)
-        model(*batch).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if step % plan.every == 0 or step == options.steps:
-            losses.append((step, validation_loss(model, validation_text, options)))
+    losses = losses_of(model, optimizer, plan.options, seed=seed, every=plan.every)
     return Run(optimizer=name, matrix_rate=rates[0], other_rate=rates[1], seed=seed, losses=losses)
 
 

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.bench_runs import report_of
 
 
+@pytest.mark.long  # Each turn is a process that imports torch.
+@pytest.mark.timeout(1200)
 def test_small_run(tmp_path: Path) -> None:
     report, printed = report_of("convert.py", tmp_path)
     assert "From DCP to torch.save" in printed

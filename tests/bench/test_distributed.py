@@ -11,6 +11,8 @@ from tests.support.bench_runs import BENCH, report_of, run_benchmark
 PARTS = ["page", "exchange", "newton_schulz", "apply", "spread", "other"]
 
 
+@pytest.mark.long  # Worlds of several sizes.
+@pytest.mark.timeout(1200)
 def test_small_run(tmp_path: Path) -> None:
     report, printed = report_of("distributed.py", tmp_path)
     assert "all-gather" in printed

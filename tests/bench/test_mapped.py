@@ -9,6 +9,8 @@ import pytest
 from tests.support.bench_runs import report_of
 
 
+@pytest.mark.long  # Programs on a full disk are processes that import torch.
+@pytest.mark.timeout(1200)
 def test_small_run(tmp_path: Path) -> None:
     report, printed = report_of("mapped.py", tmp_path)
     assert "On a full disk" in printed

@@ -8,6 +8,8 @@ from tests.support.bench_runs import report_of
 from tierstore.storage.select import choose_storage
 
 
+@pytest.mark.long  # The machine is probed, which takes its time.
+@pytest.mark.timeout(1200)
 def test_small_run(tmp_path: Path) -> None:
     storage, _ = choose_storage(tmp_path)
     storage.close()

@@ -3,9 +3,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.bench_runs import report_of
 
 
+@pytest.mark.long  # Sizes of a state are processes that import torch.
+@pytest.mark.timeout(1200)
 def test_small_run(tmp_path: Path) -> None:
     report, printed = report_of("sweep.py", tmp_path)
     for word in ("compute nothing", "one host_memory"):

@@ -79,6 +79,11 @@ def test_the_recorded_operations_are_complete(operations: list[Operation]) -> No
     assert published > names.index("folder_sync")
 
 
+# One third of the operations in `make test`, all of them in `make test-all`.
+THIRDS = [0, *(pytest.param(first, marks=pytest.mark.long) for first in (1, 2))]
+
+
+@pytest.mark.parametrize("first", THIRDS)
 @pytest.mark.parametrize(
     "number",
     [
@@ -86,7 +91,9 @@ def test_the_recorded_operations_are_complete(operations: list[Operation]) -> No
         pytest.param(errno.EIO, id="EIO", marks=pytest.mark.long),
     ],
 )
-def test_any_operation_may_fail(number: int, operations: list[Operation], tmp_path: Path) -> None:
+def test_any_operation_may_fail(
+    number: int, first: int, operations: list[Operation], tmp_path: Path
+) -> None:
     """After the checkpoint is published, only the removal of the one before can fail.
 
     A mark that cannot be read does not count, and is no error. A checkpoint whose folder cannot
@@ -98,7 +105,8 @@ def test_any_operation_may_fail(number: int, operations: list[Operation], tmp_pa
     named = max(i for i, (name, _) in enumerate(operations) if name == "folder_put")
     assert {name for name, _ in operations[listed + 1 : named]} == {"folder_files", "folder_get"}
     assert operations[-1] == ("folder", 2)  # Of the verification.
-    for index, (operation, call) in enumerate(operations):
+    for index in range(first, len(operations), 3):
+        operation, call = operations[index]
         fails = index <= published and not listed < index < named
         watched = Watched(tmp_path / str(index))
         store = watched.toy.store
@@ -185,10 +193,13 @@ def test_any_exception_of_a_removal_is_logged(
     watched.toy.store.close()
 
 
-def test_an_interrupt_at_any_operation(operations: list[Operation], tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", THIRDS)
+def test_an_interrupt_at_any_operation(
+    first: int, operations: list[Operation], tmp_path: Path
+) -> None:
     """Ctrl-C leaves the new checkpoint once its name is durable, else the old one."""
     published = operations.index(("folder_sync_children", 1))
-    for index in range(len(operations)):
+    for index in range(first, len(operations), 3):
         watched = Watched(tmp_path / str(index))
         store = watched.toy.store
         raise_before(watched, index + 1, KeyboardInterrupt())

@@ -449,13 +449,15 @@ def _rewind_and_die(directory: Path, checkpoint: Path, operation: int) -> None:
     toy.store.close()
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 9))]
+)
 def test_killed_at_any_operation(first: int, tmp_path: Path) -> None:
     """A restart finds the last commit, or the rewound one, and goes on from it."""
     toy, checkpoint = spiked(tmp_path)
     toy.store.close()
     found = []
-    for operation in itertools.count(first, 3):
+    for operation in itertools.count(first, 9):
         run = shutil.copytree(tmp_path / "run", tmp_path / f"killed-{operation}")
         child = _processes.Process(target=_rewind_and_die, args=(run, checkpoint, operation))
         child.start()
@@ -474,7 +476,7 @@ def test_killed_at_any_operation(first: int, tmp_path: Path) -> None:
         assert child.exitcode == -signal.SIGKILL
     assert found == sorted(found, reverse=True)
     assert {*found} == {2, 5}
-    assert found.count(5) > 5
+    assert found.count(5) > 1
     assert_holds_toy(checkpoint, 2)
 
 

@@ -123,6 +123,7 @@ def test_keys_of_torchtitan(dtype: str, published: dict[str, Any]) -> None:
         assert_equal(found["optimizer"], reference.optimizer_state(flat=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fsdp2(ranks: int, tmp_path: Path) -> None:
     with_stock_optimizers(ranks, tmp_path, flat=(True,))

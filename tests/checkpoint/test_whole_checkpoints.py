@@ -596,6 +596,7 @@ def leave_without_close(directory: Path) -> None:
     raise RuntimeError("the program failed")
 
 
+@pytest.mark.long
 def test_a_process_that_fails_without_close_does_not_wait_for_verification(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys\n"

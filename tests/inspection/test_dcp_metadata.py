@@ -292,13 +292,13 @@ PROGRAMS: dict[str, bytes] = {
     "a list as a key": pickle.EMPTY_DICT + pickle.EMPTY_LIST + pickle.NONE + pickle.SETITEM,
     "a call of a number": pickle.NONE + pickle.EMPTY_TUPLE + pickle.REDUCE + pickle.STOP,
     "text": b"not a pickle at all\n",
-    "deep lists": 3 * 10**5 * pickle.EMPTY_LIST + (3 * 10**5 - 1) * pickle.APPEND + pickle.STOP,
-    "deep tuples": pickle.NONE + 3 * 10**5 * pickle.TUPLE1 + pickle.STOP,
+    "deep lists": 10**5 * pickle.EMPTY_LIST + (10**5 - 1) * pickle.APPEND + pickle.STOP,
+    "deep tuples": pickle.NONE + 10**5 * pickle.TUPLE1 + pickle.STOP,
     "deep tuples as a key": pickle.EMPTY_DICT
-    + (pickle.NONE + 3 * 10**5 * pickle.TUPLE1)
+    + (pickle.NONE + 10**5 * pickle.TUPLE1)
     + (pickle.NONE + pickle.SETITEM + pickle.STOP),
     "deep tuples as a memory format": globally(METADATA, "_MEM_FORMAT_ENCODING")
-    + (pickle.NONE + 3 * 10**5 * pickle.TUPLE1 + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP),
+    + (pickle.NONE + 10**5 * pickle.TUPLE1 + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP),
     "a path that doubles": globally("pathlib", "PosixPath")
     + (pickle.BINPUT + b"\0" + short("a") + pickle.BINPUT + b"\1")
     + 40 * (pickle.BINGET + b"\0" + 2 * (pickle.BINGET + b"\1") + pickle.TUPLE2 + b"Rq\1")
@@ -328,7 +328,7 @@ def with_planner_data(program: bytes) -> bytes:
 HALF = b"\xed\xa0\x80"  # Half of a surrogate pair.
 MEMORY_FORMAT = globally(METADATA, "_MEM_FORMAT_ENCODING")
 FQN = pickle.EMPTY_DICT + short("fqn") + short("a") + pickle.SETITEM
-DEEP = pickle.NONE + 3 * 10**5 * pickle.TUPLE1
+DEEP = pickle.NONE + 10**5 * pickle.TUPLE1
 
 WITHIN: dict[str, tuple[bytes, str]] = {
     "half a character": (pickle.SHORT_BINUNICODE + b"\3" + HALF, "damaged"),

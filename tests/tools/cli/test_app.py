@@ -194,7 +194,16 @@ def run_in_shell(call: str, *arguments: object, **environment: str) -> tuple[int
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], ["inspect"], ["inspect", "--json"], ["inspect", "-h"]]
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["inspect", "-h"],
+        *(  # torch is imported three times.
+            pytest.param(arguments, marks=pytest.mark.long)
+            for arguments in (["inspect"], ["inspect", "--json"])
+        ),
+    ],
 )
 def test_an_output_that_cannot_be_written_is_2(arguments: list[str], run: Path) -> None:
     given = [*arguments, run]

@@ -102,7 +102,7 @@ def test_parts_that_were_never_merged(pool: RankPool, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("source", ["run", "published"])
+@pytest.mark.parametrize("source", ["run", pytest.param("published", marks=pytest.mark.long)])
 def test_stock_optimizers_go_on(source: str, tmp_path: Path) -> None:
     ours = Ours(tmp_path / "run").train(1, 2)
     ours.store.checkpoint(tmp_path / "published", model=ours.model)

@@ -85,6 +85,7 @@ def test_a_path_that_is_a_link(published: Path, tmp_path: Path) -> None:
 MARK = f"{RANK}.whole"
 
 
+@pytest.mark.long
 def test_a_marker_of_a_billion_ranks_takes_no_memory(published: Path) -> None:
     reseal(published / "tierstore.json", "checkpoint", lambda body: body.update(world_size=10**9))
     report = verify(published)

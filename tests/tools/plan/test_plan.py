@@ -133,10 +133,6 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         ({"gpu_memory": 80 * 10**6, "gpus": 2, "partition": "ddp"}, "FSDP instead of DDP"),
         ({"gpu_memory": 10**6, "gpus": 1}, None),
         (
-            {"gpu_memory": 1, "gpus": 8, "nodes": 5000},
-            None,
-        ),  # More nodes are more ranks than may be.
-        (
             {"drives": "3000x1KB@7/5GB/s,1DWPD", "checkpoints": 3000},
             "151292347 drives in each node",
         ),
@@ -147,6 +143,13 @@ def test_the_nearest_change_that_fits(fields: dict[str, Any], remedy: str | None
     found = planned(**{"store": store, **fields})
     assert not found.fits
     assert (found.remedy or "").startswith(remedy or "\0") == (remedy is not None)
+
+
+def test_no_remedy_has_more_ranks_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = {"gpu_memory": 50 * 10**6, "gpus": 1, "store": StoreOptions(host_memory=2**25)}
+    assert planned(**limited).remedy == "4 nodes instead of 1"
+    monkeypatch.setattr("tierstore.tools.plan.job.RANKS_MAX", 3)
+    assert planned(**limited).remedy is None
 
 
 def test_paging_is_free_from_there_on() -> None:
