@@ -216,6 +216,7 @@ def test_a_device_context_matters_nowhere(place: str, tmp_path: Path) -> None:
         with tierstore.TierStore(directory, resume=True) as store:
             again = Twins(store=store, algorithm="adamw")
             with torch.device("meta"):
+                store.register(random=tierstore.RandomState())
                 assert again.optimizer.restore() == 2
         for name, value in twins.ours.items():
             assert torch.equal(again.ours[name], value)
