@@ -331,11 +331,11 @@ class _Rank:
             ahead = min(before, _share(free, sums.buffered) * sums.read / rates.read)
             behind = min(after, writes[number])
             bounds = [lanes[number], disks[number] - ahead - behind]
-            if sums.buffered:
-                bounds.append(sums.buffer_s / self._buffers - ahead - behind)
-            if self._buffers == 2 and not self._rules.on_gpu:
-                # The other buffer is written while a page is read and stepped.
-                bounds.append(sums.turn_s - ahead)
+            if sums.buffered > self._buffers:
+                bounds.append((sums.buffer_s - ahead - behind) / self._buffers)
+                if self._buffers == 2 and not self._rules.on_gpu:
+                    # The other buffer is written while a page is read and stepped.
+                    bounds.append(sums.turn_s - ahead)
             seconds += max(bounds)
         return seconds
 
