@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.bench_runs import run_benchmark
 
 
+@pytest.mark.long  # Products of bfloat16 take long on some CPUs.
+@pytest.mark.timeout(1200)
 def test_small_run(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     done = run_benchmark("newton_schulz.py", "--small", "--json", str(path))
