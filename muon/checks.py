@@ -92,19 +92,19 @@ def check_hyperparameters(group: Mapping[str, Any], number: int) -> None:
                     "has: leave it out"
                 )
         elif value is not None or not key.is_optional(algorithm):
-            _check_value(key, value, group)
+            try:
+                key.require_fit(value)
+            except UnfitError as error:
+                raise _unfit(error, key, value, group) from None
     _check_together(group)
 
 
-def _check_value(key: Key, value: Any, group: Mapping[str, Any]) -> None:
-    try:
-        key.require_fit(value)
-    except UnfitError as error:
-        advice = error.advice
-        # A scheduler that cycles the betas keeps this key in the group.
-        if key.name == "betas" and not advice and "max_momentum" in group:
-            advice = ". The max_momentum of a scheduler must be below 1, too"
-        raise ValueError(f"{key.name} must {error.expected}, got {value!r}{advice}") from None
+def _unfit(error: UnfitError, key: Key, value: Any, group: Mapping[str, Any]) -> ValueError:
+    advice = error.advice
+    # A scheduler that cycles the betas keeps this key in the group.
+    if key.name == "betas" and not advice and "max_momentum" in group:
+        advice = ". The max_momentum of a scheduler must also be below 1"
+    return ValueError(f"{key.name} must {error.expected}, got {value!r}{advice}")
 
 
 def _check_together(group: Mapping[str, Any]) -> None:

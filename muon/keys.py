@@ -45,7 +45,7 @@ class Key:
     not have it."""
     argument: tuple[str, ...] = field(default=(), kw_only=True)
     """Algorithms whose default is the argument of this name that Muon was given."""
-    check: Callable[[Any], None] = field(default=lambda value: None, kw_only=True)
+    check: Callable[[Any], None] | None = field(default=None, kw_only=True)
     """Raises UnfitError. None is not checked where it is the default, or where there is none."""
     one_of: tuple[Any, ...] = field(default=(), kw_only=True)
     """All values, if they are few."""
@@ -73,7 +73,8 @@ class Key:
         # Compared by type, too: True is not 1, and a tensor compares elementwise.
         if self.one_of and not any(type(v) is type(value) and v == value for v in self.one_of):
             raise UnfitError(f"be one of {', '.join(map(_text, self.one_of))}")
-        self.check(value)
+        if self.check is not None:
+            self.check(value)
 
 
 def _text(value: object) -> str:
@@ -105,10 +106,13 @@ def _are_numbers(values: object, count: int) -> bool:
 
 def _not_negative(value: Any) -> None:
     """Check a number, or a tensor of one element."""
-    advice = ": pass a Python number, or a tensor of one element"
-    _need(isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
-    _need(not isinstance(value, torch.Tensor) or value.numel() == 1, "have one element", advice)
-    _need(bool(value >= 0), "not be negative")
+    # Most values are floats, and each step checks them in every group.
+    if type(value) is not float:
+        advice = ": pass a Python number, or a tensor of one element"
+        _need(isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
+        _need(not isinstance(value, torch.Tensor) or value.numel() == 1, "have one element", advice)
+    if not value >= 0:
+        raise UnfitError("not be negative")
 
 
 def _flag(value: Any) -> None:
@@ -123,7 +127,8 @@ def _momentum(value: Any) -> None:
 def _betas(value: Any) -> None:
     expected = "be two numbers in [0, 1)"
     _need(_are_numbers(value, 2), expected, _TUPLE_ADVICE)
-    _need(all(0 <= beta < 1 for beta in value), expected)
+    first, second = value
+    _need(0 <= first < 1 and 0 <= second < 1, expected)
 
 
 def _beta(value: Any) -> None:
@@ -178,8 +183,12 @@ def _foreign(name: str, only: bool, advice: str = "leave it out", **facts: Any) 
     return Key(name, "", only=only, advice=advice, **facts)
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 # Facts about the keys that choose what pages hold.
-_LAID_OUT: dict[str, Any] = {"form": lambda value: value, "is_loaded": False}
+_LAID_OUT: dict[str, Any] = {"form": _as_it_is, "is_loaded": False}
 _CORRECTED = "leave it out; AdamW corrects the bias of its averages"
 _DECOUPLED = "leave it out; the weight decay is decoupled, as in AdamW"
 _GUIDE = "../guide"
@@ -373,9 +382,14 @@ def of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arguments[name] for name in DEFAULTS}
 
 
+_FORMS = [(key.name, key.form) for key in KEYS.values() if key.form is not None]
+
+
 def form(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the pages of a group depend on."""
-    return {key.name: key.form(group.get(key.name)) for key in KEYS.values() if key.form}
+    return {
+        name: group.get(name) if of is _as_it_is else of(group.get(name)) for name, of in _FORMS
+    }
 
 
 def loaded(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

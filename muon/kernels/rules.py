@@ -157,7 +157,11 @@ def adamw_(
     if isinstance(decay, torch.Tensor):
         # Not a float: as in torch.optim, float64 decays a chunk without dimensions in float64.
         decay = decay.reshape(()).cpu()
-    are_tensors = any(isinstance(value, torch.Tensor) for value in (lr, weight_decay, eps))
+    are_tensors = (
+        isinstance(lr, torch.Tensor)
+        or isinstance(weight_decay, torch.Tensor)
+        or isinstance(eps, torch.Tensor)
+    )
     has_kernels = bool(grads) and not cautious and not are_tensors
     kernels = kernels_for(grads[0].device) if has_kernels else None
     sizes = {step: float(lr / (1 - betas[0] ** step)) for step in set(steps)}
@@ -180,15 +184,16 @@ def adamw_(
             numbers = {"roots": [roots[step]], "sizes": [sizes[step]]}
             [changed] = rules.adamw_(*columns, **numbers, **options)
             _note_changed(states[0], changed)
-    for some_steps, some_grads, some_masters, *moments in _batches(left):
+    for some_steps, some_grads, some_masters, means, mean_sqs in _batches(left):
         own, parameters = zip(*map(_split, some_masters), strict=True)
-        with opened(own) as values, opened(moments[0]) as means, opened(moments[1]) as mean_sqs:
+        count = len(own)
+        with opened([*own, *means, *mean_sqs]) as values:
             found = plain.adamw_(
-                values,
+                values[:count],
                 parameters,
                 some_grads,
-                means,
-                mean_sqs,
+                values[count : 2 * count],
+                values[2 * count :],
                 roots=[roots[step] for step in some_steps],
                 sizes=[sizes[step] for step in some_steps],
                 **options,

@@ -177,7 +177,7 @@ def test_a_max_momentum_of_1_cannot_be_stepped_by_adamw(
     if make_optimizer is muon.Muon:
         assert str(caught.value) == (
             "betas must be two numbers in [0, 1), got (1.0, 0.999). The max_momentum of a "
-            "scheduler must be below 1, too"
+            "scheduler must also be below 1"
         )
 
 
