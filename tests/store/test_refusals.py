@@ -87,7 +87,7 @@ def assert_add_is_refused(group: dict[str, Any], message: str) -> None:
     [
         ("muon", {"lr": -1.0}, "lr must not be negative, got -1.0"),
         ("muon", {"lr": float("nan")}, "lr must not be negative, got nan"),
-        ("muon", {"lr": torch.tensor([0.1, 0.2])}, "tensor lr must have one element"),
+        ("muon", {"lr": torch.tensor([0.1, 0.2])}, "lr must have one element"),
         ("muon", {"weight_decay": -0.1}, "weight_decay must not be negative"),
         ("muon", {"eps": -1e-7}, "eps must not be negative"),
         ("muon", {"momentum": -0.1}, r"momentum must lie in \[0, 1\], got -0.1"),
