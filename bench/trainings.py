@@ -52,7 +52,7 @@ def losses_of(
         after: called after each backward.
 
     Returns:
-        (step, validation loss in nats per byte), of the last step, too.
+        (step, validation loss in nats per byte), also of the last step.
     """
     text, validation_text = texts()
     scheduler = torch.optim.lr_scheduler.LambdaLR(

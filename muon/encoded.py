@@ -1,4 +1,4 @@
-"""Which states of a parameter pages keep in fewer bytes, and the dtypes that a step sees."""
+"""States that pages keep in fewer bytes, and the dtypes that a step sees."""
 
 from __future__ import annotations
 

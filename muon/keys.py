@@ -50,15 +50,15 @@ class Key:
     one_of: tuple[Any, ...] = field(default=(), kw_only=True)
     """All values, if they are few."""
     form: Callable[[Any], Any] | None = field(default=None, kw_only=True)
-    """What of the value pages depend on, and cannot change once they are laid out."""
+    """The part of the value that pages depend on; it cannot change once they are laid out."""
     is_loaded: bool = field(default=True, kw_only=True)
-    """Whether a state dict or a checkpoint changes the value."""
+    """True if a state dict or a checkpoint changes the value."""
     is_planned: bool = field(default=False, kw_only=True)
-    """Whether it changes a plan; see muon.plan."""
+    """True if the value changes a plan; see muon.plan."""
     only: bool | None = field(default=None, kw_only=True)
     """For a key of other optimizers, the value that changes nothing here; others are refused."""
     advice: str = field(default="leave it out", kw_only=True)
-    """What to do about them."""
+    """The mend in the error for other values."""
 
     def is_optional(self, algorithm: str) -> bool:
         """Return whether None stands for an absent value."""

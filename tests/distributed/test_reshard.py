@@ -68,7 +68,7 @@ def test_on_fewer_and_on_more_ranks(root: Path, pool: RankPool, tmp_path: Path) 
 def test_opening_on_other_ranks_changes_nothing_of_the_run(
     ranks: int, root: Path, pool: RankPool, tmp_path: Path
 ) -> None:
-    """What was committed can be read before restore(), and as many ranks as before can resume."""
+    """Committed states can be read before restore(), and as many ranks as before can resume."""
     run = copied(root, tmp_path) / "run"
     before = needed(run)
     job = job_of(tmp_path, "copies", store=RESUMED)

@@ -1,4 +1,4 @@
-"""What a directory is, by the names in it: a run, or a checkpoint."""
+"""The kind of a directory, by the names in it: a run, or a checkpoint."""
 
 from __future__ import annotations
 

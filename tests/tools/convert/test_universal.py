@@ -286,7 +286,7 @@ def test_checkpoints_of_stages(name: str, tmp_path: Path) -> None:
 
 
 def test_runs(tmp_path: Path) -> None:
-    """What was registered, and a step count that is a number for stage 3."""
+    """Registered states, and a step count that is a number for stage 3."""
     weights = {"a.weight": nn.Parameter(torch.randn(5, 4)), "a.bias": nn.Parameter(torch.randn(4))}
     groups = [{"params": list(weights.items()), "algorithm": "adamw", **ADAM}]
     with tierstore.TierStore(tmp_path / "run") as store:
