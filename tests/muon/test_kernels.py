@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -343,3 +344,20 @@ def test_a_parameter_in_float32_that_is_not_the_master(monkeypatch: pytest.Monke
         rules.muon_(rounded, torch.ones(100), lr=0.1, adjusted_lr=0.1, weight_decay=0.1)
         found.append(torch.stack([master, parameter]))
     assert torch.equal(*found)
+
+
+@pytest.mark.long
+def test_the_first_root_of_a_process_has_the_bits_of_the_next() -> None:
+    # Each process forks before its threads exist; several at once, so that the threads of a process
+    # do not begin together.
+    program = """
+import os, torch, muon
+for _ in range(200):
+    child = os.fork()
+    if child == 0:
+        numbers = torch.rand(4099, generator=torch.Generator().manual_seed(0))
+        os._exit(not torch.equal(numbers.sqrt(), numbers.sqrt()))
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(4)]
+    assert [process.wait(300) for process in processes] == [0] * 4

@@ -29,6 +29,11 @@ BLOCK_COLUMNS = 256
 
 _INFINITY = 0x7F800000  # In float32. Larger numbers, without the sign, are NaNs.
 
+# MKL, which takes torch's roots, chooses their kernel in the first call. If two threads are in it,
+# one may get a kernel with errors of 1e-4. Each optimizer with a store has imported this module.
+for _dtype in (torch.float32, torch.float64):
+    torch.ones(1, dtype=_dtype, device="cpu").sqrt()
+
 
 class StoredTensor(NamedTuple):
     """A tensor that pages keep of a state."""
