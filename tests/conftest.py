@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -40,9 +41,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs())
 
 
+@pytest.hookimpl(tryfirst=True)  # Before `-m` chooses by the mark `long`.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests of the longest limits, so that none of them is left for the end."""
+    """Give other cases than those of the mark ``quick`` the mark ``long``; sort by limits.
+
+    Tests of the longest limits begin, so that none of them is left for the end.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") and not _is_skipped(item):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for test, of_test in cases.items():
+        (count,) = of_test[0].get_closest_marker("quick").args  # type: ignore[union-attr]
+        # Not evenly spaced, which would leave out values of the last parameters.
+        chosen = random.Random(test).sample(of_test, min(count, len(of_test)))
+        for item in of_test:
+            if item not in chosen:
+                item.add_marker("long")
     items.sort(key=_limit_s, reverse=True)
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    return any(mark.args[0] for mark in item.iter_markers("skipif"))
 
 
 def _limit_s(item: pytest.Item) -> float:

@@ -284,6 +284,7 @@ def run(name: str, code: str, names: Names, directory: Path) -> None:
                 value.close()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "code"), list(examples()))
 def test_an_example_runs(
     name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

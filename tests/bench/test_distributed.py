@@ -41,6 +41,7 @@ def test_small_run(tmp_path: Path) -> None:
         assert set(rows[ranks, "sharded"]["ratio"]) == {1.0}
 
 
+@pytest.mark.long
 def test_pipeline_is_drawn(tmp_path: Path) -> None:
     scratch, picture = tmp_path / "device", tmp_path / "picture.png"
     scratch.mkdir()

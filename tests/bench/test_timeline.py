@@ -27,6 +27,7 @@ def test_small_run(tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("category", "name"),
     [

@@ -46,6 +46,7 @@ def begin(
     return store, optimizer, parameters
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("page_bytes", [10000, 5000, "256MiB"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_continues_as_the_published_run(
@@ -105,6 +106,7 @@ def test_buffers_and_frozen_parameters_come_with_dcp(tmp_path: Path) -> None:
     assert_equal(other.model.state_dict(), Reference("everything").train(1, 2, 3).model_state())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("named", [True, False])
@@ -129,6 +131,7 @@ def test_continues_from_a_checkpoint_of_stock_pytorch(
     again.store.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_continues_from_a_checkpoint_of_fsdp2(ranks: int, tmp_path: Path) -> None:
     """Several ranks saved it in chunks."""

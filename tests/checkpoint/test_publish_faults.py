@@ -297,6 +297,7 @@ def crash_cuts(count: int) -> list[object]:
     ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("cut", crash_cuts(60))
 def test_killed_at_any_operation(cut: int, tmp_path: Path) -> None:
     """All checkpoints are whole, and the next one removes the leftovers."""

@@ -71,6 +71,7 @@ def rewound(directory: Path, **options: Any) -> Toy:
 # ------------------------------------------------------------------------------ training
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", TIERS, ids=["nvme", "host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", ["live", "resumed", "failed"])

@@ -73,6 +73,7 @@ def torchtitan_jobs(root: Path, gone_on: dict[str, Any]) -> list[Job]:
     return jobs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flat", "named"), CASES)
 def test_a_whole_model_and_its_optimizers(
     flat: bool, named: bool, published: dict[str, Any]

@@ -16,6 +16,7 @@ from tests.support.rank_pool import RankPool
 TOLERANCE = 525 * 1e-7 * backward.LR * backward.STEPS * 10
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

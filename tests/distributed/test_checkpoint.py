@@ -106,6 +106,7 @@ def metadata_of(checkpoint: Path) -> Metadata:
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_is_what_one_process_publishes(
     case: Case, published: dict[Case, Path], alone: Path
@@ -124,6 +125,7 @@ def test_is_what_one_process_publishes(
     assert ranks == {f"rank-{rank:05d}" for rank in range(case[0])}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("case", "begun"), list(zip(CASES, BEGUN, strict=True)), ids=name_of)
 def test_begins_a_run_on_other_ranks(
     case: Case,
@@ -144,6 +146,7 @@ def test_begins_a_run_on_other_ranks(
     assert digests(source) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", CASES[1:3], ids=name_of)
 def test_a_run_is_rewound(case: Case, alone: Path, pool: RankPool, tmp_path: Path) -> None:
     """It goes on as if the steps in between had not been."""
@@ -217,11 +220,13 @@ def by_stock(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["3 to 1", "3 to 2"])
 def test_stock_load_on_another_number_of_ranks(name: str, by_stock: dict[str, Any]) -> None:
     assert_equal(by_stock[name], by_stock["1 to 1"])
 
 
+@pytest.mark.long
 def test_begins_from_what_stock_fsdp2_saved(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "stock"
     saver = ("saved", "save", {"path": str(path), "model": "layers", "steps": [1, 2]})
@@ -335,6 +340,7 @@ def test_the_oldest_are_removed(pool: RankPool, tmp_path: Path) -> None:
         assert report.marked_whole
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("unmarked", "kept"),
     [(None, ["2", "3"]), ("rank-00000.whole", ["1", "3"]), ("rank-00001.whole", ["1", "3"])],
@@ -375,6 +381,7 @@ def test_what_verification_finds_on_one_rank_fails_all(
     assert names_in(tmp_path / "checkpoints") == ["1"]
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize(
     ("kind", "change"),
     [

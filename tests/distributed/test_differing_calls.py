@@ -11,6 +11,7 @@ from tests.support.rank_pool import RankPool
 CALLS = "tests.rank_programs.differing_calls"
 
 
+@pytest.mark.long
 def test_a_call_that_another_rank_does_not_make_is_refused_and_the_next_step_works(
     pool: RankPool,
 ) -> None:
@@ -19,12 +20,14 @@ def test_a_call_that_another_rank_does_not_make_is_refused_and_the_next_step_wor
     assert (first_step, second_step) == ("", "")
 
 
+@pytest.mark.long
 def test_a_state_dict_of_one_rank_before_the_first_step_is_refused(pool: RankPool) -> None:
     alone, other = pool.run(2, f"{CALLS}:state_dict_before_a_step")
     assert alone[0].startswith("RollCallError: rank 1 did not call state_dict() within")
     assert alone[1:] == other[1:] == [""]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -73,6 +73,7 @@ def test_directories_in_any_order(pool: RankPool, tmp_path: Path) -> None:
         assert names_in(path) == ["rank-00000"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "overwrite"), [(2, False), (3, False), (3, True)])
 def test_ranks_stripe_over_directories_in_one_order(
     ranks: int, overwrite: bool, pool: RankPool, tmp_path: Path

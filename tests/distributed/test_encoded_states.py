@@ -40,6 +40,7 @@ LAYOUTS = [
 SMALL_PAGES = {"page_bytes": 8192, "buffers": 5}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
     ("ranks", "layout", "shapes"), LAYOUTS, ids=[f"{n}-{layout}" for n, layout, _ in LAYOUTS]
@@ -63,6 +64,7 @@ def test_the_partition_does_not_matter(
     assert_as_one_process(of_ranks, shapes, one_process(shapes, options))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_flat_ranges_are_cut_between_blocks(ranks: int, pool: RankPool, tmp_path: Path) -> None:
     options = {"partition": "flat", **OPTIONS[1]}

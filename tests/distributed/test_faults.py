@@ -117,6 +117,7 @@ def assert_goes_on(ranks: Training, case: Case, pool: RankPool) -> None:
     assert_as_one_process(trained, SHAPES, one_process(SHAPES, {}, last), order=False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 30))]
 )
@@ -134,6 +135,7 @@ def test_killed_at_any_moment(seed: int, pool: RankPool, tmp_path: Path) -> None
     assert_goes_on(ranks, case, pool)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_stopped_at_any_moment(seed: int, pool: RankPool, tmp_path: Path) -> None:
     """It is taken for stuck when it lets the others wait for too long."""
@@ -154,6 +156,7 @@ def test_stopped_at_any_moment(seed: int, pool: RankPool, tmp_path: Path) -> Non
     assert_goes_on(ranks, case, pool)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("operation", "call", "culprit"),
     [

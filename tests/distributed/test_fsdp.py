@@ -17,6 +17,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         yield ranks
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("settings", "store"),
     [
@@ -33,6 +34,7 @@ def test_fsdp_gets_what_one_process_gets_of_its_gradients(
     pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_averages_of_the_weights(kind: str, pool: RankPool, tmp_path: Path) -> None:
     pool.run(3, "tests.rank_programs.fsdp:averages", kind, tmp_path)

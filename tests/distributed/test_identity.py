@@ -74,6 +74,7 @@ def test_the_reference_is_what_torch_computes(expected: tuple[Tensors, States]) 
                 assert torch.equal(tensor, states[name, state])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("partition", ["by_parameter", "flat", "auto"])
 @pytest.mark.parametrize(
     "world_size", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4)), 3]
@@ -95,6 +96,7 @@ def test_replicated(
     assert_as_one_process(of_ranks, SHAPES, expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_LAYOUTS)],
@@ -111,6 +113,7 @@ def test_dtensors(
     assert_as_one_process(of_ranks, SHAPES, expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["plain", "fsdp", "fsdp and tp"])
 def test_without_a_directory(pool: RankPool, expected: tuple[Tensors, States], layout: str) -> None:
     of_ranks = pool.run(4, "tests.rank_programs.training:train", Case(layout=layout))
@@ -136,6 +139,7 @@ def test_stages_are_jobs_of_their_own(
     assert_one_order([trained.issued for trained in of_ranks])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("compute", ["device", "host"])
 @pytest.mark.parametrize("layout", ["plain", "rows", "columns", "copies"])
 def test_ranks_with_nothing(pool: RankPool, tmp_path: Path, layout: str, compute: str) -> None:
@@ -159,6 +163,7 @@ def test_a_gradient_that_some_ranks_lack_is_zero_there(pool: RankPool, layout: s
     assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, {}, zeroed=zeroed))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["rows", "plain"])
 def test_matrices_in_batches_differ_by_rounding_alone(
     pool: RankPool, expected: tuple[Tensors, States], layout: str
@@ -180,6 +185,7 @@ def test_matrices_in_batches_differ_by_rounding_alone(
             torch.testing.assert_close(trained.values[name], whole, rtol=rounded, atol=size)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", ["rows", "fsdp and tp"])
 @pytest.mark.parametrize(
     "options",

@@ -32,6 +32,7 @@ def expected() -> tuple[Tensors, States]:
     return one_process(SHAPES, {})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

@@ -72,6 +72,7 @@ def test_a_matrix_too_large_is_refused_on_all_ranks(
         assert (found.step, found.rounds) == (0, 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("messages", "at_once"), [(0, 1), (1, 1), (2, 2), (2.9, 2), (100, 4)])
 def test_what_is_spread_at_once_is_bounded(pool: RankPool, messages: float, at_once: int) -> None:
     nbytes = 6 * 16 * 16 * 4

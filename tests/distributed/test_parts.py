@@ -48,6 +48,7 @@ def merged(parts: list[Path], into: Path) -> Path:
     return into
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("disks", DISKS)
 def test_the_parts_make_a_checkpoint(
     disks: tuple[int, ...], pool: RankPool, expected: dict[str, torch.Tensor], tmp_path: Path
@@ -88,6 +89,7 @@ def test_the_oldest_are_removed_from_every_disk(pool: RankPool, tmp_path: Path) 
         assert names_in(tmp_path / disk) == ["2", "3", "run"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("unmarked", "kept"),
     [(None, ["2", "3"]), ("disk-0/2/rank-00000", ["1", "3"]), ("disk-1/2/rank-00001", ["1", "3"])],
@@ -115,6 +117,7 @@ def test_a_checkpoint_is_whole_if_all_parts_are(
         assert names_in(tmp_path / disk) == [*kept, "run"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("failing", "operation", "call", "error"),
     [

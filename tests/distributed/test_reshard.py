@@ -48,6 +48,7 @@ def copied(root: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_on_fewer_and_on_more_ranks(root: Path, pool: RankPool, tmp_path: Path) -> None:
     directory = copied(root, tmp_path)
     for ranks, layout, began in ((2, "copies", 3), (4, "rows", 4)):
@@ -64,6 +65,7 @@ def test_on_fewer_and_on_more_ranks(root: Path, pool: RankPool, tmp_path: Path) 
     assert (directory / "run" / "rank-00000" / "run.json").read_bytes() == identity
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_opening_on_other_ranks_changes_nothing_of_the_run(
     ranks: int, root: Path, pool: RankPool, tmp_path: Path
@@ -200,6 +202,7 @@ def test_directories_of_two_runs(pool: RankPool, root: Path, tmp_path: Path) -> 
     assert all(verify(run).good for run in runs)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("failing", "operation"),
     [
@@ -385,6 +388,7 @@ def test_older_commits_are_gone_for_good_before_the_newest(
     assert order == [{"commit-0000000002"}, {"commit-0000000003"}] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "first", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 49, 2))]
 )

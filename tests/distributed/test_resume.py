@@ -24,6 +24,7 @@ UNLIKE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "layout", "partition"),
     [
@@ -61,6 +62,7 @@ def test_the_dtype_of_newton_schulz_is_that_of_the_run(pool: RankPool, tmp_path:
     assert_as_one_process(rest, SHAPES, one_process(SHAPES, options))
 
 
+@pytest.mark.long
 def test_the_rank_with_least_memory_bounds_how_much_is_stepped_at_once(
     pool: RankPool, tmp_path: Path
 ) -> None:

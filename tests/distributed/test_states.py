@@ -42,6 +42,7 @@ STACKED: list[Any] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT, *STACKED])
 def test_saved_loaded_and_gone_on_from(
     ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
@@ -50,6 +51,7 @@ def test_saved_loaded_and_gone_on_from(
     pool.run(ranks, "tests.rank_programs.states:round_trip", case, tmp_path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT, *STACKED])
 def test_states_of_rows_are_saved_and_loaded(
     ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
@@ -59,6 +61,7 @@ def test_states_of_rows_are_saved_and_loaded(
     pool.run(ranks, "tests.rank_programs.states:round_trip", case, tmp_path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])
 def test_helpers_of_torch(
     ranks: int, layout: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
@@ -67,6 +70,7 @@ def test_helpers_of_torch(
     pool.run(ranks, "tests.rank_programs.states:helpers", case, tmp_path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("shapes", [SHAPES, ROWS, FEW], ids=["all", "rows", "few"])
 def test_states_of_uneven_parts_are_saved_by_stock_pytorch(
@@ -91,11 +95,13 @@ def test_states_of_other_rows_are_refused(pool: RankPool) -> None:
         assert not values.any()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])
 def test_adamw_of_torch(ranks: int, layout: str, options: dict[str, Any], pool: RankPool) -> None:
     pool.run(ranks, "tests.rank_programs.states:stock_adamw", Case(layout=layout, options=options))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout", "options"), [*PLAIN, *CUT])
 def test_muon_of_torch(ranks: int, layout: str, options: dict[str, Any], pool: RankPool) -> None:
     pool.run(ranks, "tests.rank_programs.states:stock_muon", Case(layout=layout, options=options))

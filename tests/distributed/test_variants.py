@@ -37,6 +37,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_blocks_rows_and_clips_do_not_depend_on_the_partition(
     ranks: int, layout: str, pool: RankPool, tmp_path: Path
@@ -52,6 +53,7 @@ def test_blocks_rows_and_clips_do_not_depend_on_the_partition(
     assert_as_one_process(of_ranks, SHAPES, one_process(SHAPES, {}, heads=HEADS))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_that_flat_ranges_cut(ranks: int, pool: RankPool, tmp_path: Path) -> None:
     """Pages and ranks cut rows anywhere; each part has a copy of the average of its row."""
@@ -78,6 +80,7 @@ def test_blocks_that_no_rank_cuts_do_not_travel(pool: RankPool) -> None:
     assert sent == [[0, 0], [nbytes] * 2, [nbytes] * 2, [3 * nbytes] * 2]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_hyperball_agrees_on_every_partition(ranks: int, layout: str, pool: RankPool) -> None:
     """Sums of squares are added in another order, in float64; then float32 rounds the rest.
@@ -95,6 +98,7 @@ def test_hyperball_agrees_on_every_partition(ranks: int, layout: str, pool: Rank
             torch.testing.assert_close(values, whole, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_statistics_are_those_of_one_process(ranks: int, layout: str, pool: RankPool) -> None:
     """One rank sees the whole input of each matrix, and all its ranks add up the update."""

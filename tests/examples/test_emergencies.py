@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import muon
@@ -18,6 +19,7 @@ from tests.support.toy import contents
 PAGE = Path(__file__).resolve().parents[2] / "docs/guide/emergencies.md"
 
 
+@pytest.mark.long
 def test_every_command(tmp_path: Path) -> None:
     parameters = training.make_parameters(torch.float32)
     with tierstore.TierStore(tmp_path / "run") as store:

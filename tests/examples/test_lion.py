@@ -60,6 +60,7 @@ def plain_lion(steps: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_on_disk_equals_in_memory(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:

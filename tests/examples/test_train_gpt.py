@@ -61,6 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return directory, result.stdout
 
 
+@pytest.mark.long
 def test_killed_and_resumed_run_ends_in_the_same_bits(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -306,6 +306,7 @@ PROGRAMS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_that_are_not_metadata(program: bytes) -> None:
     """A program neither crashes nor takes more memory than a multiple of its length."""

@@ -56,6 +56,7 @@ def test_nothing_runs(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_memory_is_a_multiple_of_the_length(program: bytes) -> None:
     tracemalloc.start()

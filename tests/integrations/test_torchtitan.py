@@ -138,6 +138,7 @@ def test_a_run_of_another_program_is_refused(tmp_path: Path) -> None:
         loop.checkpointer.load()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_continue_where_they_were(ranks: int, pool: RankPool, tmp_path: Path) -> None:
     """After an exception between a step and its commit, and refused in between on other ranks."""

@@ -236,6 +236,7 @@ def encoded_state(kind: str, shape: tuple[int, ...]) -> EncodedState:
     return SplitMaster(torch.zeros(shape, dtype=torch.bfloat16), remainder)
 
 
+@pytest.mark.quick(2)
 @needs_avx2
 @pytest.mark.parametrize("kind", ["int8", "root", "split 8", "split 16"])
 @settings(max_examples=200)

@@ -328,6 +328,7 @@ def placed(pool: RankPool) -> list[Placed]:
     ]
 
 
+@pytest.mark.long
 def test_real_ranks_hold_what_is_said(placed: list[Placed]) -> None:
     tensors: dict[tuple[int, str, tuple[int, ...], Sharding], dict[tuple[int, ...], torch.Tensor]]
     tensors = defaultdict(dict)

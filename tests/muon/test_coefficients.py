@@ -127,6 +127,7 @@ def test_the_sign_of_rank_one_is_preserved(name: str, dtype: torch.dtype) -> Non
     assert values.max() < 1.3
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("shape", [(512, 1024), (512, 600)])
 def test_large_matrices_on_a_cpu(name: str, shape: tuple[int, int]) -> None:

@@ -66,6 +66,7 @@ class Training:
         return loss.detach()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compiled_training_step_has_the_same_bits(
     engine: str, compiled: Callable[..., Any], tmp_path: Path
@@ -88,6 +89,7 @@ def test_a_compiled_training_step_has_the_same_bits(
     plain.store.close()
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "call",

@@ -29,6 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_result_is_one_in_every_tier_and_after_a_resume(
     tmp_path: Path, options: dict[str, Any]
@@ -82,6 +83,7 @@ with tierstore.TierStore(sys.argv[1], page_bytes=4096, host_memory="1MiB", resum
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [*(pytest.param(options, marks=pytest.mark.long) for options in OPTIONS[:-1]), OPTIONS[-1]],

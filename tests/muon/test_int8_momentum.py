@@ -72,6 +72,7 @@ def test_a_step_moves_the_ideal_bytes(tmp_path: Path) -> None:
     assert written == pytest.approx(4 * parameter.numel(), rel=0.02)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("before", [None, torch.float32, torch.int8])
 @pytest.mark.parametrize("after", [None, torch.float32, torch.int8])
 def test_a_checkpoint_begins_a_run_with_another_momentum(

@@ -49,6 +49,7 @@ def moved(directory: Path, group: dict[str, Any]) -> tuple[float, float]:
     return (read_by_then - read) / STEPS / NUMEL, (written_by_then - written) / STEPS / NUMEL
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("master", "momentum"), [*itertools.product(MASTERS, STATES)], ids=str)
 def test_bytes_of_muon(tmp_path: Path, master: str | None, momentum: torch.dtype) -> None:
     found = moved(tmp_path, {"master": master, "momentum_dtype": momentum, "ns_steps": 0})
@@ -56,6 +57,7 @@ def test_bytes_of_muon(tmp_path: Path, master: str | None, momentum: torch.dtype
     assert found == pytest.approx((read, read if master is None else read + 2), rel=0.02)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("master", "moments"), [*itertools.product(MASTERS, STATES)], ids=str)
 def test_bytes_of_adamw(tmp_path: Path, master: str | None, moments: torch.dtype) -> None:
     found = moved(tmp_path, {"algorithm": "adamw", "master": master, "moments_dtype": moments})

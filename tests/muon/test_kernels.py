@@ -111,6 +111,7 @@ def leave_out_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -259,6 +260,7 @@ def test_steps_go_on_where_no_kernels_are_built(
     assert message.startswith("steps on cpu take more passes over memory: ")
 
 
+@pytest.mark.quick(3)
 @needs_avx2
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("before_first_use", [True, False])

@@ -40,6 +40,7 @@ def test_many_small_parameters_step_about_as_fast_as_foreach() -> None:
     assert ours < 3 * theirs
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_loops_over_the_state_take_linear_time(is_attached: bool) -> None:
     """With four times the parameters they take four times as long; 15 times was measured."""
@@ -100,6 +101,7 @@ def groups_of_one(count: int) -> tuple[list[nn.Parameter], list[dict[str, Any]]]
     return weights, [{"params": [weight], "algorithm": "adamw"} for weight in weights]
 
 
+@pytest.mark.long
 def test_state_dicts_of_many_groups_take_linear_time() -> None:
     """With four times the groups they take four times as long; 11.8 times was measured."""
     optimizers = [muon.Muon(groups_of_one(count)[1]) for count in (500, 2000)]
@@ -155,6 +157,7 @@ def test_many_groups_step_about_as_fast_as_in_torch_on_disk(tmp_path: Path) -> N
     assert ours < 2 * theirs
 
 
+@pytest.mark.long
 def test_a_commit_of_5000_parameters_takes_less_than_30_ms(tmp_path: Path) -> None:
     """4 ms of the training thread were measured, and 15 ms when each count was encoded."""
     weights = [parameter(shape=[8]) for _ in range(5000)]

@@ -238,6 +238,7 @@ def test_parameters_that_are_set_to_zero_unnoticed_are_zero(master: str) -> None
     assert states["wide"]["master"].isnan().sum() == 0
 
 
+@pytest.mark.long
 def test_a_write_of_the_same_values_keeps_the_remainders(tmp_path: Path) -> None:
     parameters = parameters_of()
     with tierstore.TierStore(tmp_path / "run", page_bytes=4096, host_memory="1MiB") as store:

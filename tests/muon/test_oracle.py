@@ -188,6 +188,7 @@ def usual_newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return wide.T if matrix.size(0) > matrix.size(1) else wide
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -226,6 +227,7 @@ def test_newton_schulz_of_large_matrices(spectrum: torch.Tensor, shape: tuple[in
     assert error(muon.orthogonalize_(matrix.float())) < 2 * error(usual)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("steps", [1, 3, 4, 12])
 @pytest.mark.parametrize("spectrum", [SPECTRA["of a random matrix"], SPECTRA["decaying"]])
 def test_newton_schulz_of_large_matrices_with_any_number_of_steps(

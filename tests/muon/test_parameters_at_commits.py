@@ -71,6 +71,7 @@ def test_steps_write_the_ideal_bytes(
     assert [found / numel for found in read[1:]] == pytest.approx([reads] * 8, rel=0.005)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("tier", ["nvme", "host", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("commit_every", [3, None])

@@ -58,6 +58,7 @@ def compare(twins: Twins) -> None:
             assert torch.equal(value, expected[state]), (name, state)
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("acts", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("options", MEMORIES, ids=["resting", "streamed", "every second"])
 @pytest.mark.parametrize("is_resumed", [False, True])

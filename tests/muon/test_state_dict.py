@@ -382,6 +382,7 @@ def no_groups(saved: StateDict) -> None:
     del saved["param_groups"]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

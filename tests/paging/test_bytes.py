@@ -15,6 +15,7 @@ from tests.support import kernel
 STEPS = 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "algorithm", "read", "written"),
     [

@@ -76,6 +76,7 @@ def resident() -> list[dict[str, torch.Tensor]]:
     return moments
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("pace", [0, 0.3])
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
@@ -109,6 +110,7 @@ def test_compute_on_the_host(options: dict[str, Any], pace: float, tmp_path: Pat
         trained.store.close()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("commit_every", [1, 3, None])
 @pytest.mark.parametrize("start", ["device", "host", "nvme"])
 @pytest.mark.parametrize("tier", ["device", "host", "nvme"])
@@ -144,6 +146,7 @@ def test_without_a_directory(tier: str | None) -> None:
         trained.store.close()  # While copies of the last pages are in flight; fake_cuda() checks.
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("real_thread", [True, False])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 @pytest.mark.parametrize("call", range(1, 4))

@@ -77,6 +77,7 @@ def train(run: Run, *, backwards: int = 1, max_norm: float | None = None) -> lis
     return norms
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("pace", [0, 0.3])
@@ -194,6 +195,7 @@ def test_gradients_count_towards_host_memory(tmp_path: Path) -> None:
     assert gradients <= peaks[1] - peaks[0] <= gradients + 64 * len(run.parameters)
 
 
+@pytest.mark.long
 def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000, 1000))
     store = tierstore.TierStore(

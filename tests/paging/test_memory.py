@@ -59,6 +59,7 @@ def measure(directory: Path | None, rounds: list[int]) -> tuple[int, list[int]]:
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [4, pytest.param(44, marks=pytest.mark.long)])
 def test_peak_is_within_the_budget_and_does_not_grow(steps: int, tmp_path: Path) -> None:
     # Newton-Schulz needs the same workspace in both runs, so the difference is without it.

@@ -237,6 +237,7 @@ def test_mirrors_of_a_late_group_replace_buffers() -> None:
         toy.store.close()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
 @pytest.mark.parametrize(
@@ -324,6 +325,7 @@ def test_the_first_placement_can_be_retried(error: type[BaseException]) -> None:
         toy.store.close()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("stepped", [0, 2])

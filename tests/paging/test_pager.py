@@ -43,6 +43,7 @@ def oracle() -> dict[str, torch.Tensor]:
     return run(tierstore.TierStore(None, page_bytes=PAGE_BYTES))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("commit_every", [1, 5, None])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 def test_results_and_resumed_state_are_the_same_in_every_tier(
@@ -131,6 +132,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("commit_every", [1, None])
 @pytest.mark.parametrize("moves", MOVES, ids="-".join)
 def test_moving_between_steps(moves: list[str], commit_every: int | None, tmp_path: Path) -> None:
@@ -249,6 +251,7 @@ def test_moving_without_a_directory() -> None:
 # --------------------------------------------------------------------- computing on the host
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"buffers": 2}, {}, {"directory": None}], ids=str)
 def test_compute_on_the_host_equals_resident_training(

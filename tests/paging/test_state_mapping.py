@@ -44,6 +44,7 @@ def deleted_mappings(directory: Path) -> int:
     return sum(int(end, 16) - int(begin, 16) for begin, end in found)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 @pytest.mark.parametrize("commit_every", [1, 2, None])
 def test_tensors_keep_their_values_while_training_continues(
@@ -443,6 +444,7 @@ def in_a_process(target: Any, directory: Path) -> Any:
     return result
 
 
+@pytest.mark.long
 def test_costs_no_anonymous_memory(tmp_path: Path) -> None:
     """A state dict several times the budget costs none, nor does loading a mapped one."""
     nbytes, grown = in_a_process(map_states, tmp_path)

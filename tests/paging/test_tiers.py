@@ -24,6 +24,7 @@ def run(store: tierstore.TierStore, dtype: torch.dtype) -> dict[str, torch.Tenso
         return training.snapshot(optimizer, parameters)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles", "memory", "resident"])
 def test_engines_give_the_same_result(engine: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -36,6 +37,7 @@ def test_engines_give_the_same_result(engine: str, dtype: torch.dtype, tmp_path:
     training.assert_identical(run(store, dtype), training.resident_run(STEPS, dtype))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("buffers", [2, 3, 8])
 @pytest.mark.parametrize("page_bytes", [4096, 10000, "1MiB"])
 def test_buffers_and_page_sizes_do_not_change_the_result(

@@ -20,6 +20,7 @@ EXIT_S = 15.0
 # ---------------------------------------------------------------------------- all is well
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_values_come_in_order_of_rank(world_size: int) -> None:
     values = [3, None, {"a": (1, 2.5)}, ["text"]][:world_size]
@@ -64,6 +65,7 @@ def test_what_one_rank_cannot_do_raises_on_all_and_breaks_nothing(failing: int) 
             assert gathered == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_wait_returns_what_was_exchanged() -> None:
     with running(programs.exchange, 3, [0, 2]) as job:
         assert job.results() == [[0.0, 20.0], None, [1.0, 21.0]]
@@ -90,6 +92,7 @@ def test_unlike_groups_are_refused_on_all_ranks() -> None:
             assert gathered == [0, 1]
 
 
+@pytest.mark.long
 def test_ranks_can_be_made_again() -> None:
     opened = [[(0, number), (1, number)] for number in range(3)]
     with running(programs.open_again, 2, 3) as job:
@@ -150,6 +153,7 @@ def failure_of_all(
     return reason
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("waiting", "culprit"),
     [
@@ -174,6 +178,7 @@ def test_the_first_reason_wins() -> None:
     assert reason in {f"training of rank {rank}", f"commits of rank {rank}"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("world_size", "culprit", "waiting", "closes"),
     [
@@ -213,6 +218,7 @@ def test_all_raise_that_a_rank_was_killed(
         assert job.exit_seconds(*others) < EXIT_S
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("waiting", [programs.in_gather, programs.in_roll_call])
 def test_all_raise_that_a_rank_left(waiting: Waiting) -> None:
     args = (1, programs.leaves, waiting, programs.PATIENCE_S, True)
@@ -240,6 +246,7 @@ def test_all_raise_that_a_rank_is_stuck(wrong: Wrong, culprit: int, waiting: Wai
         assert ("answer" in reason) == (wrong is programs.stops)
 
 
+@pytest.mark.long
 def test_all_raise_that_a_rank_is_stuck_that_serves_the_key_value_store() -> None:
     """No roll call ends without it."""
     limit_s = 2.0 + 2 * ACCUSE_S
@@ -268,6 +275,7 @@ def test_a_part_of_the_world_fails_with_ranks_of_its_own() -> None:
     assert [(failure.rank, failure.reason) for failure in failures] == [(1, "no room")] * 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

@@ -128,6 +128,7 @@ def test_different_options(
         assert step == 2
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("how", "message"),
     [

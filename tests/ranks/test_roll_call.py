@@ -125,6 +125,7 @@ def test_a_call_that_a_rank_does_not_make_is_refused_and_the_rank_makes_the_next
     assert [each.result() for each in made] == [""] * 3
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_says_for_which(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     first, second, _ = ranks(3)
     with caplog.at_level(logging.WARNING, "tierstore"):
@@ -176,6 +177,7 @@ def test_a_rank_that_comes_at_the_last_moment_is_there_for_all_or_for_none(
 # --------------------------------------------------------------------------- in processes
 
 
+@pytest.mark.long
 def test_a_rank_that_comes_late_is_refused_and_the_next_call_works() -> None:
     with running(programs.come_late_to_calls, 2) as job:
         refused, went = zip(*job.results(), strict=True)

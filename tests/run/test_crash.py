@@ -71,6 +71,7 @@ def random_kills(count: int) -> list[list[float]]:
     return [[generator.uniform(0, 0.12), generator.uniform(0, 0.12)] for _ in range(count)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kills", random_kills(10))
 def test_killed_at_random_moments(kills: list[float], tmp_path: Path) -> None:
     crash_twice(tmp_path / "run", tmp_path / "copy", list(kills))
@@ -84,6 +85,7 @@ def test_killed_at_more_random_moments(kills: list[float], tmp_path: Path) -> No
 
 # Opening a new run, its first step and the first commits are about 40 operations, told
 # before and after; a recovery is about 10, then its commits follow.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("second", [3, 9, 14, 20])
 @pytest.mark.parametrize("first", half(range(1, 60, 4)))
 def test_killed_at_each_point(first: int, second: int, tmp_path: Path) -> None:
@@ -91,6 +93,7 @@ def test_killed_at_each_point(first: int, second: int, tmp_path: Path) -> None:
 
 
 # With three directories the same takes about three times as many.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("second", [9, 35])
 @pytest.mark.parametrize("first", half(range(1, 180, 11)))
 def test_killed_at_each_point_over_several_directories(

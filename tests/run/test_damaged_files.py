@@ -254,6 +254,7 @@ def mutations(data: bytes, random_: random.Random) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ["run.json", COMMIT, "layout", "clean", "dirty", "striping.json"])
 def test_mutated_files_are_read_or_refused_by_a_typed_error(

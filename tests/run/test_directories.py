@@ -216,6 +216,7 @@ def test_a_copy_beside_its_original(two: list[Path], tmp_path: Path) -> None:
     resumed([two[0], copy]).store.close()  # In its place it is as good.
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("commit_every", [1, None])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("older", [0, 1, 2])

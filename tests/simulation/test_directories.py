@@ -85,6 +85,7 @@ def _the_striping_is_put_in_its_place(part: Any, name: str, data: bytes) -> None
     part.sync_directory()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.filterwarnings("ignore:parameter .* was changed outside")
 @pytest.mark.parametrize(

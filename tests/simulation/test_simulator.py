@@ -202,6 +202,7 @@ def by_name() -> dict[str, Mutant]:
     return {mutant.name: mutant for mutant in mutants()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "schedule"), ROWS[::9], ids=[row[0] for row in ROWS[::9]])
 def test_a_schedule_replays_exactly(name: str, schedule: str, by_name: dict[str, Mutant]) -> None:
     """Twice the same operations in the same order, and the same outcome."""
@@ -217,6 +218,7 @@ def test_all_mutants_are_in_the_document(by_name: dict[str, Mutant]) -> None:
     assert {*survivors, *(name for name, _ in ROWS)} == by_name.keys()
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(("name", "schedule"), ROWS, ids=[row[0] for row in ROWS])
 def test_mutant_is_killed(name: str, schedule: str, by_name: dict[str, Mutant]) -> None:
     assert replayed(schedule, by_name[name]) is not None

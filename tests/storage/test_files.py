@@ -105,6 +105,7 @@ def run_script(script: str, *arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("limit", [1 << 20, 8192, (1 << 20) + 100])
 def test_file_size_limit_is_an_error(tmp_path: Path, engine: str, limit: int) -> None:
     outcome = run_script(WRITE_UNDER_A_LIMIT, tmp_path / "run", engine, limit)

@@ -119,6 +119,7 @@ def test_an_interrupted_opening_leaves_no_thread(new_storage: Callable[[], Stora
     assert calls > 5
 
 
+@pytest.mark.quick(1)
 def test_an_interrupted_close_can_be_called_again(
     new_storage: Callable[[], Storage], tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind}-{f.operation}-{f.call}")
 @pytest.mark.parametrize("engine", ["io_uring", "libaio", "aiofiles"])
 def test_fault_in_a_step(fault: Fault, engine: str, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_fault_in_a_step(fault: Fault, engine: str, tmp_path: Path) -> None:
     check_last_commit(tmp_path / "run", tmp_path / "copy", steps)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind}-{f.operation}-{f.call}")
 def test_restore_after_a_fault(fault: Fault, tmp_path: Path) -> None:
     """The same store goes back and continues as if nothing happened."""
@@ -276,6 +278,7 @@ class InterruptedStorage(FaultyStorage):
         return transfer
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7, 12])
 def test_ctrl_c_between_a_transfer_and_its_record(at: int, tmp_path: Path) -> None:
     """The transfer continues, and its buffer must not be used until it has ended."""

@@ -106,6 +106,7 @@ def train(
     return store.committed.step, found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("engine", "steps", "checkpoint_every"),
     [

@@ -174,6 +174,7 @@ def test_two_stores_on_two_directories(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- children
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_workers_of_a_data_loader(start_method: str, tmp_path: Path) -> None:
     """Workers that are started while the store is in use do not disturb it."""
@@ -431,6 +432,7 @@ ended = os.waitstatus_to_exitcode(os.wait()[1])
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("engine", "how"), [("io_uring", ""), ("aiofiles", ""), *(("auto", how) for how in EXITS)]
 )

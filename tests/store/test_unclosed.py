@@ -81,6 +81,7 @@ def committed_step(*directories: Path) -> int:
     return step
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("engine", "directories"),
     [*((engine, ["run"]) for engine in ENGINES), ("aiofiles", ["one", "two"])],
@@ -94,6 +95,7 @@ def test_a_commit_in_flight_at_the_end_becomes_durable(
     assert committed_step(*paths) == 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("program", "code", "step"),
     [
@@ -123,6 +125,7 @@ def test_a_warning_says_which_step_a_restart_finds(
     assert committed_step(tmp_path) == step
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "program",
     [
@@ -139,12 +142,14 @@ def test_a_warning_says_that_the_run_is_lost(program: str, tmp_path: Path) -> No
     assert "the process ends without close(): the run is lost" in line
 
 
+@pytest.mark.long
 def test_a_run_whose_only_slots_are_committed_is_not_lost(tmp_path: Path) -> None:
     program = "open_run(commit_every=None); train(); store.synchronize()"
     assert run(program, "aiofiles", tmp_path) == (0, "")
     assert committed_step(tmp_path) == 3
 
 
+@pytest.mark.long
 def test_an_interrupt_at_the_end_leaves_the_commit_in_flight(tmp_path: Path) -> None:
     """The commit becomes durable, and the other store warns."""
     program = """
@@ -169,6 +174,7 @@ open_run(); train(4, lambda: store.commit())
     assert [committed_step(directory) for directory in (one, other)] == [4, 2]
 
 
+@pytest.mark.long
 def test_the_end_of_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
     # How the child ends is not tested: some versions of torch crash at the exit of a forked child.
     program = """
@@ -185,6 +191,7 @@ store.close()
     assert committed_step(tmp_path) == 3
 
 
+@pytest.mark.long
 def test_each_of_several_ranks_finishes_its_commit_and_warns(tmp_path: Path) -> None:
     program = """
 rank = int(os.environ["RANK"])

@@ -81,6 +81,7 @@ def count_calls(scratch: Path, name: str, engine: str) -> int:
     return rule.calls
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("watched_calls")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -64,6 +64,7 @@ def kill_twice(scratch: Path, name: str, engine: str, firsts: range, calls: int)
     return kills
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("watched_calls")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", PROGRAMS)

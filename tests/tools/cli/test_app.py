@@ -218,17 +218,20 @@ def test_a_checkpoint_is_not_published_if_its_output_is_closed(run: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >&-"])
 def test_errors_keep_their_code_if_no_one_can_read_them(redirection: str, run: Path) -> None:
     for arguments in (["verify", run / "absent"], ["verify", "--all"], ["inspect"]):
         assert run_in_shell(f'"$@" {redirection}', *arguments)[0] == 2
 
 
+@pytest.mark.long
 def test_a_closed_stderr_leaves_the_report(run: Path) -> None:
     code, out, _ = run_in_shell('"$@" 2>&-', "verify", run)
     assert (code, "run, step 3: good" in out) == (0, True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["inspect"], ["inspect", "-h"]])
 def test_a_closed_pipe_is_not_an_error(arguments: list[str], run: Path) -> None:
     read, write = os.pipe()
@@ -245,6 +248,7 @@ def test_a_closed_pipe_is_not_an_error(arguments: list[str], run: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.long
 def test_faults_are_1_if_the_pipe_is_closed(run: Path) -> None:
     (run / committed_pages(run)[0]).unlink()
     assert run_in_shell('set -o pipefail; "$@" | true', "verify", run)[::2] == (1, "")
@@ -257,6 +261,7 @@ def test_a_terminal_shows_a_progress_bar(run: Path) -> None:
     assert "KiB" in shown
 
 
+@pytest.mark.long
 def test_names_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     dcp.save({"gr\u00f6\u00dfe": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
     code, out, err = run_in_shell('"$@"', "inspect", tmp_path, PYTHONIOENCODING="ascii")

@@ -152,6 +152,7 @@ def test_wide_terminals_and_pipes_show_a_parameter_in_a_line(tmp_path: Path) -> 
 # ------------------------------------------------------------------------- a missing rank
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("absent", [["rank-00000"], ["rank-00001"], ["rank-00000", "rank-00002"]])
 @pytest.mark.parametrize("emptied", [False, True])
 def test_every_command_names_missing_ranks_in_one_sentence(

@@ -46,6 +46,7 @@ def refused(source: Any, tmp_path: Path, kind: type[Exception], match: str) -> N
         convert(source, tmp_path / "out", to="dcp")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_is_carried(name: str, tmp_path: Path) -> None:
     folder = FIXTURES / name
@@ -108,6 +109,7 @@ def test_hyperparameters_and_steps_are_carried(name: str, tmp_path: Path) -> Non
     assert facts["groups"][0]["hyperparameters"]["lr"] in (0.003, 0.02)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "zero2-elastic"])
 def test_the_next_update_is_that_of_deepspeed(name: str, tmp_path: Path) -> None:
     to_dcp(FIXTURES / name / "checkpoint", tmp_path / "out")
@@ -119,6 +121,7 @@ def test_the_next_update_is_that_of_deepspeed(name: str, tmp_path: Path) -> None
     assert min(without["muon"].values(), default=1) > 0.5
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["zero2-muon", "zero2-muon-cpu", "zero2-fp32-1", "zero3-adamw"])
 def test_the_first_step_of_a_run_is_that_of_deepspeed(name: str, tmp_path: Path) -> None:
     source = FIXTURES / name / "checkpoint"

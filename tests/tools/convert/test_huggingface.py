@@ -76,6 +76,7 @@ def test_weights_are_in_safetensors(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_next_update_is_that_of_the_source(name: str, tmp_path: Path) -> None:
     converted(FIXTURES / name, tmp_path / "out", "dcp")

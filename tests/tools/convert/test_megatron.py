@@ -52,6 +52,7 @@ def assert_hyperparameters(out: Path, truth: Truth) -> None:
             }, name
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
 def test_torch_dist(muon: bool, experts: bool, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def test_torch_dist(muon: bool, experts: bool, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,6 +90,7 @@ def test_other_layouts_of_torch_dist(options: dict[str, Any], tmp_path: Path) ->
     converted(folder, tmp_path / "out", truth)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("muon", "experts"), [(False, True), (True, False)])
 def test_fsdp_dtensor(muon: bool, experts: bool, tmp_path: Path) -> None:
     truth = Truth(muon=muon, experts=experts)

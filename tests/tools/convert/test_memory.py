@@ -50,6 +50,7 @@ with tierstore.TierStore(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("nbytes", "formats"),
     [

@@ -52,6 +52,7 @@ def files_of(source: Path) -> list[Path]:
     return sorted(path for path in source.rglob("*") if path.is_file() and path.name != "lock")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [*SOURCES, *FOREIGN])
 def test_damaged_sources(kind: str, originals: Path, tmp_path: Path) -> None:
     mutate_source(original_of(kind, originals), tmp_path, count=25 if kind in SOURCES else 10)
@@ -233,6 +234,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
 def test_the_error_of_a_write_is_that_of_the_conversion(to: str, tmp_path: Path) -> None:
     """The limit is met far behind the first piece, while further ones are read."""
@@ -269,6 +271,7 @@ convert(sys.argv[1], sys.argv[2], to="dcp", on_progress=stop)
 """
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals(sent: int, plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

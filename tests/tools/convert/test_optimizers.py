@@ -270,6 +270,7 @@ def write_dcp(make: Callable[..., Any], path: Path, *, flat: bool) -> None:
     )
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", SOURCES)
 def test_moments_in_dcp(name: str, flat: bool, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def bytes_read(source: Path, out: Path, only: str | None) -> int:
     return kernel.disk_bytes()[0] - before - out.stat().st_size
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", list(SAVE))
 def test_bytes_are_read_once_and_only_where_needed(name: str, tmp_path: Path) -> None:
     SAVE[name](state(), tmp_path / name)
@@ -70,6 +71,7 @@ def test_bytes_are_read_once_and_only_where_needed(name: str, tmp_path: Path) ->
     assert found < MODEL_BYTES + FRAMING_BYTES
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("needed", [True, False])
 @pytest.mark.parametrize("name", list(SAVE))
 def test_a_flipped_bit(name: str, needed: bool, tmp_path: Path) -> None:

@@ -507,6 +507,7 @@ def test_every_row_has_a_source() -> None:
     assert len(table()) == len(begins)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("to", TARGETS)
 def test_cell(source: Source, row: dict[str, str], to: str, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
@@ -525,6 +526,7 @@ def test_cell(source: Source, row: dict[str, str], to: str, tmp_path: Path) -> N
     assert_holds(READ[to](out, source), source.held.only(**parts), to=to)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("source", [n for n in SOURCES if n != "safetensors"], indirect=True)
 def test_round_trip_through_a_run(source: Source, tmp_path: Path) -> None:
     """Source -> tierstore -> source: only what a run does not hold is missing.

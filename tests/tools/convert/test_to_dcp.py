@@ -45,6 +45,7 @@ def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: tensor for k, tensor in tensors.items() if k in kept or "optimizer" in k}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("layout", "partition"),
     [("copies", "flat"), ("copies", "by_parameter"), ("rows", "auto"), ("columns", "auto")],
@@ -133,6 +134,7 @@ def test_stock_optimizers_go_on(source: str, tmp_path: Path) -> None:
         assert_equal(found[name]["after"], found["stock"]["after"], name)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_directory_of_stock_dcp(flat: bool, prefix: bool, tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ def test_states_without_parameters_are_refused(tmp_path: Path) -> None:
             convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.long)])
 def test_damaged_files(count: int, tmp_path: Path) -> None:
     torch.save(stock_file(Reference(named=True).train(1)), tmp_path / "in.pt")

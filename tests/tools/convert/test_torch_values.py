@@ -186,6 +186,7 @@ def test_attributes_of_tensors_are_not_compared(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt")["model"].keys() == {"v", "w"}
 
 
+@pytest.mark.long
 def test_a_pickle_imports_no_module(tmp_path: Path) -> None:
     with_pickle(tmp_path / "in.pt", b"\x80\x02}X\1\0\0\0actorch\n_inductor\ns.")
     program = (

@@ -247,6 +247,7 @@ def assert_is_universal(out: Path, name: str) -> None:
     assert model["global_steps"] == 3
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("via", [None, "universal", "tierstore", "torch", "dcp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(via: str | None, name: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def try_wrong_values(source: str, tmp_path: Path, count: int) -> None:
     assert "means nothing" in outcomes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("source", SOURCES)
 def test_wrong_values(source: str, tmp_path: Path) -> None:
     try_wrong_values(source, tmp_path, count=80)

@@ -153,6 +153,7 @@ def test_flips_in_a_run(run: Path) -> None:
     assert check(run).good
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name",
     [

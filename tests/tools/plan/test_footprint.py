@@ -47,6 +47,7 @@ def page_file_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("page-*"))
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "store_options",
@@ -107,6 +108,7 @@ def assert_all_is_computed_once(
     assert total == numels
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("layout", "partition", "world_size"),
     [

@@ -121,6 +121,7 @@ def texts_of(picture: ElementTree.Element) -> list[str]:
     return ["".join(text.itertext()).strip() for text in picture.iter(f"{SVG}text")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", PLANS)
 def test_a_page_is_whole_and_loads_nothing(make: Callable[[], Plan]) -> None:
     page = page_of(make)
@@ -288,6 +289,7 @@ def test_says_how_to_install_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None
         html_of(found)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("make", PLANS)
 def test_a_browser_shows_everything(make: Callable[[], Plan], tmp_path: Path) -> None:

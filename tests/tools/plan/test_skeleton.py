@@ -20,6 +20,7 @@ CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
 OTHERS = {"embed_tokens.weight", "wte.weight", "wpe.weight", "lm_head.weight"}
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_names_and_routes(config: Path) -> None:
     model = read_model(config)
