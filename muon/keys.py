@@ -415,6 +415,21 @@ def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _dtypes(key).get(str(value), value) for key, value in group.items()}
 
 
+def from_text(name: str, text: str) -> Any:
+    """Return the value of a key of few values: "int8" is torch.int8, "true" is True.
+
+    Raises:
+        ValueError: the text is not one of a value.
+    """
+    texts = {
+        str(value).removeprefix("torch.").lower(): value
+        for value in KEYS[name].one_of or (False, True)
+    }
+    if text not in texts:
+        raise ValueError(f"{name} must be one of {', '.join(texts)}, got {text!r}")
+    return texts[text]
+
+
 def _dtypes(name: str) -> dict[str, torch.dtype]:
     values = KEYS[name].one_of if name in KEYS else ()
     return {str(value): value for value in values if isinstance(value, torch.dtype)}

@@ -11,7 +11,7 @@ from torch import nn
 
 import tierstore
 from muon import newton_schulz
-from muon.keys import KEYS
+from muon.keys import KEYS, from_text
 from muon.matrices import declared
 from muon.optimizer import Muon
 from muon.pipeline import ROUNDS_MAX, plan_pages, shared_matrices
@@ -82,7 +82,7 @@ class MuonPlan:
                 parameters.
             on_gpu: whether steps are computed on a GPU, where small matrices are batched.
             options: some of the arguments of ``Muon``: gather_memory, partition, and the keys that
-                change a plan; see ``muon.keys``.
+                change a plan; see ``muon.keys``. Values may be texts, such as "int8".
 
         Raises:
             ValueError, TypeError: as ``Muon``.
@@ -92,7 +92,12 @@ class MuonPlan:
             raise ValueError(
                 f"option {unknown[0]!r} changes no plan, expected are {', '.join(_OPTIONS)}"
             )
-        chosen = {"ns_batched": True, **options} if on_gpu else dict(options)
+        chosen = {
+            name: from_text(name, value) if name in KEYS and isinstance(value, str) else value
+            for name, value in options.items()
+        }
+        if on_gpu:
+            chosen = {"ns_batched": True, **chosen}
         is_adamw = algorithm == "adamw"
         groups = param_groups(model, is_muon=(lambda name, parameter: False) if is_adamw else None)
         call = _call(chosen, is_adamw=is_adamw)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import muon
 from muon.keys import DEFAULTS, KEYS, Key
+from muon.plan import MuonPlan
 from tests.support.twins import parameter
-from tierstore.tools.cli.plan import plan
 
 PAGE = Path(__file__).parents[2] / "docs/reference/param-groups.md"
 
@@ -44,9 +45,13 @@ def test_the_page_names_the_keys_of_other_optimizers() -> None:
     assert re.findall(r"`\w+=(?:True|False)`", text) == expected
 
 
-def test_the_plan_has_an_option_for_each_key_of_a_state() -> None:
-    planned = {key.name for key in KEYS.values() if key.is_planned and key.form is not None}
-    assert planned <= inspect.signature(plan).parameters.keys()
+def test_a_plan_takes_the_text_of_every_value() -> None:
+    model = nn.Linear(2, 3, bias=False, device="meta", dtype=torch.bfloat16)
+    for key in KEYS.values():
+        texts = [str(v).removeprefix("torch.").lower() for v in key.one_of or (True, False)]
+        for text in texts if key.is_planned else ():
+            planned = MuonPlan().plan(model, "muon", on_gpu=False, options={key.name: text})
+            assert f", {key.name}=" in planned.call
 
 
 def test_arguments_have_the_defaults_of_keys() -> None:

@@ -144,9 +144,9 @@ def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> Non
     calls = tmp_path / "calls.py"
     options = ("--store-memory", "1MiB", "--buffers", "3", "--page-bytes", "8KiB")
     code, out, _ = call(
-        *("plan", small, *DRIVES, *options, "--commit-every", "none", "--momentum-dtype"),
-        *("int8", "--emit-config", calls, "--json", "--master", "remainder"),
-        *("--moments-dtype", "bfloat16"),
+        *("plan", small, *DRIVES, *options, "--commit-every", "none", "--json"),
+        *("--emit-config", calls, "--set", "momentum_dtype=int8", "--set", "master=remainder"),
+        *("--set", "moments_dtype=bfloat16"),
     )
     assert code == 0
     text = calls.read_text()
@@ -167,6 +167,23 @@ def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> Non
     assert stats.state_bytes == rank["state_bytes"]
     assert stats.host_bytes_peak == rank["host_bytes"]
     assert stats.pages_in == {tier: count for tier, count in rank["pages"].items() if count}
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("momentum_dtype", "--set takes an argument of the optimizer and its value"),
+        ("momentum_dtype=int4", "momentum_dtype must be one of none, int8, bfloat16,"),
+        ("ns_batched=1", "ns_batched must be one of false, true, got '1'"),
+        ("master=none ", "master must be one of none, remainder, 24bit, got 'none '"),
+        ("lr=0.1", "option 'lr' changes no plan, expected are master, ns_dtype,"),
+        ("gather_memory=1x", "1x"),
+    ],
+)
+def test_settings_of_the_optimizer_are_checked(small: Path, setting: str, problem: str) -> None:
+    code, _, err = call("plan", small, *DRIVES, "--set", setting)
+    assert code == 2
+    assert problem in err
 
 
 def test_outputs_are_new_files(small: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,17 +73,11 @@ def plan(
         str | None, typer.Option(help="Dtype of the parameters, if not that of the config.")
     ] = None,
     algorithm: Annotated[str | None, typer.Option(help="muon or adamw.")] = None,
-    momentum_dtype: Annotated[
-        str | None, typer.Option(help="Dtype of Muon's momentum, if not that of the parameters.")
-    ] = None,
-    moments_dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the moments of AdamW, if not float32.")
-    ] = None,
-    master: Annotated[
-        str | None, typer.Option(help="Form of the masters: remainder or 24bit.")
-    ] = None,
-    gather_memory: Annotated[
-        str | None, typer.Option(help="gather_memory of the optimizer, as 4GiB.")
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Argument of the optimizer, as momentum_dtype=int8; may be repeated."
+        ),
     ] = None,
     store_memory: Annotated[
         str, typer.Option(help="host_memory of the store of each rank.")
@@ -145,7 +139,7 @@ def plan(
             endurance=_number("--endurance", endurance) / 100,
             wear=_used(measured) if used is None else _number("--used", used) / 100,
             store=_store(store_memory, device_memory, page_bytes, buffers, commit_every, compute),
-            optimizer=_optimizer(momentum_dtype, moments_dtype, master, gather_memory),
+            optimizer=_settings(settings or []),
         )
         rates = _rates(job, measured, _size("--network", network), _size("--pcie", pcie))
         try:
@@ -266,34 +260,25 @@ def _store(
     )
 
 
-def _optimizer(
-    momentum_dtype: str | None,
-    moments_dtype: str | None,
-    master: str | None,
-    gather_memory: str | None,
-) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if momentum_dtype is not None:
-        options["momentum_dtype"] = _dtype(momentum_dtype, of_state=True)
-    if moments_dtype is not None:
-        options["moments_dtype"] = _dtype(moments_dtype, of_state=True)
-    if master is not None:
-        options["master"] = master
-    if gather_memory is not None:
-        options["gather_memory"] = _size("--gather-memory", gather_memory)
-    return options
+def _settings(texts: Sequence[str]) -> dict[str, str]:
+    from tierstore.errors import PlanError
+
+    for text in texts:
+        if not re.fullmatch(r"\w+=.+", text):
+            raise PlanError(
+                f"--set takes an argument of the optimizer and its value, as momentum_dtype=int8, "
+                f"got {text!r}"
+            )
+    return dict(text.split("=", 1) for text in texts)
 
 
-def _dtype(text: str, *, of_state: bool = False) -> Any:
-    import torch
-
+def _dtype(text: str) -> Any:
     from tierstore.errors import PlanError
     from tierstore.tools.plan.models import DTYPES
 
-    known = {**DTYPES, "int8": torch.int8} if of_state else DTYPES
-    if text not in known:
-        raise PlanError(f"a dtype is one of {', '.join(known)}, got {text!r}")
-    return known[text]
+    if text not in DTYPES:
+        raise PlanError(f"a dtype is one of {', '.join(DTYPES)}, got {text!r}")
+    return DTYPES[text]
 
 
 def _size(option: str, text: str | None) -> int | None:
