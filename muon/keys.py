@@ -273,8 +273,8 @@ _TABLE = (
     ),
     _muon(
         *("momentum_dtype", None),
-        f"dtype of the [momentum]({_GUIDE}/fewer-bytes.md#momentum-in-8-bits), if not that of the "
-        "parameter",
+        f"dtype of the [momentum]({_GUIDE}/fewer-bytes.md#momentum-in-8-bits), if not the dtype of "
+        "the parameter",
         one_of=(None, torch.int8, *_DTYPES),
         is_planned=True,
         **_LAID_OUT,

@@ -122,7 +122,7 @@ class StoreTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.store.commit()  # Last, because an evaluation draws random numbers, too.
+        self.store.commit()  # Last: an evaluation also draws random numbers.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.store.commit()

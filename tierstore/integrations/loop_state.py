@@ -21,7 +21,7 @@ class RandomLater(RandomState):
         self._restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that set() is to set, or that of now."""
+        """Return the state that set() is to set, or the state of now."""
         return super().state_dict() if self._restored is None else self._restored
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

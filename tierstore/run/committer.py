@@ -249,7 +249,7 @@ class Committer(Progress):
 
     @property
     def is_up_to_date(self) -> bool:
-        """True if the last commit that was begun has all changes, of states that are kept, too."""
+        """True if the last commit that was begun has all changes, also of states that are kept."""
         if self.changed:
             return False
         return self._begun is None or not self.has_states or self._asked[1] == self._begun.states

@@ -130,7 +130,7 @@ def _read(file: File, *, compare: bool) -> Any:
 
     Args:
         file: the file.
-        compare: whether to compare the checksums of tensors, too.
+        compare: whether to compare also the checksums of tensors.
     """
     with file.stream() as stream, zipfile.ZipFile(stream) as archive:
         members = {entry.filename: entry for entry in archive.infolist()}
