@@ -122,7 +122,7 @@ def subgroups(
     number: int,
     partition: str,
     world_size: int,
-) -> list[tierstore.SharedSubgroup]:
+) -> list[tierstore.pages.SharedSubgroup]:
     """Lay out the parameters of one group, each with its number in the model."""
     holding = whole_on(range(world_size))
     if partition == "sharded":
@@ -148,7 +148,7 @@ def subgroups(
 
 
 def work(
-    pages: Sequence[tierstore.SharedSubgroup],
+    pages: Sequence[tierstore.pages.SharedSubgroup],
     plans: Sequence[PagePlan],
     groups: Sequence[dict[str, Any]],
     world_size: int,

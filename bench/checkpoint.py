@@ -131,9 +131,9 @@ class Job:
     def state(self) -> State:
         """Return copies of the whole state under the keys of a checkpoint."""
         optimizer: dict[str, dict[str, torch.Tensor]] = {}
-        for name, states in self.store.read_states().items():
+        for name, states in self.store.pages.read_states().items():
             optimizer[name] = {state: tensor.clone() for state, tensor in states.items()}
-            optimizer[name]["step"] = torch.tensor(self.store.scalars[name]["step"])
+            optimizer[name]["step"] = torch.tensor(self.store.pages.scalars[name]["step"])
         model = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         return {"model": model, "optimizer": {"state": optimizer}}
 

@@ -176,13 +176,13 @@ class AllGather:
     """Takes the place of the optimizer's pipeline: every rank gathers all matrices."""
 
     def open(
-        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
+        self, pages: tierstore.pages.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
     ) -> None:
         """Do nothing: the default process group serves."""
 
     def step_pages(
         self,
-        pages: tierstore.SteppedPages,
+        pages: tierstore.pages.SteppedPages,
         groups: Sequence[Mapping[str, Any]],
         steps: Mapping[str, float],
         window: int,
@@ -198,8 +198,8 @@ class AllGather:
 
     def _step_matrices(
         self,
-        page: tierstore.PageView,
-        subgroup: tierstore.SharedSubgroup,
+        page: tierstore.pages.PageView,
+        subgroup: tierstore.pages.SharedSubgroup,
         dtype: torch.dtype,
         group: Mapping[str, Any],
         extras: Extras,

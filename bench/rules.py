@@ -63,7 +63,7 @@ class State:
         self.momentum = numbers().bfloat16()
         self.out = numbers()
         self.means, self.mean_sqs = numbers(), numbers().square()
-        self.chunk = tierstore.Chunk((0, 0), shape)
+        self.chunk = tierstore.pages.Chunk((0, 0), shape)
         self.encoded = [
             self._encoded("master", "24bit", self.values),
             self._encoded("exp_avg", "int8", self.means),
@@ -82,7 +82,7 @@ class State:
 
     def step(self, rule: str) -> None:
         """Do one rule."""
-        master = tierstore.RoundedMaster(self.values, self.parameter, lambda changed: None)
+        master = tierstore.pages.RoundedMaster(self.values, self.parameter, lambda changed: None)
         if rule == "momentum":
             rules.momentum_(self.grad, self.momentum, momentum=0.95, nesterov=True, out=self.out)
         elif rule == "weights":

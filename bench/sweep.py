@@ -107,14 +107,16 @@ class Idle:
     ) -> None:
         self.store = store
         paged = [
-            tierstore.PagedParameter(name=name, tensor=tensor, states=states, elementwise=True)
+            tierstore.pages.PagedParameter(
+                name=name, tensor=tensor, states=states, elementwise=True
+            )
             for name, tensor in parameters.items()
         ]
-        store.attach([tierstore.PagedGroup(parameters=paged, hyperparameters={})])
+        store.pages.attach([tierstore.pages.PagedGroup(parameters=paged, hyperparameters={})])
 
     def step(self) -> None:
         """Page all states in and out."""
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for _ in pages:
                 pass
 

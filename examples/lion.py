@@ -28,30 +28,30 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(named_parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self.store = store
-        store.attach([paged_group(group) for group in self.param_groups])
+        store.pages.attach([paged_group(group) for group in self.param_groups])
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Step every chunk that has a gradient."""
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for page in pages:
                 for shard in page.shards:
                     for chunk in shard.chunks:
                         lion_(chunk, self.param_groups[page.group])
 
 
-def paged_group(group: dict[str, Any]) -> tierstore.PagedGroup:
+def paged_group(group: dict[str, Any]) -> tierstore.pages.PagedGroup:
     """Describe the states to keep. An elementwise parameter may span pages."""
     parameters = [
-        tierstore.PagedParameter(
+        tierstore.pages.PagedParameter(
             name=name, tensor=tensor, states={"exp_avg": torch.float32}, elementwise=True
         )
         for name, tensor in zip(group["param_names"], group["params"], strict=True)
     ]
-    return tierstore.PagedGroup(parameters=parameters, hyperparameters=group)
+    return tierstore.pages.PagedGroup(parameters=parameters, hyperparameters=group)
 
 
-def lion_(chunk: tierstore.ChunkView, group: dict[str, Any]) -> None:
+def lion_(chunk: tierstore.pages.ChunkView, group: dict[str, Any]) -> None:
     """Apply the rule to one chunk of a parameter, in place."""
     if chunk.grad is not None:
         beta1, beta2 = group["betas"]

@@ -41,7 +41,7 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[
 
 def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> None:
     """Warn if Newton-Schulz takes long because this CPU is slow in bfloat16."""
-    ranks = store.ranks
+    ranks = store.pages.ranks
     multiplications = sum(
         group["ns_steps"] * newton_schulz.cost(matrix.shape)
         for group in groups

@@ -23,14 +23,14 @@ class AttachedGroups:
     """
 
     def __init__(self) -> None:
-        self.groups: list[tierstore.PagedGroup] = []
+        self.groups: list[tierstore.pages.PagedGroup] = []
         # id() of a tensor -> its parameter, which keeps the tensor alive.
-        self._members: dict[int, tierstore.PagedParameter] = {}
+        self._members: dict[int, tierstore.pages.PagedParameter] = {}
         # The dict of each param group, its parameters, and what its pages depend on.
         self._expected: list[tuple[_Group, list[torch.Tensor], _Group]] = []
 
     def extend(
-        self, groups: Sequence[tierstore.PagedGroup], param_groups: Sequence[_Group]
+        self, groups: Sequence[tierstore.pages.PagedGroup], param_groups: Sequence[_Group]
     ) -> None:
         """Note groups that were attached, and all param groups as they are now."""
         self.groups += groups
@@ -43,7 +43,7 @@ class AttachedGroups:
         """Note a group that add_param_group() has added."""
         self._expected.append((group, list(group["params"]), form(group)))
 
-    def find(self, tensor: torch.Tensor) -> tierstore.PagedParameter | None:
+    def find(self, tensor: torch.Tensor) -> tierstore.pages.PagedParameter | None:
         """Return the attached parameter of a tensor, if there is one."""
         return self._members.get(id(tensor))
 

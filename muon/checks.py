@@ -173,7 +173,7 @@ def _meant(key: object) -> str | None:
 
 
 def check_saved(
-    saved: Mapping[str, Any], parameter: tierstore.PagedParameter, *, has_step: bool
+    saved: Mapping[str, Any], parameter: tierstore.pages.PagedParameter, *, has_step: bool
 ) -> None:
     """Check that a state dict has either all states of a parameter or none, and no unknown state.
 

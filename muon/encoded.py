@@ -64,8 +64,8 @@ def check_blocks(
     """
     if group.get("momentum_dtype") != torch.int8 or not has_blocks(shape):
         return
-    block = tierstore.EncodedState.BLOCK_COLUMNS
-    whole = tierstore.Chunk((0,) * len(shape), tuple(shape))
+    block = tierstore.pages.EncodedState.BLOCK_COLUMNS
+    whole = tierstore.pages.Chunk((0,) * len(shape), tuple(shape))
     for declaration in declarations:
         for matrix in matrices_of(shape, declaration):
             part = matrix.part(whole)

@@ -159,7 +159,7 @@ class Exchange:
         return work
 
 
-_Chunks = Sequence[Sequence[tuple[int, tierstore.Chunk]]]
+_Chunks = Sequence[Sequence[tuple[int, tierstore.pages.Chunk]]]
 
 
 def pack(averages: torch.Tensor, wire: torch.Tensor) -> None:
@@ -177,7 +177,7 @@ def _in_dtype(averages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return averages.view(dtype) if dtype.itemsize < averages.itemsize else averages
 
 
-def _numel(chunk: tierstore.Chunk, width: int) -> int:
+def _numel(chunk: tierstore.pages.Chunk, width: int) -> int:
     """Return the numbers that travel with a chunk, ``width`` of them for each row."""
     return chunk.numel + math.prod(chunk.sizes[:-1]) * width
 
@@ -189,7 +189,7 @@ def _counts(chunks: _Chunks, width: int) -> list[int]:
 
 def _views(
     buffer: torch.Tensor, chunks: _Chunks, width: int
-) -> Iterator[tuple[int, tierstore.Chunk, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[int, tierstore.pages.Chunk, torch.Tensor, torch.Tensor]]:
     """Yield (matrix, chunk, elements, averages) for each chunk, consecutive in the buffer.
 
     Elements have the shape of the chunk, averages its shape with ``width`` for the last dimension.

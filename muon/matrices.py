@@ -34,7 +34,7 @@ class Part:
 
     index: tuple[slice, ...]
     """Indices in the chunk."""
-    chunk: tierstore.Chunk
+    chunk: tierstore.pages.Chunk
     """Place in the matrix, of shape ``Matrix.sizes``."""
 
 
@@ -63,7 +63,7 @@ class Matrix:
         rows, columns = self.shape
         return (columns, rows) if self.is_transposed else (rows, columns)
 
-    def part(self, chunk: tierstore.Chunk) -> Part | None:
+    def part(self, chunk: tierstore.pages.Chunk) -> Part | None:
         """Return the elements that lie in a chunk of the parameter; None if none do."""
         index, offsets, sizes = [], [], []
         dimensions = zip(
@@ -78,7 +78,7 @@ class Matrix:
             index.append(slice(begin, begin + (stop - first - 1) * step + 1, step))
             offsets.append(first)
             sizes.append(stop - first)
-        return Part(tuple(index), tierstore.Chunk(tuple(offsets), tuple(sizes)))
+        return Part(tuple(index), tierstore.pages.Chunk(tuple(offsets), tuple(sizes)))
 
 
 def declared(group: Mapping[str, Any]) -> Declaration:

@@ -45,7 +45,9 @@ def check_rows(shape: Sequence[int], group: Mapping[str, Any]) -> None:
             )
 
 
-def rows_of(sizes: Sequence[int], part: tierstore.Chunk, averages: torch.Tensor) -> torch.Tensor:
+def rows_of(
+    sizes: Sequence[int], part: tierstore.pages.Chunk, averages: torch.Tensor
+) -> torch.Tensor:
     """Return the averages of the rows of a part, as a view of shape (..., 1).
 
     Args:
@@ -53,7 +55,7 @@ def rows_of(sizes: Sequence[int], part: tierstore.Chunk, averages: torch.Tensor)
         part: place in the matrix.
         averages: of all rows of the matrix, shape (rows, 1).
     """
-    rows = tierstore.Chunk((*part.offsets[:-1], 0), (*part.sizes[:-1], 1))
+    rows = tierstore.pages.Chunk((*part.offsets[:-1], 0), (*part.sizes[:-1], 1))
     return rows.select(averages.view(*sizes[:-1], 1))
 
 

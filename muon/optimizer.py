@@ -155,7 +155,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"gradient must be a function of a parameter, got {gradient!r}")
         self._gradient = gradient
         self._owns_store = store is None
-        self._gather_memory = tierstore.parse_bytes(gather_memory)
+        self._gather_memory = tierstore.pages.parse_bytes(gather_memory)
         self._partition = None if partition == "auto" else partition
         self._use_store(tierstore.TierStore(None) if store is None else store)
         self._prefetches = store is not None
@@ -256,14 +256,14 @@ class Muon(torch.optim.Optimizer):
         """Bytes of matrices and updates that this rank has sent to other ranks."""
         return self._pipeline.bytes_sent
 
-    @tierstore.not_compiled
+    @tierstore.pages.not_compiled
     def prefetch(self) -> None:
-        """Start reading the state that the next step needs first; see TierStore.prefetch()."""
+        """Start reading the state that the next step needs first; see Pages.prefetch()."""
         if self._attached.groups:  # Before the first step there is no state.
             self._prefetched = True
-            self.store.prefetch()
+            self.store.pages.prefetch()
 
-    @tierstore.not_compiled
+    @tierstore.pages.not_compiled
     @torch.no_grad()
     def step(
         self,
@@ -304,7 +304,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         cycle_betas(self.param_groups)
-        with self.store.calling("step()"):
+        with self.store.pages.calling("step()"):
             self._attach_groups()
             for number, group in enumerate(self.param_groups):
                 check_hyperparameters(group, number)
@@ -316,10 +316,10 @@ class Muon(torch.optim.Optimizer):
             groups = [at_step(group, step) for group in self.param_groups]
             scales = self._qk_scales(qk_logits)
             extras = Extras(hooks=self._hooks, scales=scales)
-            window = self.store.window_max
-            with self.store.sweep(window, **self._gradient_rules) as pages:
+            window = self.store.pages.window_max
+            with self.store.pages.sweep(window, **self._gradient_rules) as pages:
                 self._pipeline.open(pages, self.param_groups, self._options())
-                scalars = self.store.scalars
+                scalars = self.store.pages.scalars
                 steps = {
                     name: values["step"] + 1.0
                     for name, values in scalars.items()
@@ -385,13 +385,13 @@ class Muon(torch.optim.Optimizer):
             layer: torch.as_tensor(values, dtype=torch.float64).flatten().tolist()
             for layer, values in qk_logits.items()
         }
-        ranks = self.store.ranks
+        ranks = self.store.pages.ranks
         if ranks is not None:  # Of another name than a step without logits, which gathers nothing.
             ranks.roll_call("step(qk_logits=)")
         logits = plain if ranks is None else largest(ranks.gather(plain))
         return self._qk_clip.scales(logits, self._attached.find)
 
-    @tierstore.not_compiled
+    @tierstore.pages.not_compiled
     def restore(
         self,
         checkpoint: str | os.PathLike[str] | None = None,
@@ -421,7 +421,7 @@ class Muon(torch.optim.Optimizer):
         cycle_betas(self.param_groups)
         unchanged = [not_loaded(group) for group in self.param_groups]
 
-        with self.store.calling("restore(rewind=True)" if rewind else "restore()"):
+        with self.store.pages.calling("restore(rewind=True)" if rewind else "restore()"):
             # A failed store restores the groups that it has; the next step attaches the others.
             with contextlib.suppress(tierstore.StoreFailedError):
                 self._attach_groups()
@@ -432,16 +432,16 @@ class Muon(torch.optim.Optimizer):
             for name in not_loaded(group).keys() - values.keys():
                 del group[name]
         # Groups that were attached after the commit come last.
-        restored = self.param_groups[: self.store.groups_written]
+        restored = self.param_groups[: self.store.pages.groups_written]
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []
         return step
 
-    @tierstore.not_compiled
+    @tierstore.pages.not_compiled
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of ``torch.optim``, also before the first step.
 
         Tensors have the shape of their parameter. They are mappings of page files, which cost no
-        memory and do not change, or copies; see ``TierStore.read_states()``. Parameters of low
+        memory and do not change, or copies; see ``Pages.read_states()``. Parameters of low
         precision have an additional entry "master". Entries of ``optimizer.state`` that are not of
         a parameter are there, too. All ranks call this together and get the same entries; states of
         a DTensor are DTensors with its placements. After the first step, a rank that owns all
@@ -450,9 +450,9 @@ class Muon(torch.optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         cycle_betas(self.param_groups)
-        with self.store.calling("state_dict()"):
+        with self.store.pages.calling("state_dict()"):
             self._attach_groups()
-            states, scalars = self.store.read_states(), self.store.scalars
+            states, scalars = self.store.pages.read_states(), self.store.pages.scalars
         names = [[p.name for p in group.parameters] for group in self._attached.groups]
         packed_states, packed_groups = pack(self.param_groups, names, states, scalars)
         packed_states |= self.state.others
@@ -462,7 +462,7 @@ class Muon(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         return state_dict
 
-    @tierstore.not_compiled
+    @tierstore.pages.not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the state by a state dict in the format of ``torch.optim``.
 
@@ -482,19 +482,20 @@ class Muon(torch.optim.Optimizer):
         cycle_betas(self.param_groups)
         check_keys(state_dict)
         groups, states, others = match(state_dict, self.param_groups, self._paged_group)
-        with self.store.calling("load_state_dict()"):
+        with self.store.pages.calling("load_state_dict()"):
             self._attach_groups()
             scalars = {
-                name: {"step": float(states[name].pop("step", 0.0))} for name in self.store.scalars
+                name: {"step": float(states[name].pop("step", 0.0))}
+                for name in self.store.pages.scalars
             }
-            self.store.write_states(states, scalars)
+            self.store.pages.write_states(states, scalars)
         self.state.others = others
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    @tierstore.not_compiled
+    @tierstore.pages.not_compiled
     def reset_state(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Set the states of some parameters, or of all, to those of a new optimizer.
 
@@ -513,7 +514,7 @@ class Muon(torch.optim.Optimizer):
             described = [self._described(tensor) for tensor in tensors]
         except KeyError as error:
             raise ValueError("reset_state() needs parameters of this optimizer") from error
-        with self.store.calling("reset_state()"):
+        with self.store.pages.calling("reset_state()"):
             self._write_states({parameter.name: {} for _, parameter in described})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -522,7 +523,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             TypeError: the store was given by the caller, or has several ranks.
         """
-        if not self._owns_store or self.store.ranks is not None:
+        if not self._owns_store or self.store.pages.ranks is not None:
             raise TypeError(
                 "a Muon optimizer with a store, or on several ranks, cannot be pickled or copied: "
                 "use state_dict(), or resume the run"
@@ -532,8 +533,8 @@ class Muon(torch.optim.Optimizer):
             for key, value in self.__dict__.items()
             if key not in _NOT_COPIED and not key.startswith("_optimizer_")
         }
-        states = self.store.read_states() if self._attached.groups else {}
-        copied = deepcopy((states, dict(self.store.scalars)))
+        states = self.store.pages.read_states() if self._attached.groups else {}
+        copied = deepcopy((states, dict(self.store.pages.scalars)))
         return {**kept, "_copied": (*copied, self.state.others)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -546,7 +547,7 @@ class Muon(torch.optim.Optimizer):
         self.state.others = others
         if states:
             self._attach_groups()
-            self.store.write_states(states, scalars)
+            self.store.pages.write_states(states, scalars)
 
     def _use_store(self, store: tierstore.TierStore) -> None:
         self.store = store
@@ -561,13 +562,13 @@ class Muon(torch.optim.Optimizer):
         self._attach_groups()
         scalars = {
             name: {"step": float(states[name].get("step", 0.0))}
-            for name in self.store.scalars.keys() & states
+            for name in self.store.pages.scalars.keys() & states
         }
         paged = {
             name: {state: value for state, value in values.items() if state != "step"}
             for name, values in states.items()
         }
-        self.store.write_states(paged, scalars, names=states.keys())
+        self.store.pages.write_states(paged, scalars, names=states.keys())
 
     def _fastest_ns_dtype(
         self, parameters: Sequence[torch.Tensor], declaration: Declaration
@@ -577,7 +578,7 @@ class Muon(torch.optim.Optimizer):
         device = compute_device(self.store, parameters[0])
         shapes = (m.shape for p in parameters for m in matrices_of(p.shape, declaration))
         shape = max(shapes, key=math.prod)
-        ranks = self.store.ranks
+        ranks = self.store.pages.ranks
         dtype = torch.bfloat16
         if ranks is not None:
             ranks.roll_call("add_param_group()")
@@ -607,7 +608,9 @@ class Muon(torch.optim.Optimizer):
                     check_matrices(name, parameter.shape, self.param_groups[number])
             self._paged_group(number)  # Raises for a parameter that cannot be paged.
 
-    def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:
+    def _described(
+        self, tensor: torch.Tensor
+    ) -> tuple[Sequence[str], tierstore.pages.PagedParameter]:
         """Return the scalar states of a parameter, and the parameter as it is paged.
 
         Raises:
@@ -635,7 +638,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: one was; see AttachedGroups.require_same(). Nothing was changed.
         """
-        if self.store.group_count != len(self._attached.groups):
+        if self.store.pages.group_count != len(self._attached.groups):
             raise ValueError(
                 "another optimizer uses this store: give each optimizer its own store and "
                 "directory, or all groups to one optimizer"
@@ -648,7 +651,7 @@ class Muon(torch.optim.Optimizer):
             check_hyperparameters(self.param_groups[number], number)
         self._check_parameters(numbers)
         paged = [self._paged_group(number) for number in numbers]
-        self.store.attach(paged)
+        self.store.pages.attach(paged)
         self._attached.extend(paged, self.param_groups)
         self._begin_counts()
 
@@ -657,13 +660,13 @@ class Muon(torch.optim.Optimizer):
         for group in self._attached.groups:
             if group.hyperparameters["algorithm"] == "adamw":
                 for parameter in group.parameters:
-                    self.store.scalars.setdefault(parameter.name, {"step": 0.0})
+                    self.store.pages.scalars.setdefault(parameter.name, {"step": 0.0})
 
-    def paged_groups(self) -> list[tierstore.PagedGroup]:
+    def paged_groups(self) -> list[tierstore.pages.PagedGroup]:
         """Return all groups as the store has them, or as they would be attached now."""
         return [self._paged_group(number) for number in range(len(self.param_groups))]
 
-    def _paged_group(self, number: int) -> tierstore.PagedGroup:
+    def _paged_group(self, number: int) -> tierstore.pages.PagedGroup:
         """Return a group as the store has it, or as it would be attached now.
 
         Before it is attached, a group is described anew each time, because the model may still be
@@ -673,7 +676,7 @@ class Muon(torch.optim.Optimizer):
             return self._attached.groups[number]
         group = self.param_groups[number]
         named = zip(self._names(number), group["params"], strict=True)
-        return tierstore.PagedGroup(
+        return tierstore.pages.PagedGroup(
             parameters=[self._paged_parameter(number, name, p) for name, p in named],
             hyperparameters=group,
             check=lambda hyperparameters: check_loaded(
@@ -683,7 +686,7 @@ class Muon(torch.optim.Optimizer):
 
     def _paged_parameter(
         self, number: int, name: str, parameter: torch.Tensor
-    ) -> tierstore.PagedParameter:
+    ) -> tierstore.pages.PagedParameter:
         """Return a parameter of a group as it is paged."""
         group = self.param_groups[number]
         is_muon = group["algorithm"] == "muon"
@@ -694,7 +697,7 @@ class Muon(torch.optim.Optimizer):
         else:
             states = dict.fromkeys(("exp_avg", "exp_avg_sq"), moments_dtype(parameter, group))
         matrices = matrices_of(parameter.shape, declared(group)) if is_muon else ()
-        return tierstore.PagedParameter(
+        return tierstore.pages.PagedParameter(
             name=name,
             tensor=parameter,
             states=states,

@@ -55,7 +55,7 @@ class PagePlan:
 
 
 def plan_pages(
-    subgroups: Sequence[tierstore.SharedSubgroup],
+    subgroups: Sequence[tierstore.pages.SharedSubgroup],
     groups: Sequence[Mapping[str, Any]],
     present: frozenset[str],
     *,
@@ -123,11 +123,11 @@ def plan_pages(
     ]
 
 
-_Known = dict[tuple[tierstore.SharedShard, Declaration], list[tuple[Matrix, SharedMatrix]]]
+_Known = dict[tuple[tierstore.pages.SharedShard, Declaration], list[tuple[Matrix, SharedMatrix]]]
 
 
 def shared_matrices(
-    shard: tierstore.SharedShard, declaration: Declaration, known: _Known
+    shard: tierstore.pages.SharedShard, declaration: Declaration, known: _Known
 ) -> list[tuple[Matrix, SharedMatrix]]:
     """Return the matrices of a shard, and how ranks cut them; shards cut alike share the result."""
     # Chunks of all ranks take long to list, so the key is what they follow from: all but the name.
@@ -168,7 +168,7 @@ class Pipeline:
     def flops_by_rank(self) -> list[int]:
         """Return the operations of Newton-Schulz that each rank owned in the last step."""
         shared, groups, present = self._stepped
-        ranks = self._store.ranks
+        ranks = self._store.pages.ranks
         found = [0] * (1 if ranks is None else ranks.world_size)
         plans = plan_pages(
             shared,
@@ -184,7 +184,7 @@ class Pipeline:
         return found
 
     def open(
-        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
+        self, pages: tierstore.pages.SteppedPages, groups: Sequence[Mapping[str, Any]], options: str
     ) -> None:
         """Make the process group that matrices are exchanged over, if ranks share any.
 
@@ -198,7 +198,7 @@ class Pipeline:
         Raises:
             ValueError: ranks have other options, or a matrix needs more than ``gather_memory``.
         """
-        ranks = self._store.ranks
+        ranks = self._store.pages.ranks
         matrices = [p for group in groups if group["algorithm"] == "muon" for p in group["params"]]
         if ranks is None or self._exchange is not None or not matrices:
             return
@@ -221,7 +221,7 @@ class Pipeline:
 
     def step_pages(
         self,
-        pages: tierstore.SteppedPages,
+        pages: tierstore.pages.SteppedPages,
         groups: Sequence[Mapping[str, Any]],
         steps: Mapping[str, float],
         window: int,
@@ -258,7 +258,7 @@ class Pipeline:
     def _begin_matrices(
         self,
         number: int,
-        shards: Sequence[tierstore.ShardView],
+        shards: Sequence[tierstore.pages.ShardView],
         group: Mapping[str, Any],
         plan: PagePlan | None,
         in_flight: _InFlight,
@@ -310,9 +310,9 @@ class Pipeline:
         step_whole(whole, group, extras)
 
     def _plan(
-        self, pages: tierstore.SteppedPages, groups: Sequence[Mapping[str, Any]]
+        self, pages: tierstore.pages.SteppedPages, groups: Sequence[Mapping[str, Any]]
     ) -> Sequence[PagePlan | None]:
-        ranks = self._store.ranks
+        ranks = self._store.pages.ranks
         if ranks is None:
             return [None] * pages.count
         # The dtype of a group may change: restore() brings the dtype of the run.
@@ -340,4 +340,4 @@ def _end(stages: Iterator[None]) -> None:
 
 def compute_device(store: tierstore.TierStore, parameter: torch.Tensor) -> torch.device:
     """Return the device that a parameter is stepped on."""
-    return torch.device("cpu") if store.compute == "host" else parameter.device
+    return torch.device("cpu") if store.pages.compute == "host" else parameter.device

@@ -26,7 +26,9 @@ _OPTIONS = (
 )
 
 
-def paged_groups(groups: Iterable[Mapping[str, Any]], **options: Any) -> list[tierstore.PagedGroup]:
+def paged_groups(
+    groups: Iterable[Mapping[str, Any]], **options: Any
+) -> list[tierstore.pages.PagedGroup]:
     """Return param groups as a store would page them, without memory for any value.
 
     Args:
@@ -128,13 +130,13 @@ class PlannedMuon:
         self.call = call
         """Python code that makes the optimizer."""
         self._on_gpu = on_gpu
-        self._gather_memory = tierstore.parse_bytes(options.get("gather_memory", "2GiB"))
+        self._gather_memory = tierstore.pages.parse_bytes(options.get("gather_memory", "2GiB"))
         self._hyperparameters = [dict(group) for group in optimizer.param_groups]
         self._names = frozenset(p.name for group in self.groups for p in group.parameters)
 
     def works(
         self,
-        subgroups: Sequence[tierstore.SharedSubgroup],
+        subgroups: Sequence[tierstore.pages.SharedSubgroup],
         ranks: Sequence[int],
         world_size: int,
     ) -> tuple[list[list[tuple[Mapping[Work, int], int, int]]], int]:
@@ -188,7 +190,7 @@ class PlannedMuon:
         return found, largest + ROUNDS_MAX * in_flight
 
     def _rounds(
-        self, subgroups: Sequence[tierstore.SharedSubgroup], world_size: int
+        self, subgroups: Sequence[tierstore.pages.SharedSubgroup], world_size: int
     ) -> list[Sequence[Round]]:
         if world_size == 1:
             return [[] for _ in subgroups]
@@ -202,7 +204,9 @@ class PlannedMuon:
         return [plan.rounds for plan in plans]
 
 
-def _elements(subgroup: tierstore.SharedSubgroup, rank: int, *, is_muon: bool) -> Counter[Work]:
+def _elements(
+    subgroup: tierstore.pages.SharedSubgroup, rank: int, *, is_muon: bool
+) -> Counter[Work]:
     """Return the elementwise works of a rank: one for each matrix, or AdamW of all together."""
     works: Counter[Work] = Counter()
     together: Counter[str] = Counter()

@@ -122,7 +122,7 @@ class QKClip:
     def scales(
         self,
         logits: Mapping[str, Sequence[float]],
-        find: Callable[[torch.Tensor], tierstore.PagedParameter | None],
+        find: Callable[[torch.Tensor], tierstore.pages.PagedParameter | None],
     ) -> dict[str, list[Scale]]:
         """Return by name the factors of each parameter of which a head exceeds the threshold.
 
@@ -192,7 +192,7 @@ def largest(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list
 
 
 def factors(
-    scales: Sequence[Scale], chunk: tierstore.Chunk, like: torch.Tensor
+    scales: Sequence[Scale], chunk: tierstore.pages.Chunk, like: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return tensors that broadcast to a chunk of a parameter, one for each dimension scaled.
 

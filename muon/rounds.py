@@ -37,7 +37,7 @@ class SharedMatrix:
     shape: tuple[int, int]
     """(rows, columns)."""
 
-    chunks: Sequence[Sequence[tierstore.Chunk]]
+    chunks: Sequence[Sequence[tierstore.pages.Chunk]]
     """The chunks of each rank. Each element of the matrix lies in one chunk of one rank."""
 
     sizes: tuple[int, ...] = ()
@@ -60,11 +60,11 @@ class SharedMatrix:
                 )
         object.__setattr__(self, "numels", numels)
 
-    def select(self, matrix: torch.Tensor, chunk: tierstore.Chunk) -> torch.Tensor:
+    def select(self, matrix: torch.Tensor, chunk: tierstore.pages.Chunk) -> torch.Tensor:
         """Return the view of a chunk of a tensor of shape (rows, columns)."""
         return chunk.select(matrix.view(self.sizes) if self.sizes else matrix)
 
-    def select_rows(self, averages: torch.Tensor, chunk: tierstore.Chunk) -> torch.Tensor:
+    def select_rows(self, averages: torch.Tensor, chunk: tierstore.pages.Chunk) -> torch.Tensor:
         """Return the averages of NorMuon of a chunk's rows; see ``muon.normuon.rows_of``."""
         return normuon.rows_of(self.sizes or self.shape, chunk, averages)
 
@@ -136,14 +136,14 @@ class Round:
         """Return the positions of the matrices that a rank owns."""
         return [index for index, owner in self.owners.items() if owner == rank]
 
-    def sent(self, rank: int) -> list[list[tuple[int, tierstore.Chunk]]]:
+    def sent(self, rank: int) -> list[list[tuple[int, tierstore.pages.Chunk]]]:
         """Return (position, chunk) that a rank sends to each receiver, in the order on the wire."""
-        sent: list[list[tuple[int, tierstore.Chunk]]] = [[] for _ in range(self._world_size)]
+        sent: list[list[tuple[int, tierstore.pages.Chunk]]] = [[] for _ in range(self._world_size)]
         for index, matrix in self.matrices.items():
             sent[self.owners[index]] += [(index, chunk) for chunk in matrix.chunks[rank]]
         return sent
 
-    def received(self, rank: int) -> list[list[tuple[int, tierstore.Chunk]]]:
+    def received(self, rank: int) -> list[list[tuple[int, tierstore.pages.Chunk]]]:
         """Return (position, chunk) that a rank receives from each sender, in that order."""
         owned = self.owned(rank)
         return [

@@ -34,7 +34,7 @@ class Extras:
 class OwnPart:
     """The elements of a matrix in one chunk of this rank."""
 
-    chunk: tierstore.Chunk
+    chunk: tierstore.pages.Chunk
     """Place in the matrix, of shape ``Matrix.sizes``."""
     grad: torch.Tensor
     momentum: AnyState
@@ -70,7 +70,7 @@ class OwnMatrix:
 
 
 def own_matrices(
-    shards: Sequence[tierstore.ShardView],
+    shards: Sequence[tierstore.pages.ShardView],
     group: Mapping[str, Any],
     places: Sequence[tuple[int, Matrix]] | None = None,
     scales: Mapping[str, Sequence[Scale]] | None = None,
@@ -106,7 +106,7 @@ def own_matrices(
 
 def _own_parts(
     matrix: Matrix,
-    chunks: Sequence[tuple[tierstore.ChunkView, torch.Tensor | None]],
+    chunks: Sequence[tuple[tierstore.pages.ChunkView, torch.Tensor | None]],
     scales: Sequence[Scale],
 ) -> list[OwnPart]:
     parts = []
@@ -138,7 +138,7 @@ def write_inputs(matrix: OwnMatrix, group: Mapping[str, Any], outs: Sequence[tor
         group: its hyperparameters.
         outs: one tensor for each part, in the shape of the part; overwritten.
     """
-    with tierstore.profiled("muon::momentum"):
+    with tierstore.pages.profiled("muon::momentum"):
         for part, out in zip(matrix.parts, outs, strict=True):
             momentum_(
                 part.grad,
@@ -171,7 +171,7 @@ def orthogonalize(
         for own, matrix in zip(owned, matrices, strict=True):
             given = matrix.T if own.matrix.is_transposed else matrix
             hook.before_orthogonalization(own.name, own.matrix.starts, given)
-    with tierstore.profiled("muon::newton_schulz"):
+    with tierstore.pages.profiled("muon::newton_schulz"):
         updates = newton_schulz.orthogonalize_all(
             matrices,
             batched=group["ns_batched"],
@@ -198,7 +198,7 @@ def apply_updates(
         if opens:  # Otherwise encoded masters are decoded in pieces.
             masters = stack.enter_context(opened(masters))
         with (
-            tierstore.profiled("muon::apply"),
+            tierstore.pages.profiled("muon::apply"),
             _hooked(matrix, group, adjusted_lr, updates, masters, extras) as hooked,
         ):
             for master, update in zip(masters, hooked, strict=True):
@@ -268,7 +268,7 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
 
 
 def step_adamw(
-    shards: Sequence[tierstore.ShardView],
+    shards: Sequence[tierstore.pages.ShardView],
     group: Mapping[str, Any],
     steps: Mapping[str, float],
     scales: Mapping[str, Sequence[Scale]],
@@ -296,7 +296,7 @@ def step_adamw(
         ]
         for state in ("exp_avg", "exp_avg_sq")
     )
-    with tierstore.profiled("muon::adamw"):
+    with tierstore.pages.profiled("muon::adamw"):
         adamw_(
             [chunk.master_parts for chunk in chunks],
             grads,

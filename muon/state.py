@@ -26,7 +26,9 @@ class PagedOptimizer(Protocol):
     def _attach_groups(self) -> None:
         """Attach the groups that the store does not have yet."""
 
-    def _described(self, tensor: torch.Tensor) -> tuple[Sequence[str], tierstore.PagedParameter]:
+    def _described(
+        self, tensor: torch.Tensor
+    ) -> tuple[Sequence[str], tierstore.pages.PagedParameter]:
         """Return the scalar states of a parameter, and the parameter as it is paged."""
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -226,7 +228,7 @@ class ParameterState:
     def copy(self) -> dict[str, torch.Tensor]:
         """Return all states, as tensors of the caller."""
         shown = self._show()
-        owned = self._optimizer.store.read_states([self.name])[self.name]
+        owned = self._optimizer.store.pages.read_states([self.name])[self.name]
         return {state: owned.get(state, shown[state]).clone() for state in self._names}
 
     def __repr__(self) -> str:
@@ -262,10 +264,10 @@ class ParameterState:
 
     def _show(self, state: str | None = None) -> dict[str, torch.Tensor]:
         described = "a state" if state is None else repr(state)
-        if self._optimizer.store.needs_other_ranks([self.name]):
+        if self._optimizer.store.pages.needs_other_ranks([self.name]):
             require_one_rank(self._optimizer, f"{described} of parameter {self.name!r}")
         self._optimizer._attach_groups()
-        return self._optimizer.store.show_states(self.name)
+        return self._optimizer.store.pages.show_states(self.name)
 
     def _unknown(self, state: object) -> KeyError:
         known = ", ".join(map(repr, self._names))
@@ -285,11 +287,11 @@ def require_one_rank(optimizer: PagedOptimizer, state: str = "a state") -> None:
     Raises:
         RuntimeError: there are several ranks.
     """
-    if optimizer.store.ranks is not None:
+    if optimizer.store.pages.ranks is not None:
         raise RuntimeError(
             f"{state} may lie on other ranks: to read it, call state_dict(), or "
-            "store.read_states(), on all ranks together; to change it, load_state_dict(), "
-            "store.write_states() or reset_state()"
+            "store.pages.read_states(), on all ranks together; to change it, load_state_dict(), "
+            "store.pages.write_states() or reset_state()"
         )
 
 

@@ -51,7 +51,7 @@ def pack(
 def match(
     state_dict: Mapping[str, Any],
     groups: Sequence[_Group],
-    paged: Callable[[int], tierstore.PagedGroup],
+    paged: Callable[[int], tierstore.pages.PagedGroup],
 ) -> tuple[list[_Group], dict[str, dict[str, Any]], dict[Any, Any]]:
     """Check a state dict.
 

@@ -117,7 +117,7 @@ def test_encoded_states_are_the_same_bits_in_every_tier(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Of the change.
         train(expected, in_memory)
-    wanted = in_memory.store.read_states()
+    wanted = in_memory.store.pages.read_states()
     parameters = encoded_on_device()
     sizes = {"page_bytes": PAGE_BYTES, "commit_every": commit_every}
     with tierstore.TierStore(tmp_path, **sizes, **budget) as store:
@@ -131,7 +131,7 @@ def test_encoded_states_are_the_same_bits_in_every_tier(
     with tierstore.TierStore(tmp_path, resume=True, **sizes, **budget) as store:
         optimizer = muon.Muon(encoded_training.groups_of(resumed), store=store, **options)
         assert optimizer.restore() == 6
-        states = store.read_states()
+        states = store.pages.read_states()
     for name, parameter in resumed.items():
         assert torch.equal(parameter, expected[name])
         assert torch.equal(parameter, parameters[name])
@@ -197,12 +197,12 @@ def test_page_buffers_are_page_locked(tmp_path: Path) -> None:
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        with store.sweep() as pages:
+        with store.pages.sweep() as pages:
             chunks = [c for page in pages for shard in page.shards for c in shard.chunks]
             on_gpu = [state.is_cuda for chunk in chunks for state in chunk.states.values()]
         assert on_gpu
         assert all(on_gpu)
-        assert all(buffer.tensor.is_pinned() for buffer in store._pager._pool._all)
+        assert all(buffer.tensor.is_pinned() for buffer in store._session.pager._pool._all)
 
 
 @needs_cuda

@@ -208,16 +208,18 @@ def of_optimizers() -> Names:
 
 def of_a_sweep() -> Names:
     names = of_optimizers()
-    paged = tierstore.PagedParameter(
+    paged = tierstore.pages.PagedParameter(
         name="weight", tensor=names["parameter"], encodings={"master": "remainder"}
     )
-    names["store"].attach([tierstore.PagedGroup(parameters=[paged], hyperparameters={})])
+    names["store"].pages.attach(
+        [tierstore.pages.PagedGroup(parameters=[paged], hyperparameters={})]
+    )
     return names
 
 
 def of_encoded_states() -> Names:
     names = of_a_sweep()
-    names["sweep"] = names["store"].sweep()  # It is never ended.
+    names["sweep"] = names["store"].pages.sweep()  # It is never ended.
     page = next(iter(names["sweep"].__enter__()))
     return {**names, "chunk": page.shards[0].chunks[0]}
 

@@ -84,7 +84,7 @@ class AveragedModel:
             )
             for name, tensor in self._averages.items()
         ]
-        store.attach([PagedGroup(parameters=parameters, hyperparameters={})])
+        store.pages.attach([PagedGroup(parameters=parameters, hyperparameters={})])
 
     @not_compiled
     @torch.no_grad()
@@ -109,7 +109,7 @@ class AveragedModel:
                 "restore() of the run, call restore() of the averages"
             )
         self._seen = step
-        with self.store.calling("update()"):
+        with self.store.pages.calling("update()"):
             if step % self._every == 0 and step > self._kept["step"]:
                 self._take(step)
             if self.store.committed.step < self.store.step:  # Also after an interrupt.
@@ -132,7 +132,7 @@ class AveragedModel:
         try:
             for name, average in self._averages.items():
                 self._now[name] = self._weights[name].detach().to(average.device)
-            with self.store.sweep() as pages:
+            with self.store.pages.sweep() as pages:
                 for page in pages:
                     for shard in page.shards:
                         for chunk in shard.chunks:

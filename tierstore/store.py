@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,18 +20,14 @@ from tierstore.checkpoint.reshard import OtherRanks, look_for_other_ranks, remov
 from tierstore.checkpoint.restore import Restore
 from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
-from tierstore.errors import RunDirectoryError, StorageError, SweepError
-from tierstore.layout.dtensors import is_dtensor
-from tierstore.layout.parameters import PagedGroup
+from tierstore.errors import StorageError, SweepError
+from tierstore.pages import Pages
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
-from tierstore.paging.gradients import agree_on_gradients
 from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
-from tierstore.paging.states import States
 from tierstore.paging.stats import Stats
-from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, agree, together
@@ -40,18 +36,16 @@ from tierstore.run.commit import Commit, CommittedPage
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import close_storage, open_committer
-from tierstore.run.registered import CommittedStep, Registered, Stateful, committed_step
+from tierstore.run.registered import CommittedStep, Stateful, committed_step
 from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
+from tierstore.session import Session
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES, parse_bytes
 
 # Ranks that wait for a verification meet this often.
 _VERIFYING_TURN_S = 1.0
-
-# The gradients of replicas are compared at the first step and then after this number of steps.
-_COMPARE_EVERY = 100
 
 
 class TierStore:
@@ -140,18 +134,10 @@ class TierStore:
             "number of directories": len(directories),
             **modes,
         }
-        self._compute = compute
-        self._free_gradients = free_gradients
-        self._ranks = ranks = ranks_of(process_group, timeout_s=timeout)
-        self._calls = Calls(ranks)
+        ranks = ranks_of(process_group, timeout_s=timeout)
         self._other_ranks: OtherRanks | None = None  # The run that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
-        self._verifier = Verifier()
-        self._changes = Changes()
         self._opened_at = time.monotonic()
-        self._steps_begun = 0  # Since the store was opened, the same on all ranks.
-        self._warned_of_no_gradient = False
-        self._registered = Registered()
         with contextlib.ExitStack() as opened:
             opened.callback(ranks.close)
             rank_checks.require_same_options(ranks, options)
@@ -185,12 +171,12 @@ class TierStore:
                 )
 
             storage = together(ranks, "open the run directory", open_storage)
-            self._committer: Progress = Progress()
+            progress: Progress = Progress()
             awaits_restore = other is not None
             run_id = ""
             if storage is not None:
                 opened.callback(close_storage, storage)
-                self._committer = committer = open_committer(
+                progress = committer = open_committer(
                     storage,
                     ranks,
                     resume=resume,
@@ -201,347 +187,54 @@ class TierStore:
                 )
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
-            opened.callback(self._committer.close)
-            opened.callback(self._verifier.close)
-            self._usability = Usability(
+            opened.callback(progress.close)
+            verifier = Verifier()
+            opened.callback(verifier.close)
+            usability = Usability(
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
             )
             self._engine = "none" if storage is None else storage.engine
             files = PageFiles(storage or MemoryStorage(), run_id=run_id)
-            self._pager = Pager(files, self._committer)
-            self._table = PageTable(
+            pager = Pager(files, progress)
+            table = PageTable(
                 ranks,
-                self._pager,
-                self._committer,
-                self._usability,
+                pager,
+                progress,
+                usability,
                 budget=budget,
                 page_bytes=page_size,
                 on_host=compute == "host",
                 offloads=free_gradients == "backward",
             )
-            opened.callback(self._table.close)
+            opened.callback(table.close)
             if storage is not None:
                 files.start_threads()
-            self._states = States(
-                ranks,
-                self._calls,
-                self._table,
-                self._pager,
-                self._committer,
-                self._usability,
-            )
             if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
-            if isinstance(self._committer, Committer):
-                unclosed = Unclosed(self, self._committer, self._usability, self._verifier.cancel)
+            if isinstance(progress, Committer):
+                unclosed = Unclosed(self, progress, usability, verifier.cancel)
                 opened.callback(unclosed.cancel)
+            self._session = Session(
+                ranks,
+                Calls(ranks),
+                usability,
+                progress,
+                pager,
+                table,
+                verifier,
+                compute=compute,
+                free_gradients=free_gradients,
+            )
+            self.pages = Pages(self._session)
+            """The pages, for optimizers: see ``tierstore.pages``."""
             self._opened = opened.pop_all()
 
-    # -- Calls that all ranks make together.
-
-    @contextlib.contextmanager
-    def calling(self, call: str) -> Iterator[None]:
-        """Name the call that the program makes, for calls of the store in the block.
-
-        The first of them that needs other ranks waits until all ranks make the call of this name;
-        the others need not wait then. In a block within a block the outer name counts.
-
-        Args:
-            call: the name, as it appears in errors, such as "state_dict()".
-        """
-        with self._calls.named(call):
-            yield
-
     # -- Parameters and steps.
-
-    @not_compiled
-    def attach(self, groups: Sequence[PagedGroup]) -> None:
-        """Lay out pages for param groups, after the pages of groups attached before.
-
-        Writes no page. Call it at the first step or just before restore(), when frameworks have
-        moved and sharded the parameters. All ranks call it together.
-
-        Args:
-            groups: the groups.
-
-        Raises:
-            BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
-                message names the smallest budget that does.
-            ValueError, TypeError: two parameters have one name, no commit can hold a
-                hyperparameter, or ``free_gradients`` and a parameter whose gradient is not
-                ``.grad``, or "backward" and a DTensor.
-            RunMismatchError: the ranks have different parameters; the message names the first.
-            PeerFailed: any of these on another rank.
-        """
-        self._usability.require_usable()
-        for parameter in (p for group in groups for p in group.parameters):
-            if self._free_gradients and parameter.gradient is not None:
-                raise ValueError(
-                    f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
-                    "gradient elsewhere: leave it out, and free the gradients after the step"
-                )
-            if self._free_gradients == "backward" and is_dtensor(parameter.tensor):
-                raise ValueError(
-                    "free_gradients='backward' takes plain tensors, and parameter "
-                    f"{parameter.name!r} is a DTensor: pass free_gradients=True"
-                )
-        with self._calls.together("attach()"):
-            self._table.attach(groups)
-
-    @contextlib.contextmanager
-    def sweep(
-        self, window: int = 1, *, nonfinite: str = "allow", missing: str = "zeros"
-    ) -> Iterator[SteppedPages]:
-        """Step once over all pages: ``with store.sweep() as pages: for page in pages: ...``.
-
-        Yields one page for each subgroup in which any rank has a gradient, in order; a page is
-        empty on a rank that owns nothing of the subgroup. The loop body updates ``master`` and
-        ``states`` of the chunks in place. The store then writes the parameters and the page, and
-        sends the parameters to their replicas. If a commit is due, it begins first.
-
-        Args:
-            window: number of pages that are stepped at once: a page stays valid until this
-                number of further pages was asked for. At most ``window_max``, and the same on
-                all ranks.
-            nonfinite: what to do if a gradient on any rank has an element that is NaN or
-                infinite. "raise": raise NonFiniteGradientError. "skip": warn, and yield no page;
-                nothing is changed, and the step does not count. "allow": do not look. With
-                "raise", gradients on a GPU are not waited for if there is a commit to go back
-                to: the error then comes at the end of the sweep, and the store fails.
-            missing: what to do if a rank has no gradient of a parameter, and another rank has.
-                "zeros": its gradient counts as zeros. "raise": raise ValueError.
-
-        If the loop raises or stops early after the first page was handed out, the parameters are
-        from two steps and the store fails. (A store without a directory has no step to go back to,
-        and stays usable as optimizers of PyTorch do.)
-
-        Raises:
-            StorageError, CorruptionError: a page could not be read or written. Before the
-                first page was handed out, nothing was changed and the step may be retried.
-            SweepError: the loop was left before its last page; or objects are registered, and
-                the step before was not committed: nothing was changed.
-            NonFiniteGradientError: see ``nonfinite``.
-            ValueError: a parameter or gradient is not as it was attached, a tensor of
-                show_states() was changed in place and the state was not, replicas have different
-                gradients, or see ``missing``. Nothing was changed. A sample of gradients is
-                compared at the first step after the store was opened, and at every hundredth after
-                it; a rank without a gradient is not compared.
-            PeerFailed: any of these on another rank.
-
-        Warns:
-            UserWarning: a step was skipped; or no parameter has a gradient, said once.
-            UserWarning: a parameter was changed outside of the optimizer. For parameters on a
-                GPU the next sweep warns.
-        """
-        self._usability.require_restored()
-        self._raise_damage()
-        if not 1 <= window <= self.window_max:
-            raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
-        if nonfinite not in ("raise", "skip", "allow"):
-            raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
-        if missing not in ("zeros", "raise"):
-            raise ValueError(f"missing must be 'zeros' or 'raise', got {missing!r}")
-        if self._registered and self.step and not self._committer.has_states:
-            raise SweepError(
-                f"step {self.step} was not committed, and the next step would commit it with the "
-                "data and random numbers of another batch. Nothing was changed: call "
-                "store.commit() after each step, once all that is registered has its new state"
-            )
-        self._states.follow_scalars()
-        self._states.given.require_unchanged()
-        table = self._table
-        table.ensure_placed()
-        table.offload_gradients()
-        with self._calls.together("step()"):
-            table.require_same_values()
-            gradients = agree_on_gradients(
-                self._ranks,
-                table.groups,
-                table.specs,
-                table.partition,
-                table.device,
-                nonfinite=nonfinite,
-                missing=missing,
-                waits=nonfinite == "skip"
-                or table.device.is_host
-                or self._free_gradients == "backward"
-                or not self._committer.keeps_commit,
-                compares=self._steps_begun % _COMPARE_EVERY == 0,
-            )
-            self._steps_begun += 1
-            self._changes.warn(wait=True)
-            if gradients.nonfinite:
-                warnings.warn(f"{gradients.nonfinite}. This step is skipped", stacklevel=3)
-            elif not gradients.present and not self._warned_of_no_gradient:
-                self._warned_of_no_gradient = True
-                warnings.warn(
-                    "no parameter has a gradient, so this step changes none: call backward() "
-                    "before step(), and zero_grad() after it. Later steps like this do not warn",
-                    stacklevel=3,
-                )
-            if self._committer.is_due and not gradients.nonfinite:
-                self._begin_commit()
-        if gradients.nonfinite:
-            if self._free_gradients:
-                for parameter in table.parameters:
-                    parameter.tensor.grad = None
-            yield SteppedPages(iter(()), frozenset(), [])
-            return
-        self._states.given.forget()
-        sweep = Sweep(
-            table,
-            free_gradients=bool(self._free_gradients),
-            present=gradients.present,
-            window=window,
-            unread=gradients.unread,
-        )
-        with sweep.run() as pages:
-            yield pages
-        self._changes.note(sweep.changed, table.step_device)
-        self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
-
-    @not_compiled
-    def prefetch(self) -> None:
-        """Start to read pages for the next sweep, as far as buffers are free; return at once.
-
-        The sweep raises what fails: a write of the last step, or these reads.
-
-        Raises:
-            StoreClosedError, StoreFailedError, RunDirectoryError: the store cannot be used.
-        """
-        self._usability.require_restored()
-        with self._states.only_reading():
-            self._pager.prefetch(self._table.pages)
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """All ranks of the job; None if there is one rank."""
-        return self._ranks if self._ranks.world_size > 1 else None
-
-    @property
-    def window_max(self) -> int:
-        """Largest window of sweep(), the same on all ranks."""
-        return self._table.window_max
-
-    @property
-    def compute(self) -> str:
-        """The place of computation: "device" (that of the parameters) or "host"."""
-        return self._compute
-
-    @property
-    def group_count(self) -> int:
-        """Number of param groups attached. They belong to one optimizer."""
-        return len(self._table.groups)
-
-    @property
-    def groups_written(self) -> int:
-        """Number of param groups that have pages: at first 0, after restore() those restored."""
-        return self._committer.groups_written
 
     @property
     def step(self) -> int:
         """Number of the last step, counted from the beginning of the run."""
-        return self._committer.step
-
-    @property
-    def scalars(self) -> dict[str, dict[str, float]]:
-        """Parameter name -> scalar name -> value: small states such as a step count.
-
-        Kept in memory, and part of every commit. Change them within sweep(), after its last
-        page, so that an error in between fails the store.
-        """
-        self._states.follow_scalars()
-        return self._committer.scalars
-
-    @not_compiled
-    def read_states(self, names: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the current states of some parameters, or of all.
-
-        All ranks call it together, unless needs_other_ranks() is False for these parameters.
-
-        The tensors are private mappings of the page files: they cost no memory, and later steps
-        do not change them. (A state in several pages, or partly from other ranks, is assembled in
-        an unnamed file; without a directory all tensors are copies, on the device of the pages.)
-
-        Args:
-            names: the parameters, the same on all ranks; None: all parameters.
-
-        Returns:
-            Parameter name -> state name -> tensor of the state's shape, on the host if there is
-            a directory; a DTensor if the parameter is one. Parameters that are their own master
-            have no state "master". Before the first step masters are the parameters, other states
-            zero.
-
-        Raises:
-            StorageError, CorruptionError: a page could not be read.
-        """
-        self._usability.require_restored()
-        return self._states.read(None if names is None else set(names))
-
-    @not_compiled
-    @torch.no_grad()
-    def show_states(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the states and scalars of one parameter as tensors of the current values.
-
-        On one rank without a directory, a change of a tensor in place is a change of the state: the
-        tensors are views of the page, until move(). Otherwise they are tensors as those of
-        read_states(), and the next sweep(), commit(), synchronize() or close() raises ValueError
-        if one was changed in place, unless write_states() has replaced the states of the
-        parameter. Writes through ``.data`` or numpy are not noticed. A state that is too large for
-        one record, and a scalar with a directory, is treated likewise.
-
-        Args:
-            name: the parameter.
-
-        Returns:
-            Scalar or state name -> tensor: float32 of shape () on the CPU for a scalar, else as of
-            read_states(). The same tensors again until the states change.
-
-        Raises:
-            RuntimeError: needs_other_ranks() is True for the parameter: one rank alone cannot read
-                its states.
-            ValueError: the optimizer has other groups than the store.
-            StorageError, CorruptionError: a page could not be read.
-        """
-        self._usability.require_restored()
-        return self._states.show(name)
-
-    def needs_other_ranks(self, names: Collection[str]) -> bool:
-        """Return whether read_states() of these parameters is a call of all ranks together.
-
-        It is not if this process is alone, or if no two ranks hold the same elements of them, as
-        with FSDP2. The answer is the same on all ranks. Parameters that are not attached yet need
-        other ranks.
-        """
-        return self._states.need_other_ranks(names)
-
-    @not_compiled
-    @torch.no_grad()
-    def write_states(
-        self,
-        values: Mapping[str, Mapping[str, torch.Tensor]],
-        scalars: Mapping[str, Mapping[str, float]] | None = None,
-        *,
-        names: Iterable[str] | None = None,
-    ) -> None:
-        """Replace all states, or those of some parameters, outside of a step.
-
-        Writes nothing if the values are the very tensors that read_states() or show_states()
-        returned, with the content that the pages have. All ranks call it together.
-
-        Args:
-            values: states as read_states() returns them, or whole tensors; converted to each
-                state's dtype. A master that is absent becomes the parameter, another state zero.
-            scalars: updates ``scalars``, together with the pages.
-            names: the parameters whose states are replaced, the same on all ranks; None: all.
-                Pages of other parameters are neither read nor written.
-
-        Raises:
-            ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
-            StorageError: a page could not be written; the store has failed.
-        """
-        self._usability.require_restored()
-        self._states.write(values, scalars or {}, None if names is None else set(names))
+        return self._session.committer.step
 
     @not_compiled
     def move(self, tier: str) -> None:
@@ -557,12 +250,13 @@ class TierStore:
             BudgetError: the pages do not fit; nothing was changed.
             StorageError, CorruptionError: a page could not be read or written.
         """
-        self._usability.require_restored()
+        session = self._session
+        session.usability.require_restored()
         target = Tier(tier)
         if target is Tier.NVME:
-            self._require_committer('move("nvme")')
-        with self._calls.together("move()"):
-            self._table.move(target)
+            session.require_committer('move("nvme")')
+        with session.calls.together("move()"):
+            session.table.move(target)
 
     # -- Commits and checkpoints.
 
@@ -573,10 +267,11 @@ class TierStore:
         Also before restore(), for a program that must know where it continues. On another number
         of ranks it has the states that are equal on all ranks of the commit.
         """
-        ranks = self._ranks
+        session = self._session
+        ranks = session.ranks
         if self._other_ranks is not None:
             return committed_step(self._other_ranks.manifests, ranks.rank, ranks.world_size)
-        manifest = self._committer.committed if isinstance(self._committer, Committer) else None
+        manifest = session.committer.committed if isinstance(session.committer, Committer) else None
         return CommittedStep(step=0) if manifest is None else committed_step([manifest], 0, 1)
 
     def register(self, **objects: Stateful | dict[Any, Any] | None) -> None:
@@ -597,15 +292,16 @@ class TierStore:
                 Nothing was registered.
             RunDirectoryError: the store has no directory.
         """
-        self._usability.require_open()
-        self._require_committer("register()")
+        session = self._session
+        session.usability.require_open()
+        session.require_committer("register()")
         for name, given in objects.items():
             if getattr(given, "store", None) is self:
                 raise ValueError(
                     f"register({name}=) got the {type(given).__name__} whose state is in the pages "
                     "of this store, and so in each commit: leave it out"
                 )
-        self._registered.add(objects)
+        session.registered.add(objects)
 
     @not_compiled
     def commit(self) -> None:
@@ -624,20 +320,21 @@ class TierStore:
                 a parameter was freed, and the store has failed.
             StorageError: an earlier commit or write failed.
         """
-        self._usability.require_restored()
-        self._raise_damage()
-        self._states.given.require_unchanged()
-        committer = self._require_committer("commit()")
-        committer.keep_states(self._registered.ask())
+        session = self._session
+        session.usability.require_restored()
+        session.raise_damage()
+        session.states.given.require_unchanged()
+        committer = session.require_committer("commit()")
+        committer.keep_states(session.registered.ask())
         begins = committer.begins_commit
-        if committer.was_begun and self._registered:  # Another rank may have changed states.
-            with self._calls.together("commit()"):
-                begins = any(self._ranks.gather(begins))
+        if committer.was_begun and session.registered:  # Another rank may have changed states.
+            with session.calls.together("commit()"):
+                begins = any(session.ranks.gather(begins))
                 if begins:
-                    self._begin_commit()
+                    session.begin_commit()
         elif begins:
-            with self._calls.together("commit()"):
-                self._begin_commit()
+            with session.calls.together("commit()"):
+                session.begin_commit()
 
     @not_compiled
     def synchronize(self) -> None:
@@ -647,21 +344,23 @@ class TierStore:
             StorageError: the commit failed; the commit before it is intact.
             ValueError: a tensor of show_states() was changed in place. Nothing was committed.
         """
-        self._usability.require_restored()
-        self._raise_damage()
-        self._states.given.require_unchanged()
+        session = self._session
+        session.usability.require_restored()
+        session.raise_damage()
+        session.states.given.require_unchanged()
         self._synchronize()
 
     def _synchronize(self) -> None:
-        committer = self._require_committer("synchronize()")
-        self._ask()
+        session = self._session
+        committer = session.require_committer("synchronize()")
+        session.ask()
         if not committer.is_up_to_date:
-            with self._calls.together("synchronize()"):
-                self._begin_commit()
-        with self._usability.failing(interrupts=False), self._pager.stalled():
+            with session.calls.together("synchronize()"):
+                session.begin_commit()
+        with session.usability.failing(interrupts=False), session.pager.stalled():
             committer.wait()
-        with self._usability.failing(interrupts=True):
-            self._pager.finish_writes()
+        with session.usability.failing(interrupts=True):
+            session.pager.finish_writes()
 
     @not_compiled
     def checkpoint(
@@ -701,22 +400,23 @@ class TierStore:
                 failed.
             ThreadError, BudgetError: the system has no thread or memory for the verification.
         """
+        session = self._session
         from tierstore.checkpoint.model_contents import contents_of
         from tierstore.checkpoint.page_links import PageLinks
         from tierstore.checkpoint.publish import Committed, publish
 
-        self._usability.require_restored()
-        committer = self._require_committer("checkpoint()")
-        with self._calls.together("checkpoint()"):
+        session.usability.require_restored()
+        committer = session.require_committer("checkpoint()")
+        with session.calls.together("checkpoint()"):
             self._finish_publication()
             # At an interrupt, other ranks are told not to wait for this one.
-            with self._usability.failing(interrupts=self._ranks.world_size > 1):
+            with session.usability.failing(interrupts=session.ranks.world_size > 1):
                 # In short turns, because a rank with a slow disk may take long.
-                while not all(agree(self._ranks, "verify the last checkpoint", self._verify_on)):
+                while not all(agree(session.ranks, "verify the last checkpoint", self._verify_on)):
                     pass
-            together(self._ranks, "start to verify checkpoints", self._verifier.start)
+            together(session.ranks, "start to verify checkpoints", session.verifier.start)
             self.synchronize()
-            manifest, table = committer.committed, self._table
+            manifest, table = committer.committed, session.table
             page_files = []
             if manifest is not None:
                 layout = committer.layout(table.layout_groups, table.layouts)
@@ -724,7 +424,7 @@ class TierStore:
                 pages, spares = commit.pages(table.layouts), committer.provide_spares
                 page_files.append(PageLinks(committer.storage, commit, pages, spares))
             committed = Committed(
-                peers=self._ranks,
+                peers=session.ranks,
                 page_files=page_files,
                 contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
                 model_prefix=model_prefix,
@@ -738,8 +438,8 @@ class TierStore:
                     committed, os.fsdecode(path), keep_last=keep_last, on_copying=keep
                 )
             except BaseException as error:
-                if self._ranks.world_size > 1 and not isinstance(error, Exception):
-                    self._usability.fail(error)  # Other ranks are in the middle of publishing.
+                if session.ranks.world_size > 1 and not isinstance(error, Exception):
+                    session.usability.fail(error)  # Other ranks are in the middle of publishing.
                 with contextlib.suppress(StorageError):  # The first error is the one to mend.
                     committer.drop_spares()
                 raise
@@ -750,7 +450,7 @@ class TierStore:
                 entry = committer.committed.entries.get(page.number)
                 return links.is_linked(page) and entry == page.entry
 
-            self._verifier.begin(links, publication, is_in_run)
+            session.verifier.begin(links, publication, is_in_run)
             return publication
 
     @not_compiled
@@ -805,14 +505,15 @@ class TierStore:
         Warns:
             UserWarning: a registered object has no state in the commit, and stays as it is.
         """
-        self._usability.require_open()
-        committer = self._require_committer("restore()")
+        session = self._session
+        session.usability.require_open()
+        committer = session.require_committer("restore()")
         if rewind and checkpoint is None:
             raise ValueError(
                 "rewind=True goes back to a checkpoint: pass checkpoint=, too; restore() alone "
                 "goes back to the last commit"
             )
-        with self._calls.together("restore(rewind=True)" if rewind else "restore()"):
+        with session.calls.together("restore(rewind=True)" if rewind else "restore()"):
             return self._restore(committer, checkpoint, rewind, check)
 
     def _restore(
@@ -822,15 +523,23 @@ class TierStore:
         rewind: bool,
         check: Callable[[CommittedStep], None],
     ) -> int:
-        usability = self._usability
-        parameters = self._table.parameters
-        together(self._ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
-        self._states.given.forget()
-        restore = Restore(self._ranks, committer, self._table, usability, self._registered, check)
+        session = self._session
+        usability = session.usability
+        parameters = session.table.parameters
+        together(session.ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
+        session.states.given.forget()
+        restore = Restore(
+            session.ranks,
+            committer,
+            session.table,
+            usability,
+            session.registered,
+            check,
+        )
         if checkpoint is not None and rewind:
             self._settle_publication()
             step = restore.rewound(checkpoint, self._synchronize)
-            self._verifier.forget()
+            session.verifier.forget()
             return step
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
@@ -840,7 +549,7 @@ class TierStore:
             return step
         was_changed = committer.step or committer.groups_written or usability.failure
         if not (usability.awaits_restore or was_changed):
-            together(self._ranks, "check the step", lambda: check(CommittedStep(step=0)))
+            together(session.ranks, "check the step", lambda: check(CommittedStep(step=0)))
             return 0
         self._settle_publication()  # It reads files that recovery would remove.
         return restore.from_commit()
@@ -850,19 +559,20 @@ class TierStore:
     @not_compiled
     def stats(self) -> Stats:
         """Return counters of this opening of the store."""
-        pager, pages = self._pager, self._table.pages
+        session = self._session
+        pager, pages = session.pager, session.table.pages
         return Stats(
             engine=self._engine,
             pages=len(pages),
             state_bytes=sum(page.layout.nbytes for page in pages),
             bytes_read=pager.files.bytes_read,
             bytes_written=pager.files.bytes_written,
-            bytes_spread=self._table.replication.bytes_sent,
+            bytes_spread=session.table.replication.bytes_sent,
             stall_seconds=pager.stall_seconds,
             host_bytes_peak=pager.host_bytes_peak,
             device_bytes_peak=pager.device_bytes_peak,
             pages_in=dict(Counter(page.tier.value for page in pages)),
-            steps=self._steps_begun,
+            steps=session.steps_begun,
             seconds=time.monotonic() - self._opened_at,
         )
 
@@ -876,7 +586,8 @@ class TierStore:
         self._close(synchronize=True)
 
     def _close(self, *, synchronize: bool) -> None:
-        usability = self._usability
+        session = self._session
+        usability = session.usability
         if usability.closed or usability.is_forked:
             return
         if usability.sweeping:
@@ -890,14 +601,14 @@ class TierStore:
             # After an error in the program, the log alone says what became of the copy.
             stack.callback(self._finish_publication if synchronize else self._settle_publication)
             if synchronize and usability.has_directory and not usability.failure:
-                committer = self._require_committer("close()")
+                committer = session.require_committer("close()")
                 if usability.awaits_restore:  # Nothing was written since the run was opened.
                     committer.marks_clean_end = committer.is_clean
                 else:
-                    if not self._states.given.was_refused:
+                    if not session.states.given.was_refused:
                         # Called last, so that the last step is committed nevertheless.
-                        released.callback(self._states.given.require_unchanged)
-                    with self._calls.named("close()"):
+                        released.callback(session.states.given.require_unchanged)
+                    with session.calls.named("close()"):
                         self._synchronize()
                     committer.marks_clean_end = True
 
@@ -916,46 +627,18 @@ class TierStore:
         checkpoint that is being copied is waited for; if the copy fails, the log says so.
         """
         if error is not None:
-            self._ranks.fail(error, other_group=True)
+            self._session.ranks.fail(error, other_group=True)
         self._close(synchronize=kind is None)
 
-    def _begin_commit(self) -> None:
-        """Begin to commit the last step. All ranks call this."""
-        committer, table = self._require_committer("a commit"), self._table
-        self._ask()
-        table.require_same_values()
-        rank_checks.require_same_commit(self._ranks, table.groups, committer.scalars)
-        with self._usability.failing(interrupts=True):
-            writes = self._pager.write_changed(table.pages)
-        layout = committer.layout(table.layout_groups, table.layouts)
-        entries = [page.entry for page in table.pages]
-        manifest = committer.manifest(layout, table.groups, entries)
-        with self._pager.stalled(), self._usability.failing(interrupts=False):
-            committer.begin(manifest, writes)
-
-    def _ask(self) -> None:
-        """Ask for the states of what is registered, unless that was done after the last step."""
-        if isinstance(self._committer, Committer) and not self._committer.has_states:
-            self._committer.keep_states(self._registered.ask())
-
-    def _require_committer(self, call: str) -> Committer:
-        if not isinstance(self._committer, Committer):
-            raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
-        return self._committer
-
-    def _raise_damage(self) -> None:
-        """Raise what verification has found in the last checkpoint, if it has ended."""
-        with self._usability.failing(interrupts=False):
-            self._verifier.check()
-
     def _verify_on(self) -> bool:
-        return self._verifier.wait(_VERIFYING_TURN_S)
+        return self._session.verifier.wait(_VERIFYING_TURN_S)
 
     def _finish_verification(self) -> None:
         """Wait until the last checkpoint was verified, unless the store has failed."""
-        if self._usability.failure is None:
-            with self._usability.failing(interrupts=False):
-                self._verifier.wait()
+        session = self._session
+        if session.usability.failure is None:
+            with session.usability.failing(interrupts=False):
+                session.verifier.wait()
 
     def _finish_publication(self) -> None:
         publication, self._publication = self._publication, None

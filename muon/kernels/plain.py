@@ -142,7 +142,7 @@ def _adopt(master: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor
     """Take over what was changed in the parameter; return whether anything was, None for no."""
     found: list[torch.Tensor] = []
     if parameter is not None:
-        tierstore.RoundedMaster(master, parameter, found.append).read()
+        tierstore.pages.RoundedMaster(master, parameter, found.append).read()
     return found[0] if found else None
 
 

@@ -29,7 +29,7 @@ class Chances:
         chunk: the elements.
     """
 
-    def __init__(self, key: str, shape: Sequence[int], chunk: tierstore.Chunk) -> None:
+    def __init__(self, key: str, shape: Sequence[int], chunk: tierstore.pages.Chunk) -> None:
         self._key = key
         self._shape = shape
         self._chunk = chunk
@@ -40,7 +40,7 @@ class Chances:
             start, stop, _ = part.indices(sizes[dimension])
             offsets[dimension] += start
             sizes[dimension] = stop - start
-        return Chances(self._key, self._shape, tierstore.Chunk(tuple(offsets), tuple(sizes)))
+        return Chances(self._key, self._shape, tierstore.pages.Chunk(tuple(offsets), tuple(sizes)))
 
     def bits(self, device: torch.device) -> torch.Tensor:
         """Return 16 random bits for each element: int32, of the shape of the chunk."""
@@ -88,20 +88,22 @@ class Rounded:
 
     __slots__ = ("_chances", "_state")
 
-    def __init__(self, state: torch.Tensor | tierstore.EncodedState, chances: Chances) -> None:
+    def __init__(
+        self, state: torch.Tensor | tierstore.pages.EncodedState, chances: Chances
+    ) -> None:
         self._state = state
         self._chances = chances
 
     def read(self) -> torch.Tensor:
         """Return the values: float32, in memory of their own."""
-        if isinstance(self._state, tierstore.EncodedState):
+        if isinstance(self._state, tierstore.pages.EncodedState):
             return self._state.read()
         return self._state.to(torch.float32)
 
     def write(self, values: torch.Tensor) -> None:
         """Round and keep float32 values."""
         bits = self._chances.bits(values.device)
-        if isinstance(self._state, tierstore.EncodedState):
+        if isinstance(self._state, tierstore.pages.EncodedState):
             self._state.write(values, bits.to(torch.float32).mul_(2.0**-_BITS))
             return
         # The upper half of float32 is bfloat16: what is added to the lower half carries into it.
@@ -112,7 +114,7 @@ class Rounded:
         return Rounded(self._state[index], self._chances[index])
 
 
-def rounded(state: Any, key: str, shape: Sequence[int], chunk: tierstore.Chunk) -> AnyState:
+def rounded(state: Any, key: str, shape: Sequence[int], chunk: tierstore.pages.Chunk) -> AnyState:
     """Return a state to step: one in fewer bits than float32 with stochastic rounding.
 
     Args:

@@ -269,7 +269,7 @@ def _taken(
 
 def _split(state: AnyState) -> tuple[AnyState, torch.Tensor | None]:
     """Return a state, and the parameter that is the state rounded or None."""
-    if isinstance(state, tierstore.RoundedMaster):
+    if isinstance(state, tierstore.pages.RoundedMaster):
         return state.master, state.parameter
     return state, None
 

@@ -143,7 +143,7 @@ def test_continues_from_a_checkpoint_of_fsdp2(ranks: int, tmp_path: Path) -> Non
     )["saved"]
     ours = Ours(tmp_path / "run", seed=3, page_bytes=5000)
     assert ours.optimizer.restore(checkpoint=tmp_path / "stock") == 3
-    states = ours.store.read_states()
+    states = ours.store.pages.read_states()
     parameters = dict(ours.model.named_parameters())
     for name, parameter in parameters.items():
         assert_equal(parameter.detach(), found["model"][name], name)
@@ -206,7 +206,7 @@ def test_masters_of_a_bf16_model_come_from_an_fp32_one(tmp_path: Path) -> None:
     ours.store.close()
     other = Ours(tmp_path / "other", dtype=torch.bfloat16, seed=3)
     other.optimizer.restore(checkpoint=tmp_path / "checkpoint")
-    states = other.store.read_states()
+    states = other.store.pages.read_states()
     for name, parameter in other.model.named_parameters():
         expected = ours.model.get_parameter(name).detach()
         assert_equal(states[name]["master"], expected, name)

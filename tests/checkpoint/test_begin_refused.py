@@ -332,7 +332,7 @@ def test_a_run_that_has_steps(state: str, tmp_path: Path) -> None:
         toy.store.close()
         toy = Toy(tmp_path / "run", resume=True)
     elif state == "failed":
-        with pytest.raises(tierstore.SweepError), toy.store.sweep() as pages:
+        with pytest.raises(tierstore.SweepError), toy.store.pages.sweep() as pages:
             next(pages)
     with pytest.raises(tierstore.RunDirectoryError, match="has steps already"):
         toy.store.restore(checkpoint=checkpoint)

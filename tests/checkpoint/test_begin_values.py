@@ -141,14 +141,14 @@ def test_scalars_are_those_of_the_commit(tmp_path: Path) -> None:
     """They are not rounded to float32, as for stock readers."""
     count = float(2**24 + 1)
     toy = Toy(tmp_path / "origin")
-    toy.store.scalars["second"] = {"step": count}
+    toy.store.pages.scalars["second"] = {"step": count}
     toy.step()
     toy.store.checkpoint(tmp_path / "checkpoint")
     toy.store.close()
     other = Toy(tmp_path / "run")
-    other.store.scalars["second"] = {"step": 0.0}
+    other.store.pages.scalars["second"] = {"step": 0.0}
     assert other.store.restore(checkpoint=tmp_path / "checkpoint") == 1
-    assert other.store.scalars == {"second": {"step": count}}
+    assert other.store.pages.scalars == {"second": {"step": count}}
     other.store.close()
 
 

@@ -199,8 +199,8 @@ def test_a_step_that_is_not_committed_is_committed_first(tmp_path: Path) -> None
     publication = toy.store.checkpoint(tmp_path / "3")
     assert publication.step == toy.store.committed.step == 3
     assert_holds_toy(tmp_path / "3", 3)
-    toy.store.write_states(toy.store.read_states())
-    toy.store.write_states({"second": {"average": torch.full((9,), 0.5)}})
+    toy.store.pages.write_states(toy.store.pages.read_states())
+    toy.store.pages.write_states({"second": {"average": torch.full((9,), 0.5)}})
     toy.store.checkpoint(tmp_path / "written")
     state = {"optimizer": {"state": {"second": {"average": torch.zeros(9)}}}}
     dcp.load(state, checkpoint_id=tmp_path / "written", no_dist=True)
@@ -424,7 +424,7 @@ def test_a_store_without_a_directory() -> None:
 
 def test_a_failed_or_closed_store(tmp_path: Path) -> None:
     toy = trained_toy(tmp_path)
-    with pytest.raises(tierstore.SweepError), toy.store.sweep() as pages:
+    with pytest.raises(tierstore.SweepError), toy.store.pages.sweep() as pages:
         next(pages)
     with pytest.raises(tierstore.StoreFailedError):
         toy.store.checkpoint(tmp_path / "folder/checkpoint")

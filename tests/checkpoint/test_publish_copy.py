@@ -204,7 +204,7 @@ def test_restore_waits_for_the_copy(tmp_path: Path) -> None:
     here = Elsewhere(tmp_path)
     publication = here.store.checkpoint(here.folder / "2")
     here.until_it_waits()
-    with pytest.raises(tierstore.SweepError), here.store.sweep() as pages:
+    with pytest.raises(tierstore.SweepError), here.store.pages.sweep() as pages:
         next(pages)
     threading.Thread(target=here.let, args=(1000,)).start()
     assert here.store.restore() == 2

@@ -237,7 +237,7 @@ def test_other_entries_of_the_directory_do_not_disturb(
 def test_step_zero(tmp_path: Path) -> None:
     """A run that begins from a checkpoint can publish step 0."""
     toy = Toy(tmp_path / "run")
-    toy.store.write_states({})
+    toy.store.pages.write_states({})
     toy.store.checkpoint(tmp_path / "folder/0")
     assert_holds_toy(tmp_path / "folder/0", 0)
     publish_steps(toy, tmp_path / "folder", "1", "2", keep_last=1)

@@ -99,7 +99,7 @@ def test_goes_on_as_a_run_that_began_from_the_checkpoint(
     store.checkpoint(tmp_path / "checkpoint")
     train(range(5, 8), seed=1)
     if state == "failed":
-        with pytest.raises(tierstore.SweepError), store.sweep() as pages:
+        with pytest.raises(tierstore.SweepError), store.pages.sweep() as pages:
             next(pages)
     elif state == "resumed":
         store.close()
@@ -168,14 +168,14 @@ def test_scalars_are_those_of_the_checkpoint(opened: bool, tmp_path: Path) -> No
     toy = Toy(tmp_path / "run")
     for step in (1, 2):
         toy.step()
-        toy.store.scalars["first"] = {"count": step}
+        toy.store.pages.scalars["first"] = {"count": step}
         toy.store.commit()
         toy.store.checkpoint(tmp_path / f"step-{step}")
     if opened:
         toy.store.close()
         toy = Toy(tmp_path / "run", resume=True)
     toy.store.restore(tmp_path / "step-1", rewind=True)
-    assert toy.store.scalars == {"first": {"count": 1}}
+    assert toy.store.pages.scalars == {"first": {"count": 1}}
     toy.store.close()
 
 
@@ -184,15 +184,17 @@ def test_scalars_that_began_after_the_checkpoint(tmp_path: Path) -> None:
     toy = Toy(tmp_path / "run")
     for step in (1, 2):
         toy.step()
-        toy.store.scalars.update({name: {"count": step} for name in ("first", "second")[:step]})
+        toy.store.pages.scalars.update(
+            {name: {"count": step} for name in ("first", "second")[:step]}
+        )
         toy.store.commit()
         toy.store.checkpoint(tmp_path / f"step-{step}")
     toy.store.restore(tmp_path / "step-1", rewind=True)
-    assert toy.store.scalars == {"first": {"count": 1}}
+    assert toy.store.pages.scalars == {"first": {"count": 1}}
     toy.step()
     toy.store.close()
     toy = resumed(tmp_path / "run", 2)
-    assert toy.store.scalars == {"first": {"count": 1}}
+    assert toy.store.pages.scalars == {"first": {"count": 1}}
     toy.store.close()
 
 
@@ -248,7 +250,7 @@ def test_a_step_of_the_same_number_that_is_not_committed(tmp_path: Path) -> None
     toy.step()
     toy.store.checkpoint(tmp_path / "step-1")
     toy.store.restore(tmp_path / "step-1", rewind=True)
-    toy.store.write_states({})
+    toy.store.pages.write_states({})
     commit_with(toy.store, "of states that were replaced")
     assert toy.store.restore(tmp_path / "step-1", rewind=True) == 1
     assert kept_by(toy.store) is None

@@ -25,7 +25,7 @@ OTHER: Spec = ("other", (3, 4), torch.float16, {}, False)
 def test_a_forked_child_keeps_what_it_mapped(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
-    states = toy.store.read_states()
+    states = toy.store.pages.read_states()
     before = states["second"]["average"].clone()
     go = os.pipe()
     child = os.fork()
@@ -52,7 +52,7 @@ def test_no_space_for_a_shared_file_leaves_the_commit(
     toy.step()
     toy.step()
     toy.store.synchronize()
-    states = toy.store.read_states()
+    states = toy.store.pages.read_states()
     fault = Fault("error", "create", probability=1.0, errno=errno.ENOSPC)
     storage.arm(fault)
     if commit_every is not None:
@@ -100,13 +100,13 @@ def test_a_failed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:
 def test_what_a_run_begins_with_can_be_committed(tmp_path: Path) -> None:
     """Before any step: the commit holds what was loaded, and its state."""
     toy = Toy(tmp_path)
-    toy.store.write_states({"second": {"average": torch.full((9,), 5.0)}})
+    toy.store.pages.write_states({"second": {"average": torch.full((9,), 5.0)}})
     commit_with(toy.store, {"seed": 3})
     toy.store.close()
     again = Toy(tmp_path, resume=True)
     assert again.store.restore() == 0
     assert kept_by(again.store) == {"seed": 3}
-    assert again.store.read_states()["second"]["average"].eq(5).all()
+    assert again.store.pages.read_states()["second"]["average"].eq(5).all()
     again.store.close()
 
 
@@ -141,7 +141,7 @@ def test_one_rank_links_and_another_copies() -> None:
 def test_the_run_resumes_after_these_failures(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
-    states = toy.store.read_states()
+    states = toy.store.pages.read_states()
     toy.step()
     toy.step()
     toy.store.close()

@@ -500,7 +500,7 @@ def test_the_next_call_raises_what_was_found(name: str, fault: str, tmp_path: Pa
         kind = tierstore.CorruptionError if fault == "damage" else tierstore.StorageError
         with pytest.raises(kind) as caught:
             CALLS[name](toy, folder)
-        assert name == "close" or toy.store._usability.failure is caught.value
+        assert name == "close" or toy.store._session.usability.failure is caught.value
         if fault == "damage":
             assert f"{folder}/a/rank-00000.page-000000: the " in str(caught.value)
             assert "are not those written in step 1" in str(caught.value)
@@ -560,7 +560,7 @@ def test_leaving_by_an_exception_stops_verification(
         if operation == "folder_read" and when == "before":
             reads.append(name)
             begun.set()
-            toy.store._verifier._cancelled.wait()
+            toy.store._session.verifier._cancelled.wait()
 
     toy = Toy(FaultyStorage(open_storage(tmp_path / "run" / RANK), on_operation=watch))
 
@@ -586,7 +586,7 @@ def leave_without_close(directory: Path) -> None:
     def watch(operation: str, name: str, when: str) -> None:
         if operation == "folder_read" and when == "before":
             begun.set()
-            toy.store._verifier._cancelled.wait()
+            toy.store._session.verifier._cancelled.wait()
 
     storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=watch)
     toy = Toy(storage, commit_every=10)
@@ -710,7 +710,7 @@ def test_an_interrupt_of_a_rank_that_waits_is_told_to_the_others(
         publish_steps(toy, tmp_path / "folder", "a")
         toy.step()
         if ranks.rank == 0:
-            verifier = toy.store._verifier
+            verifier = toy.store._session.verifier
             monkeypatch.setattr(verifier, "wait", mock.Mock(side_effect=KeyboardInterrupt))
         try:
             publish(toy, tmp_path / "folder/b")

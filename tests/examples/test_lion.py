@@ -33,7 +33,7 @@ def contents(run: Run) -> dict[str, torch.Tensor]:
     """Copies of every parameter and every state, by name."""
     optimizer, parameters = run
     result = {f"parameter {name}": p.detach().clone() for name, p in parameters.items()}
-    for name, states in optimizer.store.read_states().items():
+    for name, states in optimizer.store.pages.read_states().items():
         result |= {f"{state} of {name}": tensor for state, tensor in states.items()}
     return result
 
@@ -84,7 +84,7 @@ def test_low_precision_follows_its_master() -> None:
         parameters["p"].grad = torch.ones(4, dtype=torch.bfloat16)
         optimizer.step()
     # 20 float32 subtractions from about one: each rounds by at most 2^-25.
-    master = optimizer.store.read_states()["p"]["master"]
+    master = optimizer.store.pages.read_states()["p"]["master"]
     assert (master.double() - (1 - 1e-3 * STEPS)).abs().max() < STEPS * 2**-24
     assert torch.equal(parameters["p"], master.bfloat16())
 

@@ -110,7 +110,7 @@ def test_blocks_of_experts_are_blocks_of_each() -> None:
     for expert in pieces(whole, (("stack",),)):
         found += [one for band in expert.split(2, 0) for one in band.split(5, 1)]
     assert [matrix.shape for matrix in matrices] == [(2, 5)] * 24
-    everything = tierstore.Chunk((0,) * 3, shape)
+    everything = tierstore.pages.Chunk((0,) * 3, shape)
     seen = []
     for matrix in matrices:
         part = matrix.part(everything)

@@ -97,7 +97,7 @@ def test_a_compiled_training_step_has_the_same_bits(
         lambda store, optimizer: optimizer.prefetch(),
         lambda store, optimizer: optimizer.restore(),
         lambda store, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-        lambda store, optimizer: store.write_states(store.read_states()),
+        lambda store, optimizer: store.pages.write_states(store.pages.read_states()),
         lambda store, optimizer: store.move("host"),
         lambda store, optimizer: store.commit(),
         lambda store, optimizer: store.synchronize(),
@@ -152,10 +152,10 @@ def test_nothing_inside_of_a_step_is_compiled(
 _STORE_ALONE = """
 import sys, torch, tierstore
 with tierstore.TierStore(None) as store:
-    parameter = tierstore.PagedParameter(name="one", tensor=torch.nn.Parameter(torch.ones(2)))
-    store.attach([tierstore.PagedGroup(parameters=[parameter], hyperparameters={})])
+    parameter = tierstore.pages.PagedParameter(name="one", tensor=torch.nn.Parameter(torch.ones(2)))
+    store.pages.attach([tierstore.pages.PagedGroup(parameters=[parameter], hyperparameters={})])
     parameter.tensor.grad = torch.ones(2)
-    with store.sweep() as pages:
+    with store.pages.sweep() as pages:
         list(pages)
 assert "torch._dynamo" not in sys.modules
 """

@@ -37,7 +37,7 @@ def test_the_result_is_one_in_every_tier_and_after_a_resume(
     expected = parameters_of()
     in_memory = muon.Muon(groups_of(expected), **options)
     train(expected, in_memory, range(6))
-    wanted = in_memory.store.read_states()
+    wanted = in_memory.store.pages.read_states()
     run = tmp_path / "run"
     for begin, end in ((0, 2), (2, 4), (4, 6)):
         parameters = parameters_of()
@@ -47,7 +47,7 @@ def test_the_result_is_one_in_every_tier_and_after_a_resume(
             assert optimizer.restore() == begin
             train(parameters, optimizer, range(begin, end))
             store.synchronize()
-            states = store.read_states()
+            states = store.pages.read_states()
     content = read_run(run)
     for name, parameter in parameters.items():
         assert torch.equal(parameter, expected[name])
@@ -62,7 +62,7 @@ def test_convert_gives_the_values(tmp_path: Path, options: dict[str, Any]) -> No
     with tierstore.TierStore(tmp_path / "run") as store:
         optimizer = muon.Muon(groups_of(parameters), store=store, **options)
         train(parameters, optimizer, range(3))
-        states = store.read_states()
+        states = store.pages.read_states()
     convert([tmp_path / "run"], tmp_path / "whole.pt", to="torch")
     saved = torch.load(tmp_path / "whole.pt", weights_only=True)
     for name, tensors in states.items():
@@ -94,7 +94,7 @@ def test_killed_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = parameters_of()
     in_memory = muon.Muon(groups_of(expected), **options)
     train(expected, in_memory, range(40))
-    wanted = in_memory.store.read_states()
+    wanted = in_memory.store.pages.read_states()
     run = tmp_path / "run"
     arguments = [sys.executable, "-c", TRAIN, str(run), repr(options)]
     numbers = random.Random(str(options))
@@ -110,7 +110,7 @@ def test_killed_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
         begin = optimizer.restore()
         assert begin >= 2
         train(parameters, optimizer, range(begin, 40))
-        states = store.read_states()
+        states = store.pages.read_states()
     for name, parameter in parameters.items():
         assert torch.equal(parameter, expected[name])
         for state, tensor in states[name].items():

@@ -82,7 +82,7 @@ def motif_groups(muon_first: bool) -> list[dict[str, Any]]:
 
 def stored_names(optimizer: muon.Muon) -> set[str]:
     optimizer.state_dict()
-    return set(optimizer.store.read_states())
+    return set(optimizer.store.pages.read_states())
 
 
 @pytest.mark.parametrize("keys", [{"momentun": 1}, {"lr": -1.0}, {"algorithm": "adamw"}])

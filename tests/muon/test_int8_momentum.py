@@ -52,7 +52,7 @@ def test_short_rows_stay_bfloat16() -> None:
     parameters = parameters_of()
     optimizer = muon.Muon(groups_of(parameters), momentum_dtype=torch.int8)
     train(parameters, optimizer, range(1))
-    states = optimizer.store.read_states()
+    states = optimizer.store.pages.read_states()
     assert states["tall"]["momentum_buffer"].dtype == torch.bfloat16
     assert states["wide"]["momentum_buffer"].dtype == torch.float32
 
@@ -83,12 +83,12 @@ def test_a_checkpoint_begins_a_run_with_another_momentum(
         optimizer = muon.Muon(groups_of(parameters), store=store, momentum_dtype=before)
         train(parameters, optimizer, range(3))
         store.checkpoint(tmp_path / "checkpoint")
-        saved = store.read_states()["wide"]["momentum_buffer"]
+        saved = store.pages.read_states()["wide"]["momentum_buffer"]
     loaded = parameters_of()
     with tierstore.TierStore(tmp_path / "other", page_bytes=4096) as store:
         optimizer = muon.Muon(groups_of(loaded), store=store, momentum_dtype=after)
         assert optimizer.restore(checkpoint=tmp_path / "checkpoint") == 3
-        found = store.read_states()["wide"]["momentum_buffer"]
+        found = store.pages.read_states()["wide"]["momentum_buffer"]
     expected = saved.to(torch.bfloat16) if after is None else saved
     if after == torch.int8 and before != torch.int8:
         expected = rounded(saved.float())
@@ -103,7 +103,7 @@ def test_a_state_dict_carries_the_values() -> None:
     others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
     loaded = muon.Muon(groups_of(others), momentum_dtype=torch.int8)
     loaded.load_state_dict(optimizer.state_dict())
-    before, after = optimizer.store.read_states(), loaded.store.read_states()
+    before, after = optimizer.store.pages.read_states(), loaded.store.pages.read_states()
     for name, states in before.items():
         for state, tensor in states.items():
             torch.testing.assert_close(after[name][state], tensor, rtol=2**-22, atol=0)
@@ -141,4 +141,6 @@ def test_what_is_not_a_state_of_float32_is_refused() -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            tierstore.PagedParameter(name="w", tensor=parameter, states=states, encodings=encodings)
+            tierstore.pages.PagedParameter(
+                name="w", tensor=parameter, states=states, encodings=encodings
+            )

@@ -99,7 +99,7 @@ def train(device: str, dtype: torch.dtype, rule: dict[str, Any]) -> dict[str, to
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Of the change.
             optimizer.step()
-    found = optimizer.store.read_states()
+    found = optimizer.store.pages.read_states()
     states = {f"{n}.{s}": t for n, of_one in found.items() for s, t in of_one.items()}
     return states | dict(parameters)
 
@@ -194,7 +194,7 @@ def test_each_rule_has_the_bits_of_torch(
         is_changed: list[bool] = []
         master: Any = values
         if is_rounded:
-            master = tierstore.RoundedMaster(
+            master = tierstore.pages.RoundedMaster(
                 values, parameter, lambda bit, into=is_changed: into.append(bool(bit))
             )
         grad, out = numbers[0].to(dtypes[0]), torch.empty(numel, dtype=dtypes[2])
@@ -331,7 +331,7 @@ def test_tensors_of_other_shapes_and_freed_ones_are_refused() -> None:
         rules.momentum_(grad, master[:100], momentum=0.9, nesterov=True, out=update_)
     parameter = master.bfloat16()
     parameter.untyped_storage().resize_(0)
-    rounded = tierstore.RoundedMaster(master, parameter, lambda changed: None)
+    rounded = tierstore.pages.RoundedMaster(master, parameter, lambda changed: None)
     with pytest.raises(RuntimeError):
         rules.muon_(rounded, update_, **options)
 
@@ -342,7 +342,7 @@ def test_a_parameter_in_float32_that_is_not_the_master(monkeypatch: pytest.Monke
     for kernels in (rules.kernels_for(torch.device("cpu")), None):
         monkeypatch.setattr(rules, "kernels_for", lambda device, found=kernels: found)
         master, parameter = torch.ones(100), torch.full((100,), 2.0)
-        rounded = tierstore.RoundedMaster(master, parameter, lambda changed: None)
+        rounded = tierstore.pages.RoundedMaster(master, parameter, lambda changed: None)
         rules.muon_(rounded, torch.ones(100), lr=0.1, adjusted_lr=0.1, weight_decay=0.1)
         found.append(torch.stack([master, parameter]))
     assert torch.equal(*found)

@@ -58,7 +58,7 @@ def test_the_master_is_that_of_torch_optim_bit_for_bit(tmp_path: Path) -> None:
             train(parameters, optimizer, range(step, step + 1))
             for name, master in masters.items():
                 assert torch.equal(parameters[name], rounded(master.detach())), (name, step)
-        states = store.read_states()
+        states = store.pages.read_states()
     for name, master in masters.items():
         assert torch.equal(states[name]["master"], master.detach())
 
@@ -81,7 +81,7 @@ def test_a_parameter_that_was_written_to_is_the_master(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path / "run") as store:
         optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
         train(parameters, optimizer, range(3))
-        before = store.read_states()
+        before = store.pages.read_states()
         with torch.no_grad():
             parameters["wide"].mul_(2)
         changed = parameters["wide"].detach().clone()
@@ -91,7 +91,7 @@ def test_a_parameter_that_was_written_to_is_the_master(tmp_path: Path) -> None:
             group.update(lr=0.0)
         with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
             optimizer.step()
-        after = store.read_states()
+        after = store.pages.read_states()
     assert torch.equal(after["wide"]["master"], changed.float())
     assert torch.equal(parameters["wide"], changed)
     assert torch.equal(after["tall"]["master"], before["tall"]["master"])
@@ -106,7 +106,7 @@ def test_an_unnoticed_change_errs_by_half_a_unit(tmp_path: Path) -> None:
         parameters["wide"].data.mul_(2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            master = store.read_states()["wide"]["master"]
+            master = store.pages.read_states()["wide"]["master"]
     value = parameters["wide"].detach().float()
     unit = 2.0 ** (value.abs().log2().floor() - 7)
     assert ((master - value).abs() <= unit / 2).all()
@@ -118,7 +118,7 @@ def test_dcp_loads_parameters_and_convert_gives_masters(tmp_path: Path) -> None:
         optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
         train(parameters, optimizer, range(3))
         store.checkpoint(tmp_path / "checkpoint")
-        states = store.read_states()
+        states = store.pages.read_states()
     for name, parameter in parameters.items():
         loaded = {f"model.{name}": torch.zeros(SHAPES[name], dtype=torch.bfloat16)}
         dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
@@ -140,12 +140,12 @@ def test_a_checkpoint_begins_a_run_with_other_masters(
         optimizer = muon.Muon(groups_of(parameters), store=store, master=before)
         train(parameters, optimizer, range(3))
         store.checkpoint(tmp_path / "checkpoint")
-        expected = store.read_states()
+        expected = store.pages.read_states()
     loaded = parameters_of()
     with tierstore.TierStore(tmp_path / "other") as store:
         optimizer = muon.Muon(groups_of(loaded), store=store, master=after)
         assert optimizer.restore(checkpoint=tmp_path / "checkpoint") == 3
-        states = store.read_states()
+        states = store.pages.read_states()
     for name, parameter in loaded.items():
         master = expected[name]["master"]
         if after == "24bit":
@@ -183,7 +183,7 @@ def test_hooks_see_float32() -> None:
         parameters = parameters_of(torch.bfloat16)
         optimizer = muon.Muon(groups_of(parameters), hooks=[Halve()], **options)
         train(parameters, optimizer, range(1))
-        states = optimizer.store.read_states()
+        states = optimizer.store.pages.read_states()
         results.append({name: of_one["master"] for name, of_one in states.items()})
     split, plain = results
     assert all(torch.equal(split[name], plain[name]) for name in SHAPES)
@@ -193,7 +193,7 @@ def test_float32_parameters_are_their_own_masters() -> None:
     parameters = parameters_of(torch.float32)
     optimizer = muon.Muon(groups_of(parameters), master="remainder")
     train(parameters, optimizer, range(2))
-    assert "master" not in optimizer.store.read_states()["tall"]
+    assert "master" not in optimizer.store.pages.read_states()["tall"]
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -232,7 +232,7 @@ def test_parameters_that_are_set_to_zero_unnoticed_are_zero(master: str) -> None
     train(parameters, optimizer, range(3))
     parameters["embedding"].data[::2] = 0
     parameters["wide"].data[0, 0] = float("inf")
-    states = optimizer.store.read_states()
+    states = optimizer.store.pages.read_states()
     half_a_unit = 2.0**-134  # Of the smallest number above 0 in bfloat16.
     assert (states["embedding"]["master"][::2].abs() <= half_a_unit).all()
     assert states["wide"]["master"].isnan().sum() == 0
@@ -244,14 +244,14 @@ def test_a_write_of_the_same_values_keeps_the_remainders(tmp_path: Path) -> None
     with tierstore.TierStore(tmp_path / "run", page_bytes=4096, host_memory="1MiB") as store:
         optimizer = muon.Muon(groups_of(parameters), store=store, master="remainder")
         train(parameters, optimizer, range(3))
-        before = store.read_states()
+        before = store.pages.read_states()
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.copy_(parameter.clone())
             parameters["wide"][3, 5] += 1
         with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
             step_in_place(parameters, optimizer)
-        after = store.read_states()
+        after = store.pages.read_states()
     expected = {name: states["master"].clone() for name, states in before.items()}
     expected["wide"][3, 5] = parameters["wide"].detach()[3, 5].float()
     for name, master in expected.items():
@@ -268,14 +268,14 @@ def test_states_that_are_read_or_written_know_a_change(tmp_path: Path, tier: str
         with torch.no_grad():
             parameters["wide"].mul_(2)
         changed = parameters["wide"].detach().clone()
-        assert torch.equal(store.read_states()["wide"]["master"], changed.float())
+        assert torch.equal(store.pages.read_states()["wide"]["master"], changed.float())
         # Of another parameter in the same page.
         states = {
             name: tensor.clone() for name, tensor in optimizer.state[parameters["tall"]].items()
         }
         states["momentum_buffer"].zero_()
         optimizer.state[parameters["tall"]] = states
-        found = store.read_states()
+        found = store.pages.read_states()
     assert torch.equal(found["wide"]["master"], changed.float())
     assert torch.equal(found["tall"]["master"], states["master"])
 
@@ -291,10 +291,10 @@ def test_reading_states_does_not_change_what_is_committed(tmp_path: Path) -> Non
             with torch.no_grad():
                 parameters["wide"].mul_(2)
             if reads:
-                store.read_states()
+                store.pages.read_states()
             store.synchronize()
             store.restore()
-            found.append({n: states["master"] for n, states in store.read_states().items()})
+            found.append({n: states["master"] for n, states in store.pages.read_states().items()})
     for name, master in found[0].items():
         assert torch.equal(found[1][name], master), name
 
@@ -320,10 +320,12 @@ def test_reading_states_leaves_float32_masters_as_they_are(tmp_path: Path, tier:
         optimizer = muon.Muon(groups_of(parameters), store=store)
         train(parameters, optimizer, range(3))
         store.move(tier)
-        before = {name: states["master"].clone() for name, states in store.read_states().items()}
+        before = {
+            name: states["master"].clone() for name, states in store.pages.read_states().items()
+        }
         with torch.no_grad():
             parameters["wide"].mul_(2)
-        found = store.read_states()
+        found = store.pages.read_states()
         assert all(torch.equal(found[name]["master"], before[name]) for name in SHAPES)
         with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
             train(parameters, optimizer, range(3, 5))

@@ -214,12 +214,15 @@ def test_all_gradients_are_allowed_on_request() -> None:
 def test_a_sweep_allows_all_gradients_unless_told_otherwise() -> None:
     weight = parameter()
     with tierstore.TierStore(None) as store:
-        member = tierstore.PagedParameter(name="weight", tensor=weight)
-        store.attach([tierstore.PagedGroup(parameters=[member], hyperparameters={})])
+        member = tierstore.pages.PagedParameter(name="weight", tensor=weight)
+        store.pages.attach([tierstore.pages.PagedGroup(parameters=[member], hyperparameters={})])
         weight.grad = torch.full_like(weight, NAN)
-        with store.sweep() as pages:
+        with store.pages.sweep() as pages:
             assert len(list(pages)) == 1
-        with pytest.warns(UserWarning, match="skipped"), store.sweep(nonfinite="skip") as pages:
+        with (
+            pytest.warns(UserWarning, match="skipped"),
+            store.pages.sweep(nonfinite="skip") as pages,
+        ):
             assert (pages.count, list(pages)) == (0, [])
         assert store.step == 1
 
@@ -227,7 +230,7 @@ def test_a_sweep_allows_all_gradients_unless_told_otherwise() -> None:
 def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match="'raise', 'skip' or 'allow'"):
         muon.Muon([parameter()], nonfinite="warn")
-    sweep = tierstore.TierStore(None).sweep(nonfinite="warn")
+    sweep = tierstore.TierStore(None).pages.sweep(nonfinite="warn")
     with pytest.raises(ValueError, match="'raise', 'skip' or 'allow'"), sweep:
         pass
 

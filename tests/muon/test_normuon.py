@@ -64,7 +64,7 @@ def train(
     for step in range(first, last):
         parameter.grad = gradient(shape, step, kind).to(dtype)
         optimizer.step()
-    return parameter.detach(), optimizer.store.read_states()["w"]
+    return parameter.detach(), optimizer.store.pages.read_states()["w"]
 
 
 # Of gradients, whose rows Newton-Schulz leaves of unequal size. "one row" has no other row.
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_loaded_by_stock_dcp_and_by_a_new_run(tmp_path: Path) ->
     with tierstore.TierStore(tmp_path / "run") as store:
         train((40, 30), store, 3)
         store.checkpoint(tmp_path / "checkpoint").wait()
-        averages = store.read_states()["w"][STATE].clone()
+        averages = store.pages.read_states()["w"][STATE].clone()
     loaded = {f"optimizer.state.w.{STATE}": torch.zeros(40, 1)}
     dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
     assert torch.equal(loaded[f"optimizer.state.w.{STATE}"], averages)
@@ -167,7 +167,7 @@ def test_a_checkpoint_is_loaded_by_stock_dcp_and_by_a_new_run(tmp_path: Path) ->
             parameter.grad = gradient((40, 30), step)
             optimizer.step()
         assert torch.equal(parameter, expected)
-        assert torch.equal(store.read_states()["w"][STATE], states[STATE])
+        assert torch.equal(store.pages.read_states()["w"][STATE], states[STATE])
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (6, 1), (3, 0)])

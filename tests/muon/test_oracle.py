@@ -332,19 +332,19 @@ def test_a_step_written_with_the_public_store() -> None:
     parameter = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     parameter.grad = torch.full((5,), 0.5, dtype=torch.bfloat16)
     store = tierstore.TierStore(None)
-    paged = tierstore.PagedParameter(
+    paged = tierstore.pages.PagedParameter(
         name="p", tensor=parameter, states={"sum": torch.float32}, elementwise=True
     )
-    store.attach([tierstore.PagedGroup(parameters=[paged], hyperparameters={})])
+    store.pages.attach([tierstore.pages.PagedGroup(parameters=[paged], hyperparameters={})])
     for _ in range(3):
-        with store.sweep() as pages:
+        with store.pages.sweep() as pages:
             for page in pages:
                 for shard in page.shards:
                     for chunk in shard.chunks:
                         assert chunk.grad is not None
                         chunk.states["sum"] += chunk.grad
                         chunk.master -= 0.001 * chunk.states["sum"]
-    states = store.read_states()["p"]
+    states = store.pages.read_states()["p"]
     assert torch.equal(states["sum"], torch.full((5,), 1.5))
     assert torch.allclose(states["master"], torch.full((5,), 1 - 0.0005 - 0.001 - 0.0015))
     assert torch.equal(parameter, states["master"].bfloat16())

@@ -203,7 +203,7 @@ def test_a_device_context_matters_nowhere(place: str, tmp_path: Path) -> None:
             twins.optimizer.step()
             (states, _) = twins.optimizer.state.values()
             assert {value.device.type for value in states.values()} == {"cpu"}
-            found = store.read_states()["first"].values()
+            found = store.pages.read_states()["first"].values()
             assert {value.device.type for value in found} == {"cpu"}
             if place == "disk":
                 store.register(random=tierstore.RandomState())

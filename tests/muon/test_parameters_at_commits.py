@@ -102,10 +102,10 @@ def test_every_commit_has_the_parameters(
                     store.move("host" if step % 4 < 3 else "nvme")
                 do(step, parameters, optimizer)
                 do(step, expected, reference)
-                store.prefetch()
+                store.pages.prefetch()
             store.synchronize()
             content = read_run(tmp_path)
-        wanted = reference.store.read_states()
+        wanted = reference.store.pages.read_states()
         for name, parameter in parameters.items():
             assert torch.equal(parameter, expected[name]), name
             if dtype == torch.float32:
@@ -127,7 +127,7 @@ def test_a_change_between_commits_is_one_in_every_tier(tmp_path: Path) -> None:
             if place != "memory":
                 store.move("host" if place == "host" else "nvme")
             train(parameters, optimizer, range(1, 2))
-            before = store.read_states()["wide"]["master"].clone()
+            before = store.pages.read_states()["wide"]["master"].clone()
             with torch.no_grad():
                 parameters["wide"][3, 5] += 1
             if place == "moved":
@@ -135,10 +135,10 @@ def test_a_change_between_commits_is_one_in_every_tier(tmp_path: Path) -> None:
             if place == "committed":
                 store.synchronize()
             before[3, 5] = parameters["wide"][3, 5].float()
-            assert torch.equal(store.read_states()["wide"]["master"], before)
+            assert torch.equal(store.pages.read_states()["wide"]["master"], before)
             with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
                 step_in_place(parameters, optimizer)
-            found.append(store.read_states())
+            found.append(store.pages.read_states())
     for states in found[1:]:
         for name in SHAPES:
             for state, tensor in found[0][name].items():
@@ -233,7 +233,7 @@ def test_a_parameter_that_is_converted_before_the_commit(
         for parameter in parameters.values():
             change(parameter)
     content = read_run(tmp_path)
-    states = reference.store.read_states()
+    states = reference.store.pages.read_states()
     assert content.step == 2
     for name, parameter in expected.items():
         wanted = states[name].get("master", parameter).detach().numpy()
@@ -243,15 +243,15 @@ def test_a_parameter_that_is_converted_before_the_commit(
 def test_parameters_without_any_state(tmp_path: Path) -> None:
     parameters = [torch.nn.Parameter(torch.randn(64, 48)) for _ in range(3)]
     specs = [
-        tierstore.PagedParameter(name=f"p{i}", tensor=parameter, states={})
+        tierstore.pages.PagedParameter(name=f"p{i}", tensor=parameter, states={})
         for i, parameter in enumerate(parameters)
     ]
     with tierstore.TierStore(tmp_path, commit_every=3, **SMALL) as store:
-        store.attach([tierstore.PagedGroup(parameters=specs, hyperparameters={})])
+        store.pages.attach([tierstore.pages.PagedGroup(parameters=specs, hyperparameters={})])
         for step in range(4):
             for parameter in parameters:
                 parameter.grad = torch.randn(64, 48)
-            with store.sweep() as pages:
+            with store.pages.sweep() as pages:
                 for page in pages:
                     for shard in page.shards:
                         for chunk in shard.chunks:
@@ -269,7 +269,7 @@ def test_a_state_dict_of_before_the_commit_stays(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path, commit_every=3, **SMALL) as store:
         optimizer = optimizer_of(parameters, store=store)
         train(parameters, optimizer, range(2))
-        states = store.read_states()
+        states = store.pages.read_states()
         wanted = {name: {s: t.clone() for s, t in of.items()} for name, of in states.items()}
         store.synchronize()
         train(parameters, optimizer, range(2, 6))

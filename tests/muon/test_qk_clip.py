@@ -117,7 +117,9 @@ def test_masters_are_scaled_after_the_update(matrices: Any, dtype: torch.dtype) 
             logits = {"": [0.5, 1.5, 16.0, 0.0]}
             optimizer.step(qk_logits=logits if inside else None)
             masters = {
-                name: optimizer.store.read_states([name])[name].get("master", parameter.detach())
+                name: optimizer.store.pages.read_states([name])[name].get(
+                    "master", parameter.detach()
+                )
                 for name, parameter in model.named_parameters()
             }
             factors = torch.tensor([1.0, (1 / 1.5) ** 0.5, 0.25, 1.0]).repeat_interleave(6)

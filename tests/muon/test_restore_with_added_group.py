@@ -32,7 +32,7 @@ def step(twins: Twins, store: tierstore.TierStore) -> None:
 def fail(twins: Twins, store: tierstore.TierStore) -> None:
     """Leave a step after its first page, which is stepped."""
     twins.set_gradients()
-    with pytest.raises(tierstore.SweepError), store.sweep() as pages:
+    with pytest.raises(tierstore.SweepError), store.pages.sweep() as pages:
         next(iter(pages)).shards[0].chunks[0].master.add_(1)
 
 

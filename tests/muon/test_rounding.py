@@ -14,11 +14,13 @@ from tests.support.encoded_training import bytes_of_second_step, groups_of, para
 from tierstore.layout.encodings import RootState
 
 
-def whole(shape: tuple[int, ...]) -> tierstore.Chunk:
-    return tierstore.Chunk((0,) * len(shape), shape)
+def whole(shape: tuple[int, ...]) -> tierstore.pages.Chunk:
+    return tierstore.pages.Chunk((0,) * len(shape), shape)
 
 
-def bits(key: str, shape: tuple[int, ...], chunk: tierstore.Chunk | None = None) -> torch.Tensor:
+def bits(
+    key: str, shape: tuple[int, ...], chunk: tierstore.pages.Chunk | None = None
+) -> torch.Tensor:
     return Chances(key, shape, chunk or whole(shape)).bits(torch.device("cpu"))
 
 
@@ -48,7 +50,7 @@ def test_a_chunk_has_the_bits_of_its_elements(shape: tuple[int, ...]) -> None:
         return
     offsets = tuple(size // 3 for size in shape)
     sizes = tuple(size - offset - 1 for size, offset in zip(shape, offsets, strict=True))
-    chunk = tierstore.Chunk(offsets, sizes)
+    chunk = tierstore.pages.Chunk(offsets, sizes)
     assert torch.equal(bits("key", shape, chunk), chunk.select(expected))
     rows = Chances("key", shape, chunk)[1:2].bits(torch.device("cpu"))
     assert torch.equal(rows, chunk.select(expected)[1:2])
@@ -134,7 +136,7 @@ def test_states_and_dtypes() -> None:
     }
     assert {"exp_avg_int8", "exp_avg_scale", "exp_avg_sq_uint8"} < stored["embedding"]
     assert {"exp_avg", "exp_avg_sq"} < stored["bias"]
-    states = optimizer.store.read_states()
+    states = optimizer.store.pages.read_states()
     assert {states["embedding"][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {
         torch.float32
     }

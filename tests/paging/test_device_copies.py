@@ -182,7 +182,7 @@ def test_restore_after_a_step_that_was_left(budget: dict[str, Any]) -> None:
         trained = Trained(MemoryStorage(), **budget)
         trained.step_durably()
         training.set_gradients(trained.parameters, 2)
-        sweep = trained.store.sweep()
+        sweep = trained.store.pages.sweep()
         for shard in next(sweep.__enter__()).shards:
             for chunk in shard.chunks:
                 chunk.master.zero_()
@@ -203,7 +203,7 @@ def test_closing_in_the_middle_of_a_step(budget: dict[str, Any]) -> None:
         trained.step()
         trained.step()
         training.set_gradients(trained.parameters, 3)
-        sweep = trained.store.sweep()
+        sweep = trained.store.pages.sweep()
         next(sweep.__enter__())
         trained.store.close()
         with pytest.raises(tierstore.SweepError):
@@ -328,7 +328,7 @@ class Played:
         elif call == "read":
             trained.assert_right()
         elif call == "write":
-            store.write_states(store.read_states())
+            store.pages.write_states(store.pages.read_states())
         elif call == "restore":
             if self.history.commit_every is None:  # The last commit may be overwritten.
                 store.synchronize()
@@ -345,7 +345,7 @@ class Played:
         elif call in ("device", "host", "nvme"):
             store.move(call)
         else:
-            getattr(store, call)()
+            getattr(store.pages if call == "prefetch" else store, call)()
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])

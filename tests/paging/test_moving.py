@@ -190,7 +190,7 @@ def test_attaching_a_group_swaps_pages_between_tiers() -> None:
         toy.step()
         toy.attach(late)
         toy.step()
-        states = toy.store.read_states()
+        states = toy.store.pages.read_states()
         for name, states_of in states.items():
             steps = 1 if name.startswith("late") else 2
             assert torch.equal(states_of["momentum"], torch.full((32, 512), float(steps)))
@@ -368,13 +368,13 @@ def test_a_store_without_a_directory_works_after_a_failed_placement(
                         act()
                         toy.step()
                     elif following == "write":
-                        toy.store.write_states(toy.store.read_states())
+                        toy.store.pages.write_states(toy.store.pages.read_states())
                     elif following == "step":
                         toy.step()
                     if call != "late group":
                         toy.assert_at(toy.store.step)
                     if following != "again":
-                        assert toy.store.read_states().keys() == {name for name, *_ in specs}
+                        assert toy.store.pages.read_states().keys() == {name for name, *_ in specs}
                         assert ledger.now == before
                 ledger.failing = None
                 toy.store.close()
@@ -436,11 +436,11 @@ def test_any_sequence_of_moves_stays_within_the_budgets(
                 toy.step()
                 steps = {name: count + 1 for name, count in steps.items()}
             elif operation == "prefetch":
-                toy.store.prefetch()
+                toy.store.pages.prefetch()
             else:
                 with contextlib.suppress(tierstore.BudgetError):
                     toy.store.move(operation)
-        for name, states in toy.store.read_states().items():
+        for name, states in toy.store.pages.read_states().items():
             assert (states["momentum"] == steps[name]).all()
             assert (states["master"] == 1 - steps[name] / 4).all()
         assert_counted(toy, ledger)

@@ -114,7 +114,7 @@ def test_memory_newer_than_files_is_read_and_published(tmp_path: Path) -> None:
     toy.step()
     toy.store.synchronize()
     toy.step()
-    assert torch.equal(toy.store.read_states()["second"]["average"], torch.full((9,), 2.0))
+    assert torch.equal(toy.store.pages.read_states()["second"]["average"], torch.full((9,), 2.0))
     toy.store.checkpoint(tmp_path / "published")
     toy.step()
     toy.store.close()
@@ -313,10 +313,10 @@ def begun_run(
 def test_prefetched_pages_are_not_read_again() -> None:
     toy, _ = begun_run(buffers=2)
     before = toy.store.stats().bytes_read
-    toy.store.prefetch()
+    toy.store.pages.prefetch()
     early = toy.store.stats().bytes_read - before
     assert early > 0
-    toy.store.prefetch()
+    toy.store.pages.prefetch()
     assert toy.store.stats().bytes_read == before + early
     toy.step()
     first = toy.store.stats().bytes_read - before
@@ -331,7 +331,7 @@ def test_a_commit_keeps_pages_that_were_prefetched() -> None:
     read = []
     for _ in range(4):
         before = toy.store.stats().bytes_read
-        toy.store.prefetch()
+        toy.store.pages.prefetch()
         toy.step()  # Begins to commit the step before.
         read.append(toy.store.stats().bytes_read - before)
     toy.store.close()
@@ -341,11 +341,11 @@ def test_a_commit_keeps_pages_that_were_prefetched() -> None:
 @pytest.mark.parametrize("call", ["read_states", "write_states", "restore", "move", "other step"])
 def test_every_call_after_a_prefetch(call: str) -> None:
     toy, _ = begun_run(buffers=2)
-    toy.store.prefetch()
+    toy.store.pages.prefetch()
     if call == "read_states":
-        assert torch.equal(toy.store.read_states()["second"]["average"], torch.ones(9))
+        assert torch.equal(toy.store.pages.read_states()["second"]["average"], torch.ones(9))
     elif call == "write_states":
-        toy.store.write_states(toy.store.read_states())
+        toy.store.pages.write_states(toy.store.pages.read_states())
     elif call == "restore":
         assert toy.store.restore() == 1
     elif call == "move":
@@ -363,7 +363,7 @@ def test_every_call_after_a_prefetch(call: str) -> None:
 def test_a_failed_prefetch_raises_in_the_step_and_the_step_can_be_retried() -> None:
     toy, storage = begun_run(buffers=2)
     storage.arm(Fault("error", "read", call=1))
-    toy.store.prefetch()
+    toy.store.pages.prefetch()
     with pytest.raises(tierstore.StorageError):
         toy.step()
     toy.step()
@@ -379,10 +379,10 @@ def test_a_prefetch_that_cannot_begin_can_be_retried(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "read", refuse)
-        toy.store.prefetch()
+        toy.store.pages.prefetch()
         with pytest.raises(tierstore.StorageError, match="no descriptor"):
             toy.step()
-    toy.store.prefetch()
+    toy.store.pages.prefetch()
     toy.step()
     toy.assert_at(2)
     toy.store.close()
@@ -463,7 +463,7 @@ def test_a_failed_write_raises_in_the_next_step_and_is_not_committed() -> None:
     toy.step()  # Returns with writes in flight, which threads begin.
     assert begun.wait(60)
     for _ in range(1000):  # The first may come before the write has ended.
-        toy.store.prefetch()
+        toy.store.pages.prefetch()
     with pytest.raises(tierstore.StorageError):
         toy.step()
     with pytest.raises(tierstore.StoreFailedError):

@@ -18,7 +18,7 @@ def committed(directory: Path, *rank_scalars: dict[str, dict[str, float]]) -> li
         toy = Toy(directory, process_group=ranks)
         with toy.store as store:
             toy.step()
-            store.scalars.update(rank_scalars[ranks.rank])
+            store.pages.scalars.update(rank_scalars[ranks.rank])
             store.commit()
             store.synchronize()
             return store.committed.step

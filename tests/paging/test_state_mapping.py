@@ -196,8 +196,8 @@ def test_tensors_keep_their_values_across_restore(tmp_path: Path) -> None:
     toy.step()
     toy.store.synchronize()
     toy.step()
-    states = toy.store.read_states()
-    with pytest.raises(tierstore.SweepError), toy.store.sweep() as pages:
+    states = toy.store.pages.read_states()
+    with pytest.raises(tierstore.SweepError), toy.store.pages.sweep() as pages:
         next(pages)
     assert toy.store.restore() in (2, 3)
     at = toy.store.step
@@ -214,7 +214,7 @@ def test_tensors_keep_their_values_when_the_run_is_opened_again(tmp_path: Path) 
     """By the same process, as a notebook does."""
     toy = Toy(tmp_path)
     toy.step()
-    states = toy.store.read_states()
+    states = toy.store.pages.read_states()
     toy.store.close()
     for step in (2, 3, 4, 5):
         toy = resumed(tmp_path, step - 1)
@@ -238,7 +238,7 @@ def test_a_damaged_page_is_not_handed_out(tmp_path: Path) -> None:
     data[page.stat().st_size - 4096 + 520] ^= 1
     page.write_bytes(data)
     with pytest.raises(tierstore.CorruptionError, match=r"page-000000\.a"):
-        toy.store.read_states()
+        toy.store.pages.read_states()
     toy.store.__exit__(RuntimeError)
 
 
@@ -261,7 +261,7 @@ def test_a_lost_write_of_a_page_in_memory_is_not_handed_out(kind: Any, tmp_path:
     toy.step()
     toy.store.synchronize()
     with pytest.raises(tierstore.CorruptionError, match=r"page-\d+\.[ab]: "):
-        toy.store.read_states()
+        toy.store.pages.read_states()
     toy.step()
     toy.store.synchronize()
     toy.assert_at(2)

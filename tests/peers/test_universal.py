@@ -130,7 +130,9 @@ def next_masters(run: Path, gradients: Any, step: int) -> dict[str, torch.Tensor
         for name, parameter in parameters.items():
             parameter.grad = torch.from_numpy(gradients[name]).bfloat16()
         optimizer.step()
-        return {name: states["master"].clone() for name, states in store.read_states().items()}
+        return {
+            name: states["master"].clone() for name, states in store.pages.read_states().items()
+        }
 
 
 def test_deepspeed_goes_on_with_a_run(deepspeed: dict[str, Path], tmp_path: Path) -> None:

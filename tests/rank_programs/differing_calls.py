@@ -118,13 +118,13 @@ def other_call(directory: Path, name: str) -> list[Any]:
     raised = []
 
     def differ(store: tierstore.TierStore, optimizer: muon.Muon) -> None:
-        state_dict, states = optimizer.state_dict(), store.read_states()
+        state_dict, states = optimizer.state_dict(), store.pages.read_states()
         new = {"params": [("new", nn.Parameter(torch.ones(6, 4)))], "ns_dtype": "auto"}
         calls: dict[str, Callable[[], Any]] = {
             "state_dict()": optimizer.state_dict,
             "load_state_dict()": lambda: optimizer.load_state_dict(state_dict),
-            "read_states()": store.read_states,
-            "write_states()": lambda: store.write_states(states),
+            "read_states()": store.pages.read_states,
+            "write_states()": lambda: store.pages.write_states(states),
             "move()": lambda: store.move("host"),
             "commit()": store.commit,
             "synchronize()": store.synchronize,
@@ -178,7 +178,10 @@ def states_of_own_parts() -> list[bool]:
         same = []
         for reading in range(world_size):
             if rank == reading:
-                states: Any = optimizer.state[parameter], store.read_states(["first"])["first"]
+                states: Any = (
+                    optimizer.state[parameter],
+                    store.pages.read_states(["first"])["first"],
+                )
                 same = [torch.equal(found["exp_avg"].to_local(), expected) for found in states]
             dist.barrier()
     return same

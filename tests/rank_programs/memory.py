@@ -187,24 +187,24 @@ def step_late(directory: Path, present: set[int]) -> list[float]:
     """Step pages as late as a window of three allows; some parameters have no gradient."""
     parameters = [torch.nn.Parameter(torch.ones(9, 7, dtype=torch.bfloat16)) for _ in range(9)]
     groups = [
-        tierstore.PagedGroup(
-            parameters=[tierstore.PagedParameter(name=f"p{index}", tensor=parameter)],
+        tierstore.pages.PagedGroup(
+            parameters=[tierstore.pages.PagedParameter(name=f"p{index}", tensor=parameter)],
             hyperparameters={},
         )
         for index, parameter in enumerate(parameters)
     ]
 
-    def step(page: tierstore.PageView) -> None:
+    def step(page: tierstore.pages.PageView) -> None:
         for chunk in itertools.chain.from_iterable(shard.chunks for shard in page.shards):
             chunk.master.add_(1)
 
     with tierstore.TierStore(directory, buffers=5, timeout=30.0) as store:
-        store.attach(groups)
+        store.pages.attach(groups)
         for index, parameter in enumerate(parameters):
             parameter.grad = torch.ones_like(parameter) if index in present else None
-        assert store.window_max == 3
-        with store.sweep(window=3) as pages:
-            waiting: list[tierstore.PageView] = []
+        assert store.pages.window_max == 3
+        with store.pages.sweep(window=3) as pages:
+            waiting: list[tierstore.pages.PageView] = []
             for number, page in enumerate(pages):
                 waiting.append(page)
                 while len(waiting) == 3 or (waiting and number + 1 == pages.count):

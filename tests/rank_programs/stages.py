@@ -65,7 +65,7 @@ def train(directory: Path, steps: int) -> Tensors:
             optimizer.zero_grad()
         store.checkpoint(directory / f"stage-{number}", model=module)
         found = {f"model.{name}": whole(value) for name, value in module.named_parameters()}
-        for name, tensors in store.read_states().items():
+        for name, tensors in store.pages.read_states().items():
             found |= {f"{name}.{state}": whole(value) for state, value in tensors.items()}
     dist.barrier()
     return found

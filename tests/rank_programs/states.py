@@ -150,7 +150,7 @@ def round_trip(case: Case, directory: Path) -> None:
         again = Training(whole_case(case), None)
         again.step(1, 2, 3)
         ours.assert_state(saved, again.optimizer.state_dict())
-        reread = store.read_states(["embedding", "bias", "nothing"])
+        reread = store.pages.read_states(["embedding", "bias", "nothing"])
         assert list(reread) == ["embedding", "bias", "nothing"]
 
 
@@ -312,7 +312,7 @@ def refused(case: Case) -> dict[str, str]:
         listed = {key: list(states) for key, states in ours.optimizer.state.items()}
         assert next(iter(listed.values())) == ["momentum_buffer"]
         messages["alone"] = attempt(lambda: ours.optimizer.state[parameter]["momentum_buffer"])
-        messages["names"] = attempt(lambda: store.read_states([name if rank else other]))
+        messages["names"] = attempt(lambda: store.pages.read_states([name if rank else other]))
         messages["calls"] = attempt(
             lambda: ours.step(2) if rank else ours.optimizer.load_state_dict(saved)
         )

@@ -99,7 +99,7 @@ class Trained:
     """Parameter name -> the flat position in the whole parameter of each element held."""
     values: dict[str, torch.Tensor]
     """Parameter name -> those elements."""
-    states: dict[tuple[str, str], list[tuple[tierstore.Chunk, torch.Tensor]]]
+    states: dict[tuple[str, str], list[tuple[tierstore.pages.Chunk, torch.Tensor]]]
     """(parameter name, state name) -> chunks that this rank owns, and their values."""
     issued: list[Issued]
     """Every collective that the thread that trains issued."""
@@ -198,7 +198,7 @@ def one_process(
     optimizer, parameters = _stepped(shapes, options, steps, zeroed or {}, heads or {}, uniform)
     states = {
         (name, state): tensor
-        for name, of_parameter in optimizer.store.read_states().items()
+        for name, of_parameter in optimizer.store.pages.read_states().items()
         for state, tensor in of_parameter.items()
         if state != "master"
     }
@@ -350,7 +350,7 @@ def unevenly(
         bounds = [0, *cuts, extent]
         offsets[placement.dim] = bounds[index]
         sizes[placement.dim] = bounds[index + 1] - bounds[index]
-    chunk = tierstore.Chunk(tuple(offsets), tuple(sizes))
+    chunk = tierstore.pages.Chunk(tuple(offsets), tuple(sizes))
     own = DTensor.from_local(
         chunk.select(whole).contiguous(),
         mesh,
@@ -421,19 +421,19 @@ class Model:
 
 def owned_states(
     optimizer: muon.Muon, parameters: Mapping[str, torch.Tensor]
-) -> dict[tuple[str, str], list[tuple[tierstore.Chunk, torch.Tensor]]]:
+) -> dict[tuple[str, str], list[tuple[tierstore.pages.Chunk, torch.Tensor]]]:
     """Return the chunks of every state that this rank owns, from a sweep that changes nothing."""
-    found: dict[tuple[str, str], list[tuple[tierstore.Chunk, torch.Tensor]]] = {}
+    found: dict[tuple[str, str], list[tuple[tierstore.pages.Chunk, torch.Tensor]]] = {}
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    with optimizer.store.sweep() as pages:
+    with optimizer.store.pages.sweep() as pages:
         for page in pages:
             for shard in page.shards:
                 for chunk in shard.chunks:
                     for state, values in chunk.states.items():
                         of_state = found.setdefault((shard.spec.name, state), [])
                         place = shard.spec.state_chunk(state, chunk.chunk)
-                        is_encoded = isinstance(values, tierstore.EncodedState)
+                        is_encoded = isinstance(values, tierstore.pages.EncodedState)
                         of_state.append((place, values.read() if is_encoded else values.clone()))
     return found
 
@@ -494,7 +494,7 @@ def trained_by(
         values={name: local(p).clone() for name, p in model.parameters.items()},
         states=owned_states(optimizer, model.parameters) if states else {},
         issued=issued,
-        window=optimizer.store.window_max,
+        window=optimizer.store.pages.window_max,
         pages=stats.pages,
         resting=stats.pages_in.get("host", 0),
         bytes_spread=stats.bytes_spread,

@@ -140,17 +140,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["first", "third"]), value=st.floats(allow_nan=False))
     def change_scalar(self, name: str, value: float) -> None:
         self.present = replace(self.present, scalars={**self.present.scalars, name: value})
-        self.toy.store.scalars[name] = {"value": value}
+        self.toy.store.pages.scalars[name] = {"value": value}
 
     @invariant()
     def is_at_the_present(self) -> None:
         now, toy = self.present, self.toy
         assert toy.store.step == now.step
         assert tuple(group.hyperparameters["lr"] for group in toy.groups) == now.rates
-        assert {name: s["value"] for name, s in toy.store.scalars.items()} == now.scalars
+        assert {name: s["value"] for name, s in toy.store.pages.scalars.items()} == now.scalars
         for name, parameter in toy.parameters.items():
             assert torch.equal(parameter, torch.full_like(parameter, now.masters[name]))
-        for name, states in toy.store.read_states().items():
+        for name, states in toy.store.pages.read_states().items():
             for state, tensor in states.items():
                 value = now.masters[name] if state == "master" else now.counts[name]
                 assert torch.equal(tensor, torch.full_like(tensor, value))

@@ -131,11 +131,11 @@ def test_edited_hyperparameters_come_back_with_value_and_type(tmp_path: Path) ->
 def test_scalars_come_back(value: float, tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
-    toy.store.scalars["second"] = {"step": value, "other": 1e-310}
+    toy.store.pages.scalars["second"] = {"step": value, "other": 1e-310}
     toy.store.close()
     toy = resumed(tmp_path, 1)
-    assert toy.store.scalars.keys() == {"second"}
-    found = toy.store.scalars["second"]
+    assert toy.store.pages.scalars.keys() == {"second"}
+    found = toy.store.pages.scalars["second"]
     assert found["other"] == 1e-310
     assert found["step"] == value or (math.isnan(found["step"]) and math.isnan(value))
     toy.store.close()
@@ -145,10 +145,10 @@ def test_commit_of_states_written_after_a_commit(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
     toy.store.commit()
-    toy.store.write_states({"second": {"average": torch.full((9,), 5.0)}})
+    toy.store.pages.write_states({"second": {"average": torch.full((9,), 5.0)}})
     toy.store.commit()
     toy.store.synchronize()
     toy.step()
     assert toy.store.restore() == 1
-    assert torch.equal(toy.store.read_states()["second"]["average"], torch.full((9,), 5.0))
+    assert torch.equal(toy.store.pages.read_states()["second"]["average"], torch.full((9,), 5.0))
     toy.store.close()

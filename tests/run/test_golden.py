@@ -44,14 +44,14 @@ def expected_states() -> dict[str, dict[str, np.ndarray]]:
 
 def assert_golden(model: Golden) -> None:
     """Check parameters, states and scalars of a model with what is beside the golden files."""
-    states = model.store.read_states()
+    states = model.store.pages.read_states()
     for name, expected in expected_states().items():
         parameter = model.model.get_parameter(name).detach()
         masters = torch.from_numpy(expected["master"])
         assert torch.equal(parameter, masters.to(parameter.dtype))
         for state, tensor in states.get(name, {}).items():  # Empty ones have no states.
             assert torch.equal(tensor, torch.from_numpy(expected[state]).to(tensor.dtype))
-    assert model.store.scalars == {name: {"step": STEPS} for name in GROUPS[1]}
+    assert model.store.pages.scalars == {name: {"step": STEPS} for name in GROUPS[1]}
     for group, hyperparameters in zip(model.groups, HYPERPARAMETERS, strict=True):
         assert group.own_hyperparameters() == hyperparameters
 

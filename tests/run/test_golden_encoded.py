@@ -34,7 +34,7 @@ def expected() -> dict[str, dict[str, np.ndarray]]:
 
 
 def assert_golden(model: GoldenEncoded, wanted: dict[str, dict[str, np.ndarray]]) -> None:
-    for name, states in model.store.read_states().items():
+    for name, states in model.store.pages.read_states().items():
         parameter = model.model.get_parameter(name).detach()
         found = {"master": parameter} | states
         assert found.keys() == wanted[name].keys()

@@ -96,7 +96,7 @@ def test_a_manifest_is_small(tmp_path: Path) -> None:
         run = tmp_path / str(count)
         toy = Toy(run, [specs[:count]], page_bytes=16384)
         toy.step()
-        toy.store.scalars.update({name: {"step": 1.0} for name, *_ in specs[:count]})
+        toy.store.pages.scalars.update({name: {"step": 1.0} for name, *_ in specs[:count]})
         commit_with(toy.store, {"position": 1})
         pages = toy.store.stats().pages
         toy.store.close()

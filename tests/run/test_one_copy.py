@@ -90,8 +90,10 @@ def test_crash_between_a_second_commit_of_a_step_and_taking_back_the_mark(tmp_pa
     toy = Toy(tmp_path, commit_every=None)
     toy.step()
     toy.store.synchronize()
-    states = toy.store.read_states().items()
-    toy.store.write_states({name: {s: t.clone() for s, t in own.items()} for name, own in states})
+    states = toy.store.pages.read_states().items()
+    toy.store.pages.write_states(
+        {name: {s: t.clone() for s, t in own.items()} for name, own in states}
+    )
     toy.store.close()
     mark = tmp_path / RANK / "dirty"
     mark.write_text('{"overwriting": "commit-0000000001"}')

@@ -237,8 +237,8 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
     "call",
     [
         lambda toy: toy.step(),
-        lambda toy: toy.store.read_states(),
-        lambda toy: toy.store.write_states({}),
+        lambda toy: toy.store.pages.read_states(),
+        lambda toy: toy.store.pages.write_states({}),
         lambda toy: toy.store.commit(),
         lambda toy: toy.store.synchronize(),
     ],

@@ -182,7 +182,7 @@ def test_every_record_is_a_file_that_torch_load_reads(tmp_path: Path) -> None:
     expected = training.resident_run(3, torch.bfloat16, page_bytes=10000)
     manifest = json.loads((tmp_path / RANK / "commit-0000000003").read_text().partition("\n")[2])
     elements: dict[str, int] = {}
-    for page, (slot, *_) in zip(store._table.pages, manifest["pages"], strict=True):
+    for page, (slot, *_) in zip(store._session.table.pages, manifest["pages"], strict=True):
         file = (tmp_path / RANK / f"page-{page.index:06d}.{slot}").read_bytes()
         for record in (record for section in page.layout.sections for record in section.records):
             nbytes = RECORD_PREFIX_BYTES + record.data_nbytes
@@ -216,7 +216,7 @@ def test_the_first_record_by_plain_arithmetic(tmp_path: Path) -> None:
     """17 x 61 elements of float32, between 512 bytes before them and 244 behind."""
     store, optimizer, parameters = open_muon(tmp_path)
     training.train(optimizer, parameters, range(1, 2))
-    master = store.read_states(["wide"])["wide"]["master"]
+    master = store.pages.read_states(["wide"])["wide"]["master"]
     store.close()
     file = (tmp_path / RANK / "page-000000.a").read_bytes()
     assert torch.equal(load_record(file[: 512 + 17 * 61 * 4 + 244]), master)
@@ -265,11 +265,11 @@ def test_states_of_every_dtype_that_a_record_has(tmp_path: Path) -> None:
     model: list[list[Spec]] = [[("all", (3, 5), torch.float32, states, False)]]
     values = {name: (torch.arange(15).view(3, 5) % 7).to(dtype) for name, dtype in states.items()}
     toy = Toy(tmp_path, model)
-    toy.store.write_states({"all": values})
+    toy.store.pages.write_states({"all": values})
     toy.store.close()
     toy = Toy(tmp_path, model, resume=True)
     toy.store.restore()
-    found = toy.store.read_states()["all"]
+    found = toy.store.pages.read_states()["all"]
     assert found.keys() == values.keys()
     for name, value in values.items():
         assert found[name].dtype == value.dtype

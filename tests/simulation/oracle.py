@@ -39,8 +39,8 @@ def check_files(restarted: Session, disk: Disk, log: Log, cuts: Sequence[int]) -
         names = disk.directories.get(rank_node(rank), {})
         store = restarted.stores[rank]
         assert store is not None
-        assert isinstance(store._committer, Committer)
-        commit = store._committer.committed
+        assert isinstance(store._session.committer, Committer)
+        commit = store._session.committer.committed
         if commit is not None:
             name = layout_name(commit.layout)
             data = disk.contents.get(names[name], b"") if name in names else b""

@@ -165,7 +165,7 @@ class Model:
                 tensor.grad = None
                 if number is not None:
                     tensor.grad = _gradient(tensor.shape, number).to(tensor.dtype)
-        with store.sweep() as pages:
+        with store.pages.sweep() as pages:
             for page in pages:
                 rate = self.groups[page.group].hyperparameters["rate"]
                 for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
@@ -174,8 +174,8 @@ class Model:
                     chunk.master.sub_(chunk.states["momentum"] * rate)
             for group, number in zip(self.groups, gradients, strict=True):
                 for parameter in group.parameters if number is not None else ():
-                    count = store.scalars.get(parameter.name, {}).get("count", 0)
-                    store.scalars[parameter.name] = {"count": count + 1}
+                    count = store.pages.scalars.get(parameter.name, {}).get("count", 0)
+                    store.pages.scalars[parameter.name] = {"count": count + 1}
 
     def replace(self, store: TierStore, states: States) -> None:
         """Do what load_state_dict() does."""
@@ -185,7 +185,7 @@ class Model:
             values[parameter.name] = {"momentum": momentum}
             if parameter.tensor.dtype != torch.float32:
                 values[parameter.name]["master"] = master
-        store.write_states(values)
+        store.pages.write_states(values)
 
     def difference(self, store: TierStore, version: Version, *, restored: bool = True) -> str:
         """Return what in a store is not as in a version, or nothing.
@@ -195,12 +195,16 @@ class Model:
             version: the expected version.
             restored: whether the last commit of the store is of the version.
         """
-        found = store.read_states()  # Before this rank returns: all ranks read together.
+        found = store.pages.read_states()  # Before this rank returns: all ranks read together.
         if found.keys() != version.states.keys():
             return f"parameters {sorted(found)}, not {sorted(version.states)}"
         if store.step != version.step:
             return f"step {store.step}, not {version.step}"
-        committed = store._committer.committed if isinstance(store._committer, Committer) else None
+        committed = (
+            store._session.committer.committed
+            if isinstance(store._session.committer, Committer)
+            else None
+        )
         if committed is not None and committed.epoch != version.epoch:
             return f"epoch {committed.epoch}, not {version.epoch}"
         if version.step == 0:
@@ -210,8 +214,8 @@ class Model:
         if self.rates != version.rates:
             return f"rates {self.rates}, not {version.rates}"
         counts = {name: {"count": count} for name, count in version.counts.items()}
-        if store.scalars != counts:
-            return f"scalars {store.scalars}, not {counts}"
+        if store.pages.scalars != counts:
+            return f"scalars {store.pages.scalars}, not {counts}"
         for name, (master, momentum) in version.states.items():
             states = found[name]
             for kind, expected in (("master", master), ("momentum", momentum)):

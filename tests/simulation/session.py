@@ -318,7 +318,7 @@ class Session:
 
     def has_failed(self, rank: int) -> bool:
         """Return whether the store of a rank only goes back."""
-        return self._store(rank)._usability.failure is not None
+        return self._store(rank)._session.usability.failure is not None
 
     def _store(self, rank: int) -> TierStore:
         store = self.stores[rank]
@@ -344,10 +344,10 @@ class Session:
             overwrite=overwrite,
             process_group=ranks,
         )
-        compute_inline(store._pager.files)
+        compute_inline(store._session.pager.files)
         self.stores[rank] = store
         self.models[rank] = Model(self._settings.world_size)
-        store.attach(self.models[rank].groups)
+        store.pages.attach(self.models[rank].groups)
         unwanted(store).restore()
 
     def _act(self, ranks: Ranks, action: Action, plan: Plan) -> None:
@@ -380,7 +380,7 @@ class Session:
             with suppress(BudgetError, PeerFailed):  # Nothing was changed.
                 store.move(action.value[rank])
         elif action.kind == "prefetch":
-            store.prefetch()
+            store.pages.prefetch()
         elif action.kind == "intrude":
             self._intrude(rank, self.progress[rank], action.value)
         elif action.kind == "synchronize":
@@ -455,6 +455,6 @@ class Session:
 
 def settle(store: TierStore) -> None:
     """Wait until the threads of a store are idle, whatever they have found."""
-    store._committer.settle()
-    if store._verifier._verification is not None:
-        futures.wait([store._verifier._verification])
+    store._session.committer.settle()
+    if store._session.verifier._verification is not None:
+        futures.wait([store._session.verifier._verification])

@@ -51,7 +51,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def assert_averages(averaged: tierstore.AveragedModel, expected: nn.Module) -> None:
     """Parameters of the averaged model, rounded, and the averages themselves."""
-    states = averaged.store.read_states()
+    states = averaged.store.pages.read_states()
     found = dict(averaged.module.named_parameters())
     for name, average in expected.named_parameters():
         assert torch.equal(found[name], average.to(found[name].dtype))
@@ -135,7 +135,7 @@ def train(
             averaged.update(run.step)
             run.commit()
         found = {f"model.{name}": value for name, value in model.state_dict().items()}
-        states = averages.read_states()
+        states = averages.pages.read_states()
         return found | {name: tensors["master"] for name, tensors in states.items()}
 
 
@@ -269,7 +269,7 @@ def test_names_of_wrappers(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path, **STREAMED) as store:
         averaged = tierstore.AveragedModel(compiled, copy.deepcopy(model), store)
         averaged.update(1)
-        assert store.read_states().keys() == dict(model.named_parameters()).keys()
+        assert store.pages.read_states().keys() == dict(model.named_parameters()).keys()
 
 
 def test_averages_that_do_not_fit_the_run(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_changed_model_is_refused_by_its_first_difference(change: str, tmp_pat
     assert right.store.restore() == 3
     for parameter in right.parameters.values():
         assert torch.equal(parameter, torch.full_like(parameter, 0.25))
-    momentum = right.store.read_states()["first"]["momentum"]
+    momentum = right.store.pages.read_states()["first"]["momentum"]
     assert torch.equal(momentum, torch.full((5, 7), 3.0, dtype=torch.bfloat16))
     right.store.close()
 

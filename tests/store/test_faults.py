@@ -206,7 +206,7 @@ def test_an_exception_in_mid_sweep(error: BaseException, page: int, tmp_path: Pa
     training.set_gradients(run.parameters, BEFORE + 1)
 
     def sweep() -> None:
-        with run.store.sweep() as pages:
+        with run.store.pages.sweep() as pages:
             for number, _ in enumerate(pages):
                 if number == page:
                     raise error
@@ -225,7 +225,10 @@ def test_an_exception_in_mid_sweep(error: BaseException, page: int, tmp_path: Pa
 def test_leaving_a_sweep_early_is_an_error(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     training.set_gradients(run.parameters, 1)
-    with pytest.raises(RuntimeError, match="before its last page"), run.store.sweep() as pages:
+    with (
+        pytest.raises(RuntimeError, match="before its last page"),
+        run.store.pages.sweep() as pages,
+    ):
         next(pages)
     run.store.close()
 

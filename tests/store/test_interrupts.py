@@ -29,15 +29,15 @@ CALLS: list[Callable[[tierstore.TierStore], Any]] = [
     lambda store: store.commit(),
     lambda store: store.synchronize(),
     lambda store: store.restore(),
-    lambda store: store.read_states(),
-    lambda store: store.write_states({}),
-    lambda store: store.attach([]),
-    lambda store: store.sweep().__enter__(),
+    lambda store: store.pages.read_states(),
+    lambda store: store.pages.write_states({}),
+    lambda store: store.pages.attach([]),
+    lambda store: store.pages.sweep().__enter__(),
 ]
 
 
 def in_mid_sweep(toy: Toy, call: Callable[[], None]) -> None:
-    with toy.store.sweep() as pages:
+    with toy.store.pages.sweep() as pages:
         next(pages)
         call()
 
@@ -50,7 +50,7 @@ def test_a_call_in_the_middle_of_a_step_is_refused(
     toy.step()
     for parameter in toy.parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    with toy.store.sweep() as pages:
+    with toy.store.pages.sweep() as pages:
         for page in pages:
             with pytest.raises(tierstore.SweepError, match="step is in progress"):
                 call(toy.store)
@@ -234,7 +234,7 @@ def test_a_store_without_a_directory_works_after_an_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt):
         in_mid_sweep(toy, interrupt)
     toy.step()
-    assert toy.store.read_states()
+    assert toy.store.pages.read_states()
 
 
 AT_EXIT = """

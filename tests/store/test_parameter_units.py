@@ -23,16 +23,18 @@ class Stack:
         self.store = tierstore.TierStore(directory, page_bytes=PAGE_BYTES, buffers=3, **options)
         values = torch.arange(3840.0).reshape(SHAPE)
         self.tensor = torch.nn.Parameter(values)
-        parameter = tierstore.PagedParameter(
+        parameter = tierstore.pages.PagedParameter(
             name="stack", tensor=self.tensor, states={"sum": torch.float32}, unit=unit
         )
-        self.store.attach([tierstore.PagedGroup(parameters=[parameter], hyperparameters={})])
+        self.store.pages.attach(
+            [tierstore.pages.PagedGroup(parameters=[parameter], hyperparameters={})]
+        )
         self.pages = 0
 
     def step(self) -> None:
         self.tensor.grad = torch.ones_like(self.tensor)
         self.pages = 0
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for page in pages:
                 self.pages += 1
                 for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
@@ -53,7 +55,7 @@ def expected(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_at(stack: Stack, steps: int) -> None:
     values, sums = expected(steps)
     assert torch.equal(stack.tensor, values)
-    assert torch.equal(stack.store.read_states()["stack"]["sum"], sums)
+    assert torch.equal(stack.store.pages.read_states()["stack"]["sum"], sums)
 
 
 def test_a_stack_spreads_over_pages_and_resumes(tmp_path: Path) -> None:
@@ -120,9 +122,9 @@ def test_other_units_are_refused_at_a_resume(
 )
 def test_units_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"parameter 'stack' {message}"):
-        tierstore.PagedParameter(name="stack", tensor=torch.ones(SHAPE), **fields)
+        tierstore.pages.PagedParameter(name="stack", tensor=torch.ones(SHAPE), **fields)
 
 
 def test_a_parameter_without_dimensions_has_no_units() -> None:
     with pytest.raises(ValueError, match="of 0 rows cannot have units of 1 rows"):
-        tierstore.PagedParameter(name="scalar", tensor=torch.ones(()), unit=1)
+        tierstore.pages.PagedParameter(name="scalar", tensor=torch.ones(()), unit=1)

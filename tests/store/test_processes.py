@@ -233,9 +233,9 @@ def test_a_forked_child_may_not_use_the_store(tmp_path: Path) -> None:
     toy.step()
 
     def try_everything() -> None:
-        calls: list[Callable[[], Any]] = [toy.step, toy.store.read_states, toy.store.commit]
+        calls: list[Callable[[], Any]] = [toy.step, toy.store.pages.read_states, toy.store.commit]
         calls += [toy.store.synchronize, toy.store.restore]
-        calls += [lambda: toy.store.write_states({}), lambda: toy.attach([])]
+        calls += [lambda: toy.store.pages.write_states({}), lambda: toy.attach([])]
         for call in calls:
             with pytest.raises(tierstore.StoreClosedError, match="fork of the process that opened"):
                 call()
@@ -283,7 +283,7 @@ def test_a_fork_in_mid_sweep_does_not_disturb_transfers(
     toy = Toy(tmp_path, BIG, page_bytes="512KiB", buffers=4)
     toy.step()
     toy.parameters["big"].grad = torch.ones(1 << 20)
-    with toy.store.sweep() as pages:
+    with toy.store.pages.sweep() as pages:
         for number, page in enumerate(pages):
             if number % 5 == 1:
                 assert forked(gc.collect) == 0
@@ -315,7 +315,7 @@ def mapping_flags(address: int) -> list[str]:
 def test_page_buffers_are_not_copied_into_children(tmp_path: Path) -> None:
     toy = Toy(tmp_path, BIG, page_bytes="1MiB")
     toy.parameters["big"].grad = torch.ones(1 << 20)
-    with toy.store.sweep() as pages:
+    with toy.store.pages.sweep() as pages:
         chunks = (page.shards[0].chunks[0] for page in pages)
         flags = [mapping_flags(chunk.states["momentum"].data_ptr()) for chunk in chunks]
     assert len(flags) > 5
@@ -420,7 +420,7 @@ def test_a_closed_store_leaves_no_thread_and_no_descriptor(engine: str, tmp_path
 EXITS = {
     "a step under way": """
 toy.parameters["first"].grad = torch.ones(5, 7, dtype=torch.bfloat16)
-sweep = toy.store.sweep()
+sweep = toy.store.pages.sweep()
 pages = sweep.__enter__()
 next(pages)
 """,

@@ -113,7 +113,7 @@ def test_every_commit_asks_and_only_what_is_new_is_committed() -> None:
     toy.store.commit()
     toy.store.synchronize()
     assert made == ["0002", "0002.2"]
-    toy.store.write_states({})
+    toy.store.pages.write_states({})
     toy.store.commit()
     toy.store.close()
     assert made == ["0002", "0002.2", "0002.3"]
@@ -494,11 +494,11 @@ def test_a_state_that_changes_on_one_rank_is_committed_by_all(tmp_path: Path) ->
         train(toy, loader)
         toy.store.commit()
         toy.store.synchronize()
-        assert toy.store._committer.committed.number == 1  # type: ignore[union-attr]
+        assert toy.store._session.committer.committed.number == 1  # type: ignore[union-attr]
         loader.batch += ranks.rank
         toy.store.commit()
         toy.store.synchronize()
-        assert toy.store._committer.committed.number == 2  # type: ignore[union-attr]
+        assert toy.store._session.committer.committed.number == 2  # type: ignore[union-attr]
         toy.store.close()
 
     on_ranks(2, act)

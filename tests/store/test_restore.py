@@ -31,12 +31,12 @@ from tierstore.storage.select import open_storage
 def test_a_bad_scalar_is_refused_before_the_step(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
     toy.step()
-    toy.store.scalars["first"] = {"step": object()}  # type: ignore[dict-item]
+    toy.store.pages.scalars["first"] = {"step": object()}  # type: ignore[dict-item]
     for call in (toy.store.commit, toy.step):
         with pytest.raises(TypeError, match=r"scalars\['first'\]\['step'\]"):
             call()
     assert toy.store.step == 1
-    toy.store.scalars["first"]["step"] = 1.0
+    toy.store.pages.scalars["first"]["step"] = 1.0
     toy.step()
     toy.store.close()
     resumed(tmp_path, 2).store.close()
@@ -73,7 +73,7 @@ def test_after_a_failed_commit_only_restore_works(tmp_path: Path) -> None:
     toy.store.commit()
     with pytest.raises(tierstore.StorageError, match="commit-0000000002"):
         toy.store.synchronize()
-    for call in (toy.step, toy.store.commit, toy.store.synchronize, toy.store.read_states):
+    for call in (toy.step, toy.store.commit, toy.store.synchronize, toy.store.pages.read_states):
         with pytest.raises(tierstore.StoreFailedError, match=r"restore\(\) goes back"):
             call()
     assert toy.store.committed.step == 1
@@ -99,7 +99,7 @@ def test_a_restore_that_failed_half_way_commits_nothing(tmp_path: Path) -> None:
     with pytest.raises(tierstore.StorageError):
         toy.store.restore()
     storage.disarm()
-    for call in (toy.step, toy.store.commit, toy.store.synchronize, toy.store.read_states):
+    for call in (toy.step, toy.store.commit, toy.store.synchronize, toy.store.pages.read_states):
         with pytest.raises(tierstore.RunDirectoryError, match=r"call restore\(\)"):
             call()
     assert toy.store.restore() == 4
@@ -149,12 +149,12 @@ def test_restore_without_a_commit(tmp_path: Path) -> None:
 
 def test_states_written_before_the_first_step_are_committed(tmp_path: Path) -> None:
     toy = Toy(tmp_path)
-    toy.store.write_states({"first": {"momentum": torch.full((5, 7), 3.0)}})
+    toy.store.pages.write_states({"first": {"momentum": torch.full((5, 7), 3.0)}})
     toy.store.synchronize()
-    toy.store.write_states({"first": {"momentum": torch.full((5, 7), 4.0)}})
+    toy.store.pages.write_states({"first": {"momentum": torch.full((5, 7), 4.0)}})
     for _ in range(2):
         assert toy.store.restore() == 0
-        momentum = toy.store.read_states()["first"]["momentum"]
+        momentum = toy.store.pages.read_states()["first"]["momentum"]
         assert torch.equal(momentum, torch.full_like(momentum, 3.0))
         toy.store.close()
         toy = Toy(tmp_path, resume=True)
@@ -174,14 +174,14 @@ def test_a_group_attached_later_is_committed_and_restored(tmp_path: Path) -> Non
     resumed_copy.store.close()
     toy.step()
     assert toy.store.restore() == 1  # The commit has the old groups only: the new one begins anew.
-    assert not toy.store.read_states(["fourth"])["fourth"]["average"].any()
+    assert not toy.store.pages.read_states(["fourth"])["fourth"]["average"].any()
     toy.step()
     toy.store.close()
     toy = Toy(tmp_path, [*MODEL, [FOURTH]], resume=True)
     assert toy.store.restore() == 2
     assert torch.equal(toy.parameters["first"], torch.full((5, 7), 0.5, dtype=torch.bfloat16))
     assert torch.equal(toy.parameters["fourth"], torch.full((2,), 0.5, dtype=torch.float64))
-    states = toy.store.read_states(["first", "fourth"])
+    states = toy.store.pages.read_states(["first", "fourth"])
     assert states["first"]["momentum"].tolist() == [[2] * 7] * 5
     assert states["fourth"]["average"].tolist() == [1, 1]
     toy.store.close()

@@ -116,16 +116,16 @@ def run_differences(
         assert optimizer.restore() == 3
 
         def masters() -> dict[str, torch.Tensor]:
-            states = store.read_states()
+            states = store.pages.read_states()
             whole = {name: states[name].get("master", p) for name, p in parameters.items()}
             return {name: tensor.detach().clone() for name, tensor in whole.items()}
 
         if not momentum:
-            states = {name: dict(values) for name, values in store.read_states().items()}
+            states = {name: dict(values) for name, values in store.pages.read_states().items()}
             for values in states.values():
                 for key in {"momentum_buffer", "exp_avg"} & values.keys():
                     values[key] = torch.zeros_like(values[key])
-            store.write_states(states)
+            store.pages.write_states(states)
         before = masters()
         for name, parameter in parameters.items():
             parameter.grad = torch.from_numpy(gradients[name]).to(dtype)

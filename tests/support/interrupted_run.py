@@ -71,7 +71,7 @@ class Interrupted(Toy):
         for parameter in self.parameters.values():
             given = gradient(parameter.shape, step, self.attempt)
             parameter.grad = given.to(parameter.dtype)
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for page in pages:
                 for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
                     chunk.master.sub_(chunk.grad.to(chunk.master.dtype))
@@ -93,7 +93,7 @@ class Interrupted(Toy):
         found: dict[str, torch.Tensor] = {
             name: parameter.detach().clone() for name, parameter in self.parameters.items()
         }
-        for name, states in self.store.read_states().items():
+        for name, states in self.store.pages.read_states().items():
             found |= {f"{state} of {name}": tensor for state, tensor in states.items()}
         return found
 

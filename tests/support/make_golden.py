@@ -116,17 +116,19 @@ class Golden:
                 parameter = torch.nn.Parameter(torch.from_numpy(initial(name)).to(dtype))
                 self.model.register_parameter(name, parameter)
                 members.append(
-                    tierstore.PagedParameter(
+                    tierstore.pages.PagedParameter(
                         name=name, tensor=parameter, states=states, elementwise=elementwise
                     )
                 )
             self.groups.append(
-                tierstore.PagedGroup(parameters=members, hyperparameters=dict(hyperparameters))
+                tierstore.pages.PagedGroup(
+                    parameters=members, hyperparameters=dict(hyperparameters)
+                )
             )
         self.model.register_parameter("tied", self.model.get_parameter("weight"))
         self.model.register_buffer("buffer", torch.arange(3))
-        self.store.attach(self.groups)
-        self.store.scalars.update({name: {"step": 0.0} for name in GROUPS[1]})
+        self.store.pages.attach(self.groups)
+        self.store.pages.scalars.update({name: {"step": 0.0} for name in GROUPS[1]})
 
     def commit(self, states: Mapping[str, Any]) -> None:
         """Commit the last step with these states of what is registered."""
@@ -146,7 +148,7 @@ class Golden:
             values = gradient(name, step)
             parameter = self.model.get_parameter(name)
             parameter.grad = None if values is None else torch.from_numpy(values).to(parameter)
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for page in pages:
                 lr = self.groups[page.group].hyperparameters["lr"]
                 for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
@@ -154,7 +156,7 @@ class Golden:
                         chunk.master.sub_(lr * chunk.grad)
                         for number, state in enumerate(chunk.states.values(), start=1):
                             state.add_(number * chunk.grad)
-        for scalars in self.store.scalars.values():
+        for scalars in self.store.pages.scalars.values():
             scalars["step"] = float(step)
 
 

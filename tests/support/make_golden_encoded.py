@@ -66,7 +66,7 @@ class GoldenEncoded:
             dtype = torch.bfloat16 if "master" in ENCODINGS[name] else torch.float32
             self.model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
         parameters = [
-            tierstore.PagedParameter(
+            tierstore.pages.PagedParameter(
                 name=name,
                 tensor=self.model.get_parameter(name),
                 states=dict.fromkeys(STATES[name], torch.float32),
@@ -75,19 +75,21 @@ class GoldenEncoded:
             )
             for name in SHAPES
         ]
-        self.store.attach([tierstore.PagedGroup(parameters=parameters, hyperparameters={"lr": 1})])
+        self.store.pages.attach(
+            [tierstore.pages.PagedGroup(parameters=parameters, hyperparameters={"lr": 1})]
+        )
 
     def step(self) -> None:
         expected = expected_states(self.store.step + 1)
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for shard in (shard for page in pages for shard in page.shards):
                 for chunk in shard.chunks:
                     states = {"master": chunk.master_parts, **chunk.states}
                     for state, values in expected[shard.spec.name].items():
                         part = chunk.chunk.select(torch.from_numpy(values))
-                        if isinstance(states[state], tierstore.EncodedState):
+                        if isinstance(states[state], tierstore.pages.EncodedState):
                             states[state].write(part.clone())
                         else:
                             states[state].copy_(part)

@@ -61,8 +61,8 @@ class Ours:
     def state(self) -> dict[str, Any]:
         return {
             "model": stock_reader.whole(self.model.state_dict()),
-            "states": stock_reader.whole(self.store.read_states()),
-            "scalars": dict(self.store.scalars),
+            "states": stock_reader.whole(self.store.pages.read_states()),
+            "scalars": dict(self.store.pages.scalars),
             "step": self.store.step,
         }
 

@@ -97,8 +97,8 @@ def stored(optimizer: muon.Muon) -> dict[str, Any]:
     return {
         "groups": [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
         "parameters": [p.clone() for group in optimizer.param_groups for p in group["params"]],
-        "states": optimizer.store.read_states(),
-        "scalars": copy.deepcopy(optimizer.store.scalars),
+        "states": optimizer.store.pages.read_states(),
+        "scalars": copy.deepcopy(optimizer.store.pages.scalars),
         "step": optimizer.store.step,
     }
 

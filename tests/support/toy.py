@@ -49,7 +49,7 @@ class Toy:
         if directory is not None:
             unwanted(self.store)
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        self.groups: list[tierstore.PagedGroup] = []
+        self.groups: list[tierstore.pages.PagedGroup] = []
         for group in groups:
             self.attach(group)
 
@@ -59,21 +59,21 @@ class Toy:
             tensor = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
             self.parameters[name] = tensor
             parameters.append(
-                tierstore.PagedParameter(
+                tierstore.pages.PagedParameter(
                     name=name, tensor=tensor, states=states, elementwise=elementwise
                 )
             )
         self.groups.append(
-            tierstore.PagedGroup(parameters=parameters, hyperparameters={"lr": 0.25})
+            tierstore.pages.PagedGroup(parameters=parameters, hyperparameters={"lr": 0.25})
         )
-        self.store.attach(self.groups[-1:])
+        self.store.pages.attach(self.groups[-1:])
 
     def step(self, names: Collection[str] | None = None) -> None:
         """Step the parameters of these names, or all."""
         for name, parameter in self.parameters.items():
             stepped = names is None or name in names
             parameter.grad = torch.ones_like(parameter) if stepped else None
-        with self.store.sweep() as pages:
+        with self.store.pages.sweep() as pages:
             for page in pages:
                 lr = self.groups[page.group].hyperparameters["lr"]
                 for chunk in (chunk for shard in page.shards for chunk in shard.chunks):
@@ -87,7 +87,7 @@ class Toy:
         assert self.store.step == step
         for parameter in self.parameters.values():
             assert torch.equal(parameter, torch.full_like(parameter, 1 - step / 4))
-        for states in self.store.read_states().values():
+        for states in self.store.pages.read_states().values():
             for name, tensor in states.items():
                 value = 1 - step / 4 if name == "master" else step
                 assert torch.equal(tensor, torch.full_like(tensor, value))
@@ -95,7 +95,7 @@ class Toy:
 
 def verified(store: tierstore.TierStore) -> None:
     """Wait until the last checkpoint was read, whatever was found."""
-    verification = store._verifier._verification
+    verification = store._session.verifier._verification
     if verification is not None:  # No call has raised what it found.
         futures.wait([verification])
 

@@ -134,9 +134,9 @@ def snapshot(
 ) -> dict[str, torch.Tensor]:
     """Copies of every parameter and every state, by name."""
     result = {f"parameter {name}": p.detach().clone() for name, p in parameters.items()}
-    for name, states in optimizer.store.read_states().items():
+    for name, states in optimizer.store.pages.read_states().items():
         result |= {f"{state} of {name}": tensor for state, tensor in states.items()}
-    for name, scalars in optimizer.store.scalars.items():
+    for name, scalars in optimizer.store.pages.scalars.items():
         result |= {f"{key} of {name}": torch.tensor(value) for key, value in scalars.items()}
     return result
 

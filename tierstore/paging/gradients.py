@@ -73,8 +73,8 @@ def agree_on_gradients(
         specs: parameter name -> spec when the parameter was attached.
         partition: the subgroups of these groups.
         device: the device of the parameters.
-        nonfinite: as in TierStore.sweep().
-        missing: as in TierStore.sweep().
+        nonfinite: as in Pages.sweep().
+        missing: as in Pages.sweep().
         waits: whether to wait until it is known which gradients are finite.
         compares: whether to compare the gradients of replicas.
 

@@ -126,7 +126,7 @@ class PageTable:
 
         Raises:
             BudgetError, ValueError, TypeError, RunMismatchError, PeerFailed: as
-                TierStore.attach(). The table is unchanged.
+                Pages.attach(). The table is unchanged.
         """
         first_group = len(self.groups)
         specs = together(

@@ -28,7 +28,7 @@ from tierstore.run.usability import Usability
 
 
 class States:
-    """The states of all parameters as tensors; see read_states(), ... of TierStore.
+    """The states of all parameters as tensors; see read_states(), ... of Pages.
 
     Args:
         ranks: all ranks.

@@ -88,7 +88,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[SteppedPages]:
-        """Yield the pages to step; see TierStore.sweep()."""
+        """Yield the pages to step; see Pages.sweep()."""
         committer, usability = self._table.committer, self._table.usability
         step = committer.step
         try:

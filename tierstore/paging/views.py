@@ -235,7 +235,7 @@ class ShardView:
 class PageView:
     """A page as an optimizer sees it: the part of one subgroup that this rank owns.
 
-    Valid until a window of further pages was asked for; see TierStore.sweep().
+    Valid until a window of further pages was asked for; see Pages.sweep().
     """
 
     __slots__ = ("_records", "changed", "group", "shards")

@@ -78,7 +78,7 @@ def _require_same(lists: Sequence[Sequence[str]]) -> None:
 
 
 def read_states(table: PageTable, names: Collection[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the states of some parameters; see TierStore.read_states().
+    """Return the states of some parameters; see Pages.read_states().
 
     Args:
         table: all subgroups, in order.
@@ -269,7 +269,7 @@ def write_pages(
 
 
 def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
-    """Replace the states of some parameters in a page; see TierStore.write_states()."""
+    """Replace the states of some parameters in a page; see Pages.write_states()."""
     for shard in view.shards:
         name = shard.spec.name
         for state, _ in readable_states(shard.spec) if name in names else ():

@@ -185,13 +185,13 @@ def _groups_of(source: Path, parameters: dict[str, nn.Parameter]) -> list[dict[s
 def check_states(
     store: tierstore.TierStore, parameters: dict[str, nn.Parameter], truth: Truth
 ) -> None:
-    states = store.read_states()
+    states = store.pages.read_states()
     for name, master in truth.masters.items():
         assert torch.equal(states[name]["master"], master)
         assert torch.equal(parameters[name].detach(), master.bfloat16())
         for key, tensor in truth.states[name].items():
             assert torch.equal(states[name][key], tensor)
-        assert store.scalars.get(name) == (
+        assert store.pages.scalars.get(name) == (
             None if truth.is_muon(name) else {"step": float(ITERATION)}
         )
 

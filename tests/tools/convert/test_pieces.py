@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore import BudgetError, Chunk, CorruptionError
+from tierstore import BudgetError, CorruptionError
+from tierstore.pages import Chunk
 from tierstore.tools.convert.entries import Entry, flat_start, pieces
 from tierstore.tools.convert.pipeline import MEMORY_MIN, Piece, stream
 

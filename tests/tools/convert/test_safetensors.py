@@ -89,7 +89,7 @@ def test_weights_begin_a_run(
         {n: p.detach() for n, p in ours.model.named_parameters()},
         {n: p.to(dtype) for n, p in expected.items()},
     )
-    for name, states in ours.store.read_states().items():
+    for name, states in ours.store.pages.read_states().items():
         master = states.pop("master", expected[name])
         assert torch.equal(master, expected[name])
         assert states

@@ -38,7 +38,7 @@ def test_stages_become_one_checkpoint(source: str, pool: RankPool, tmp_path: Pat
     with tierstore.TierStore(tmp_path / "alone") as store:
         optimizer = muon.Muon(groups_of(model), store=store, ns_dtype=torch.float32)
         assert optimizer.restore(checkpoint=tmp_path / "whole") == STEPS
-        for name, tensors in store.read_states().items():
+        for name, tensors in store.pages.read_states().items():
             for key, value in tensors.items():
                 assert torch.equal(value, expected[f"{name}.{key}"]), (name, key)
 

@@ -155,10 +155,10 @@ def trained_run(folder: Path, *, muon_: bool, publish: bool) -> Source:
         store.register(position=EXTRA["position"])
         store.commit()
         tensors: dict[str, torch.Tensor] = {}
-        for name, values in store.read_states().items():
+        for name, values in store.pages.read_states().items():
             states = dict(values)
             tensors[f"model.{name}"] = states.pop("master").clone()
-            tensors |= states_with_names({name: {**states, **store.scalars.get(name, {})}})
+            tensors |= states_with_names({name: {**states, **store.pages.scalars.get(name, {})}})
         if publish:
             store.checkpoint(folder / "published", model=model)
             tensors = {
@@ -357,12 +357,12 @@ def read_run(out: Path, source: Source) -> Held:
         store.register(**dict.fromkeys(committed))  # Left out, each by its name.
         step = optimizer.restore()
         tensors = {}
-        for name, values in store.read_states().items():
+        for name, values in store.pages.read_states().items():
             states = dict(values)
             master = states.pop("master", parameters[name].detach()).clone()
             assert torch.equal(parameters[name].detach(), master.to(source.dtype)), name
             tensors[f"model.{name}"] = master
-            tensors |= states_with_names({name: {**states, **store.scalars.get(name, {})}})
+            tensors |= states_with_names({name: {**states, **store.pages.scalars.get(name, {})}})
         return Held(
             tensors=tensors,
             groups=hyperparameters(optimizer.param_groups),

@@ -152,7 +152,7 @@ def test_dtype_of_the_parameters(tmp_path: Path) -> None:
     with tierstore.TierStore(tmp_path / "run", resume=True) as store:
         groups = [{"params": [("w", parameter)], "algorithm": "adamw"}]
         assert muon.Muon(groups, store=store).restore() == 1
-        assert torch.equal(store.read_states()["w"]["master"], weight)
+        assert torch.equal(store.pages.read_states()["w"]["master"], weight)
         assert torch.equal(parameter, weight.to(torch.bfloat16))
 
 
@@ -164,11 +164,11 @@ def test_momentum_with_the_dtype_of_each_parameter(tmp_path: Path) -> None:
         for _, parameter in weights:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        expected = store.read_states()
+        expected = store.pages.read_states()
     convert(tmp_path / "run", tmp_path / "again", to="tierstore")
     with tierstore.TierStore(tmp_path / "again", resume=True) as store:
         assert muon.Muon([{"params": weights, "algorithm": "muon"}], store=store).restore() == 1
-        assert_equal(store.read_states(), expected)
+        assert_equal(store.pages.read_states(), expected)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_runs(tmp_path: Path) -> None:
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
         commit_with(store, (1, 2))
-        expected = store.read_states()
+        expected = store.pages.read_states()
     convert(tmp_path / "run", tmp_path / "out", to="universal")
     states = states_in(tmp_path / "out")
     for name, tensors in expected.items():
@@ -315,7 +315,7 @@ def test_runs(tmp_path: Path) -> None:
         with wanted(store) as kept:
             assert muon.Muon(groups, store=store).restore() == 2
         assert kept == {"state": (1, 2)}
-        found = store.read_states()
+        found = store.pages.read_states()
     for name, tensors in expected.items():
         assert found[name].keys() == tensors.keys()
         assert all(torch.equal(found[name][state], value) for state, value in tensors.items())

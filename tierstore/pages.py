@@ -1,0 +1,368 @@
+"""The pages of a store, as an optimizer sees them, and the names that authors of optimizers need.
+
+An optimizer attaches its parameters, steps over the pages in a sweep, and reads and writes states;
+see docs/guide/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from tierstore.compiling import not_compiled
+from tierstore.errors import SweepError
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.dtensors import is_dtensor
+from tierstore.layout.encodings import EncodedState
+from tierstore.layout.ownership import SharedShard, SharedSubgroup
+from tierstore.layout.parameters import PagedGroup, PagedParameter
+from tierstore.paging.gradients import agree_on_gradients
+from tierstore.paging.profiler_lanes import profiled
+from tierstore.paging.sweep import Changes, SteppedPages, Sweep
+from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
+from tierstore.ranks.peers import Peers, Ranks
+from tierstore.session import Session
+from tierstore.units import parse_bytes
+
+__all__ = [
+    "Chunk",
+    "ChunkView",
+    "EncodedState",
+    "PageView",
+    "PagedGroup",
+    "PagedParameter",
+    "Pages",
+    "Peers",
+    "Ranks",
+    "RoundedMaster",
+    "ShardView",
+    "SharedShard",
+    "SharedSubgroup",
+    "SteppedPages",
+    "not_compiled",
+    "parse_bytes",
+    "profiled",
+]
+
+# The gradients of replicas are compared at the first step and then after this number of steps.
+_COMPARE_EVERY = 100
+
+
+class Pages:
+    """The pages of one store: ``store.pages``.
+
+    Calls that all ranks make together are in step as those of the store; see TierStore.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._changes = Changes()
+        self._warned_of_no_gradient = False
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Name the call that the program makes, for calls of the store in the block.
+
+        The first of them that needs other ranks waits until all ranks make the call of this name;
+        the others need not wait then. In a block within a block the outer name counts.
+
+        Args:
+            call: the name, as it appears in errors, such as "state_dict()".
+        """
+        with self._session.calls.named(call):
+            yield
+
+    @not_compiled
+    def attach(self, groups: Sequence[PagedGroup]) -> None:
+        """Lay out pages for param groups, after the pages of groups attached before.
+
+        Writes no page. Call it at the first step or just before restore(), when frameworks have
+        moved and sharded the parameters. All ranks call it together.
+
+        Args:
+            groups: the groups.
+
+        Raises:
+            BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
+                message names the smallest budget that does.
+            ValueError, TypeError: two parameters have one name, no commit can hold a
+                hyperparameter, or ``free_gradients`` and a parameter whose gradient is not
+                ``.grad``, or "backward" and a DTensor.
+            RunMismatchError: the ranks have different parameters; the message names the first.
+            PeerFailed: any of these on another rank.
+        """
+        session = self._session
+        session.usability.require_usable()
+        for parameter in (p for group in groups for p in group.parameters):
+            if session.free_gradients and parameter.gradient is not None:
+                raise ValueError(
+                    f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
+                    "gradient elsewhere: leave it out, and free the gradients after the step"
+                )
+            if session.free_gradients == "backward" and is_dtensor(parameter.tensor):
+                raise ValueError(
+                    "free_gradients='backward' takes plain tensors, and parameter "
+                    f"{parameter.name!r} is a DTensor: pass free_gradients=True"
+                )
+        with session.calls.together("attach()"):
+            session.table.attach(groups)
+
+    @contextlib.contextmanager
+    def sweep(
+        self, window: int = 1, *, nonfinite: str = "allow", missing: str = "zeros"
+    ) -> Iterator[SteppedPages]:
+        """Step once over all pages: ``with store.pages.sweep() as pages: ...``.
+
+        Yields one page for each subgroup in which any rank has a gradient, in order; a page is
+        empty on a rank that owns nothing of the subgroup. The loop body updates ``master`` and
+        ``states`` of the chunks in place. The store then writes the parameters and the page, and
+        sends the parameters to their replicas. If a commit is due, it begins first.
+
+        Args:
+            window: number of pages that are stepped at once: a page stays valid until this
+                number of further pages was asked for. At most ``window_max``, and the same on
+                all ranks.
+            nonfinite: what to do if a gradient on any rank has an element that is NaN or
+                infinite. "raise": raise NonFiniteGradientError. "skip": warn, and yield no page;
+                nothing is changed, and the step does not count. "allow": do not look. With
+                "raise", gradients on a GPU are not waited for if there is a commit to go back
+                to: the error then comes at the end of the sweep, and the store fails.
+            missing: what to do if a rank has no gradient of a parameter, and another rank has.
+                "zeros": its gradient counts as zeros. "raise": raise ValueError.
+
+        If the loop raises or stops early after the first page was handed out, the parameters are
+        from two steps and the store fails. (A store without a directory has no step to go back to,
+        and stays usable as optimizers of PyTorch do.)
+
+        Raises:
+            StorageError, CorruptionError: a page could not be read or written. Before the
+                first page was handed out, nothing was changed and the step may be retried.
+            SweepError: the loop was left before its last page; or objects are registered, and
+                the step before was not committed: nothing was changed.
+            NonFiniteGradientError: see ``nonfinite``.
+            ValueError: a parameter or gradient is not as it was attached, a tensor of
+                show_states() was changed in place and the state was not, replicas have different
+                gradients, or see ``missing``. Nothing was changed. A sample of gradients is
+                compared at the first step after the store was opened, and at every hundredth after
+                it; a rank without a gradient is not compared.
+            PeerFailed: any of these on another rank.
+
+        Warns:
+            UserWarning: a step was skipped; or no parameter has a gradient, said once.
+            UserWarning: a parameter was changed outside of the optimizer. For parameters on a
+                GPU the next sweep warns.
+        """
+        session = self._session
+        session.usability.require_restored()
+        session.raise_damage()
+        if not 1 <= window <= self.window_max:
+            raise ValueError(f"window must be from 1 to {self.window_max}, got {window}")
+        if nonfinite not in ("raise", "skip", "allow"):
+            raise ValueError(f"nonfinite must be 'raise', 'skip' or 'allow', got {nonfinite!r}")
+        if missing not in ("zeros", "raise"):
+            raise ValueError(f"missing must be 'zeros' or 'raise', got {missing!r}")
+        if session.registered and session.committer.step and not session.committer.has_states:
+            raise SweepError(
+                f"step {session.committer.step} was not committed, and the next step would commit "
+                "it with the data and random numbers of another batch. Nothing was changed: call "
+                "store.commit() after each step, once all that is registered has its new state"
+            )
+        session.states.follow_scalars()
+        session.states.given.require_unchanged()
+        table = session.table
+        table.ensure_placed()
+        table.offload_gradients()
+        with session.calls.together("step()"):
+            table.require_same_values()
+            gradients = agree_on_gradients(
+                session.ranks,
+                table.groups,
+                table.specs,
+                table.partition,
+                table.device,
+                nonfinite=nonfinite,
+                missing=missing,
+                waits=nonfinite == "skip"
+                or table.device.is_host
+                or session.free_gradients == "backward"
+                or not session.committer.keeps_commit,
+                compares=session.steps_begun % _COMPARE_EVERY == 0,
+            )
+            session.steps_begun += 1
+            self._changes.warn(wait=True)
+            if gradients.nonfinite:
+                warnings.warn(f"{gradients.nonfinite}. This step is skipped", stacklevel=3)
+            elif not gradients.present and not self._warned_of_no_gradient:
+                self._warned_of_no_gradient = True
+                warnings.warn(
+                    "no parameter has a gradient, so this step changes none: call backward() "
+                    "before step(), and zero_grad() after it. Later steps like this do not warn",
+                    stacklevel=3,
+                )
+            if session.committer.is_due and not gradients.nonfinite:
+                session.begin_commit()
+        if gradients.nonfinite:
+            if session.free_gradients:
+                for parameter in table.parameters:
+                    parameter.tensor.grad = None
+            yield SteppedPages(iter(()), frozenset(), [])
+            return
+        session.states.given.forget()
+        sweep = Sweep(
+            table,
+            free_gradients=bool(session.free_gradients),
+            present=gradients.present,
+            window=window,
+            unread=gradients.unread,
+        )
+        with sweep.run() as pages:
+            yield pages
+        self._changes.note(sweep.changed, table.step_device)
+        self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
+
+    @not_compiled
+    def prefetch(self) -> None:
+        """Start to read pages for the next sweep, as far as buffers are free; return at once.
+
+        The sweep raises what fails: a write of the last step, or these reads.
+
+        Raises:
+            StoreClosedError, StoreFailedError, RunDirectoryError: the store cannot be used.
+        """
+        session = self._session
+        session.usability.require_restored()
+        with session.states.only_reading():
+            session.pager.prefetch(session.table.pages)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """All ranks of the job; None if there is one rank."""
+        session = self._session
+        return session.ranks if session.ranks.world_size > 1 else None
+
+    @property
+    def window_max(self) -> int:
+        """Largest window of sweep(), the same on all ranks."""
+        return self._session.table.window_max
+
+    @property
+    def compute(self) -> str:
+        """The place of computation: "device" (that of the parameters) or "host"."""
+        return self._session.compute
+
+    @property
+    def group_count(self) -> int:
+        """Number of param groups attached. They belong to one optimizer."""
+        return len(self._session.table.groups)
+
+    @property
+    def groups_written(self) -> int:
+        """Number of param groups that have pages: at first 0, after restore() those restored."""
+        return self._session.committer.groups_written
+
+    @property
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Parameter name -> scalar name -> value: small states such as a step count.
+
+        Kept in memory, and part of every commit. Change them within sweep(), after its last
+        page, so that an error in between fails the store.
+        """
+        session = self._session
+        session.states.follow_scalars()
+        return session.committer.scalars
+
+    @not_compiled
+    def read_states(self, names: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the current states of some parameters, or of all.
+
+        All ranks call it together, unless needs_other_ranks() is False for these parameters.
+
+        The tensors are private mappings of the page files: they cost no memory, and later steps
+        do not change them. (A state in several pages, or partly from other ranks, is assembled in
+        an unnamed file; without a directory all tensors are copies, on the device of the pages.)
+
+        Args:
+            names: the parameters, the same on all ranks; None: all parameters.
+
+        Returns:
+            Parameter name -> state name -> tensor of the state's shape, on the host if there is
+            a directory; a DTensor if the parameter is one. Parameters that are their own master
+            have no state "master". Before the first step masters are the parameters, other states
+            zero.
+
+        Raises:
+            StorageError, CorruptionError: a page could not be read.
+        """
+        session = self._session
+        session.usability.require_restored()
+        return session.states.read(None if names is None else set(names))
+
+    @not_compiled
+    @torch.no_grad()
+    def show_states(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the states and scalars of one parameter as tensors of the current values.
+
+        On one rank without a directory, a change of a tensor in place is a change of the state: the
+        tensors are views of the page, until move(). Otherwise they are tensors as those of
+        read_states(), and the next sweep(), commit(), synchronize() or close() raises ValueError
+        if one was changed in place, unless write_states() has replaced the states of the
+        parameter. Writes through ``.data`` or numpy are not noticed. A state that is too large for
+        one record, and a scalar with a directory, is treated likewise.
+
+        Args:
+            name: the parameter.
+
+        Returns:
+            Scalar or state name -> tensor: float32 of shape () on the CPU for a scalar, else as of
+            read_states(). The same tensors again until the states change.
+
+        Raises:
+            RuntimeError: needs_other_ranks() is True for the parameter: one rank alone cannot read
+                its states.
+            ValueError: the optimizer has other groups than the store.
+            StorageError, CorruptionError: a page could not be read.
+        """
+        session = self._session
+        session.usability.require_restored()
+        return session.states.show(name)
+
+    def needs_other_ranks(self, names: Collection[str]) -> bool:
+        """Return whether read_states() of these parameters is a call of all ranks together.
+
+        It is not if this process is alone, or if no two ranks hold the same elements of them, as
+        with FSDP2. The answer is the same on all ranks. Parameters that are not attached yet need
+        other ranks.
+        """
+        return self._session.states.need_other_ranks(names)
+
+    @not_compiled
+    @torch.no_grad()
+    def write_states(
+        self,
+        values: Mapping[str, Mapping[str, torch.Tensor]],
+        scalars: Mapping[str, Mapping[str, float]] | None = None,
+        *,
+        names: Iterable[str] | None = None,
+    ) -> None:
+        """Replace all states, or those of some parameters, outside of a step.
+
+        Writes nothing if the values are the very tensors that read_states() or show_states()
+        returned, with the content that the pages have. All ranks call it together.
+
+        Args:
+            values: states as read_states() returns them, or whole tensors; converted to each
+                state's dtype. A master that is absent becomes the parameter, another state zero.
+            scalars: updates ``scalars``, together with the pages.
+            names: the parameters whose states are replaced, the same on all ranks; None: all.
+                Pages of other parameters are neither read nor written.
+
+        Raises:
+            ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
+            StorageError: a page could not be written; the store has failed.
+        """
+        session = self._session
+        session.usability.require_restored()
+        session.states.write(values, scalars or {}, None if names is None else set(names))

@@ -1,0 +1,88 @@
+"""A session: what the two faces of a store, to its users and to optimizers, both work with."""
+
+from __future__ import annotations
+
+from tierstore.checkpoint.verification import Verifier
+from tierstore.errors import RunDirectoryError
+from tierstore.paging import rank_checks
+from tierstore.paging.page_table import PageTable
+from tierstore.paging.pager import Pager
+from tierstore.paging.states import States
+from tierstore.ranks.peers import Ranks
+from tierstore.ranks.roll_call import Calls
+from tierstore.run.committer import Committer, Progress
+from tierstore.run.registered import Registered
+from tierstore.run.usability import Usability
+
+
+class Session:
+    """The parts of an open store, and its commits.
+
+    Args:
+        ranks: all ranks.
+        calls: the calls that all ranks make together.
+        usability: the condition of the store.
+        committer: the commits of the run; without a directory, the progress alone.
+        pager: moves the pages.
+        table: the pages.
+        verifier: reads the last checkpoint in the background.
+        compute: the place of computation: "device" or "host".
+        free_gradients: whether gradients are freed; see TierStore.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        calls: Calls,
+        usability: Usability,
+        committer: Progress,
+        pager: Pager,
+        table: PageTable,
+        verifier: Verifier,
+        *,
+        compute: str,
+        free_gradients: bool | str,
+    ) -> None:
+        self.ranks = ranks
+        self.calls = calls
+        self.usability = usability
+        self.committer = committer
+        self.pager = pager
+        self.table = table
+        self.verifier = verifier
+        self.compute = compute
+        self.free_gradients = free_gradients
+        self.states = States(ranks, calls, table, pager, committer, usability)
+        self.registered = Registered()
+        self.steps_begun = 0
+        """Steps since the store was opened, the same on all ranks."""
+
+    def require_committer(self, call: str) -> Committer:
+        """Return the committer of the run; raise RunDirectoryError without a directory."""
+        if not isinstance(self.committer, Committer):
+            raise RunDirectoryError(f"{call} needs a store with a directory; this one has none")
+        return self.committer
+
+    def raise_damage(self) -> None:
+        """Raise what verification has found in the last checkpoint, if it has ended."""
+        with self.usability.failing(interrupts=False):
+            self.verifier.check()
+
+    def ask(self) -> None:
+        """Ask for the states of what is registered, unless that was done after the last step."""
+        if isinstance(self.committer, Committer) and not self.committer.has_states:
+            self.committer.keep_states(self.registered.ask())
+
+    def begin_commit(self) -> None:
+        """Begin to commit the last step. All ranks call this."""
+        committer, table, pager = self.require_committer("a commit"), self.table, self.pager
+        self.ask()
+        table.require_same_values()
+        rank_checks.require_same_commit(self.ranks, table.groups, committer.scalars)
+        with self.usability.failing(interrupts=True):
+            writes = pager.write_changed(table.pages)
+        layout = committer.layout(table.layout_groups, table.layouts)
+        entries = [page.entry for page in table.pages]
+        manifest = committer.manifest(layout, table.groups, entries)
+        with pager.stalled(), self.usability.failing(interrupts=False):
+            committer.begin(manifest, writes)
