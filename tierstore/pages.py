@@ -21,10 +21,10 @@ from tierstore.layout.ownership import SharedShard, SharedSubgroup
 from tierstore.layout.parameters import PagedGroup, PagedParameter
 from tierstore.paging.gradients import agree_on_gradients
 from tierstore.paging.profiler_lanes import profiled
+from tierstore.paging.session import Session
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
 from tierstore.ranks.peers import Peers, Ranks
-from tierstore.session import Session
 from tierstore.units import parse_bytes
 
 __all__ = [

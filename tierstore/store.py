@@ -27,6 +27,7 @@ from tierstore.paging.fsdp import reshard as drop_gathered_copies
 from tierstore.paging.page import PageFiles
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
+from tierstore.paging.session import Session
 from tierstore.paging.stats import Stats
 from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
 from tierstore.ranks.job import ranks_of
@@ -39,7 +40,6 @@ from tierstore.run.opening import close_storage, open_committer
 from tierstore.run.registered import CommittedStep, Stateful, committed_step
 from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
-from tierstore.session import Session
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
 from tierstore.units import SECTOR_BYTES, parse_bytes
@@ -188,7 +188,7 @@ class TierStore:
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
             opened.callback(progress.close)
-            verifier = Verifier()
+            self._verifier = verifier = Verifier()
             opened.callback(verifier.close)
             usability = Usability(
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
@@ -221,7 +221,7 @@ class TierStore:
                 progress,
                 pager,
                 table,
-                verifier,
+                verifier.check,
                 compute=compute,
                 free_gradients=free_gradients,
             )
@@ -414,7 +414,7 @@ class TierStore:
                 # In short turns, because a rank with a slow disk may take long.
                 while not all(agree(session.ranks, "verify the last checkpoint", self._verify_on)):
                     pass
-            together(session.ranks, "start to verify checkpoints", session.verifier.start)
+            together(session.ranks, "start to verify checkpoints", self._verifier.start)
             self.synchronize()
             manifest, table = committer.committed, session.table
             page_files = []
@@ -450,7 +450,7 @@ class TierStore:
                 entry = committer.committed.entries.get(page.number)
                 return links.is_linked(page) and entry == page.entry
 
-            session.verifier.begin(links, publication, is_in_run)
+            self._verifier.begin(links, publication, is_in_run)
             return publication
 
     @not_compiled
@@ -539,7 +539,7 @@ class TierStore:
         if checkpoint is not None and rewind:
             self._settle_publication()
             step = restore.rewound(checkpoint, self._synchronize)
-            session.verifier.forget()
+            self._verifier.forget()
             return step
         if checkpoint is not None:
             return restore.from_checkpoint(checkpoint)
@@ -631,14 +631,14 @@ class TierStore:
         self._close(synchronize=kind is None)
 
     def _verify_on(self) -> bool:
-        return self._session.verifier.wait(_VERIFYING_TURN_S)
+        return self._verifier.wait(_VERIFYING_TURN_S)
 
     def _finish_verification(self) -> None:
         """Wait until the last checkpoint was verified, unless the store has failed."""
         session = self._session
         if session.usability.failure is None:
             with session.usability.failing(interrupts=False):
-                session.verifier.wait()
+                self._verifier.wait()
 
     def _finish_publication(self) -> None:
         publication, self._publication = self._publication, None

@@ -560,7 +560,7 @@ def test_leaving_by_an_exception_stops_verification(
         if operation == "folder_read" and when == "before":
             reads.append(name)
             begun.set()
-            toy.store._session.verifier._cancelled.wait()
+            toy.store._verifier._cancelled.wait()
 
     toy = Toy(FaultyStorage(open_storage(tmp_path / "run" / RANK), on_operation=watch))
 
@@ -586,7 +586,7 @@ def leave_without_close(directory: Path) -> None:
     def watch(operation: str, name: str, when: str) -> None:
         if operation == "folder_read" and when == "before":
             begun.set()
-            toy.store._session.verifier._cancelled.wait()
+            toy.store._verifier._cancelled.wait()
 
     storage = FaultyStorage(open_storage(directory / "run" / RANK), on_operation=watch)
     toy = Toy(storage, commit_every=10)
@@ -710,7 +710,7 @@ def test_an_interrupt_of_a_rank_that_waits_is_told_to_the_others(
         publish_steps(toy, tmp_path / "folder", "a")
         toy.step()
         if ranks.rank == 0:
-            verifier = toy.store._session.verifier
+            verifier = toy.store._verifier
             monkeypatch.setattr(verifier, "wait", mock.Mock(side_effect=KeyboardInterrupt))
         try:
             publish(toy, tmp_path / "folder/b")

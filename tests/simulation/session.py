@@ -456,5 +456,5 @@ class Session:
 def settle(store: TierStore) -> None:
     """Wait until the threads of a store are idle, whatever they have found."""
     store._session.committer.settle()
-    if store._session.verifier._verification is not None:
-        futures.wait([store._session.verifier._verification])
+    if store._verifier._verification is not None:
+        futures.wait([store._verifier._verification])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tierstore.checkpoint.verification import Verifier
+from collections.abc import Callable
+
 from tierstore.errors import RunDirectoryError
 from tierstore.paging import rank_checks
 from tierstore.paging.page_table import PageTable
@@ -25,7 +26,7 @@ class Session:
         committer: the commits of the run; without a directory, the progress alone.
         pager: moves the pages.
         table: the pages.
-        verifier: reads the last checkpoint in the background.
+        find_damage: raises what is found of the last checkpoint, if it was read.
         compute: the place of computation: "device" or "host".
         free_gradients: whether gradients are freed; see TierStore.
     """
@@ -38,7 +39,7 @@ class Session:
         committer: Progress,
         pager: Pager,
         table: PageTable,
-        verifier: Verifier,
+        find_damage: Callable[[], None],
         *,
         compute: str,
         free_gradients: bool | str,
@@ -49,7 +50,7 @@ class Session:
         self.committer = committer
         self.pager = pager
         self.table = table
-        self.verifier = verifier
+        self._find_damage = find_damage
         self.compute = compute
         self.free_gradients = free_gradients
         self.states = States(ranks, calls, table, pager, committer, usability)
@@ -66,7 +67,7 @@ class Session:
     def raise_damage(self) -> None:
         """Raise what verification has found in the last checkpoint, if it has ended."""
         with self.usability.failing(interrupts=False):
-            self.verifier.check()
+            self._find_damage()
 
     def ask(self) -> None:
         """Ask for the states of what is registered, unless that was done after the last step."""
