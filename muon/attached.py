@@ -59,7 +59,7 @@ class AttachedGroups:
         for number, (group, expected) in enumerate(pairs):
             if change := _change(group, expected):
                 raise ValueError(
-                    f"param group {number} {change}. Put it back: since the first step or "
+                    f"param group {number} {change}. Undo the edit: since the first step or "
                     "restore(), pages are laid out, and only values of hyperparameters may change. "
                     "optimizer.add_param_group() adds a group; requires_grad_(False) freezes a "
                     "parameter"
@@ -75,11 +75,11 @@ def _change(
     attached, tensors, before = expected
     if group is not attached:
         return "is missing, or another dict is in its place"
-    params = group["params"]
+    params = group.get("params", ())
     if len(params) != len(tensors) or not all(map(operator.is_, params, tensors)):
         return "has other parameters, or has them in another order"
     now = form(group)
     for key in before:
         if now[key] != before[key]:
-            return f"has {key}={group.get(key)!r}, and its pages were laid out for another value"
+            return f"has {key}={group.get(key)!r}, which was another value when the group was added"
     return None

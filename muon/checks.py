@@ -44,7 +44,7 @@ def algorithm_of(group: Mapping[str, Any], number: int, *, is_saved: bool = Fals
     """
     where = f"group {number} of the state dict" if is_saved else f"param group {number}"
     use_muon = group.get("use_muon")
-    if use_muon not in (None, True, False):
+    if use_muon is not None and type(use_muon) is not bool:
         raise ValueError(f"use_muon of {where} must be True or False: {use_muon!r}")
     algorithm: str = group.get("algorithm", "adamw" if use_muon is False else "muon")
     if algorithm not in ("muon", "adamw"):

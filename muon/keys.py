@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -220,7 +221,7 @@ _TABLE = (
         argument=MUON,
         check=_not_negative,
     ),
-    Key("maximize", "step with the negated gradient", defaults={"adamw": False}),
+    Key("maximize", "step with the negated gradient", defaults={"adamw": False}, check=_flag),
     Key(
         "cautious_wd",
         f"[cautious weight decay]({_GUIDE}/muon.md#weight-decay)",
@@ -237,7 +238,7 @@ _TABLE = (
         **_LAID_OUT,
     ),
     _muon("momentum", 0.95, "weight of the past in the average of gradients", check=_momentum),
-    _muon("nesterov", True, "look one step ahead"),
+    _muon("nesterov", True, "look one step ahead", check=_flag),
     _muon(
         *("ns_coefficients", newton_schulz.COEFFICIENTS),
         f"[coefficients]({_GUIDE}/muon.md#coefficients) of the Newton-Schulz polynomial: three "
@@ -283,7 +284,7 @@ _TABLE = (
         "matrices",
         f"the [matrices that each parameter holds]({_GUIDE}/muon.md#matrices)",
         of=MUON,
-        **_LAID_OUT,
+        **{**_LAID_OUT, "form": deepcopy},  # The lists may be edited.
     ),
     Key(
         "block_grid",
@@ -416,18 +417,15 @@ def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_text(name: str, text: str) -> Any:
-    """Return the value of a key of few values: "int8" is torch.int8, "true" is True.
+    """Return the value of a key that a text stands for: "int8" is torch.int8, "true" is True.
 
-    Raises:
-        ValueError: the text is not one of a value.
+    Another text is returned as it is, for the check of the key.
     """
     texts = {
         str(value).removeprefix("torch.").lower(): value
         for value in KEYS[name].one_of or (False, True)
     }
-    if text not in texts:
-        raise ValueError(f"{name} must be one of {', '.join(texts)}, got {text!r}")
-    return texts[text]
+    return texts.get(text.removeprefix("torch.").lower(), text)
 
 
 def _dtypes(name: str) -> dict[str, torch.dtype]:

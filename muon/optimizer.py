@@ -349,7 +349,11 @@ class Muon(torch.optim.Optimizer):
 
         Returns:
             The norm before, of shape ().
+
+        Raises:
+            ValueError: param groups were edited; see step().
         """
+        self._attached.require_same(self.param_groups)
         parameters = [p for group in self.paged_groups() for p in group.parameters]
         gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)

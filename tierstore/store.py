@@ -29,7 +29,7 @@ from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
 from tierstore.paging.session import Session
 from tierstore.paging.stats import Stats
-from tierstore.paging.tier_plan import Budget, Tier, default_page_bytes
+from tierstore.paging.tier_plan import Budget, Tier, check_page_options, default_page_bytes
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.ranks.roll_call import Calls
@@ -42,7 +42,7 @@ from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
-from tierstore.units import SECTOR_BYTES, parse_bytes
+from tierstore.units import parse_bytes
 
 # Ranks that wait for a verification meet this often.
 _VERIFYING_TURN_S = 1.0
@@ -124,7 +124,7 @@ class TierStore:
         page_size = default_page_bytes(budget) if page_bytes is None else parse_bytes(page_bytes)
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
         directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
-        _check_page_options(page_size, commit_every, compute, budget)
+        check_page_options(page_size, commit_every, compute, budget)
         _check_free_gradients(free_gradients, compute)
         _check_modes(resume=resume, overwrite=overwrite)
         modes = {"resume": resume, "overwrite": overwrite}
@@ -152,10 +152,13 @@ class TierStore:
                 self._other_ranks, directories = look_for_other_ranks(directories, ranks, **modes)
             other = self._other_ranks
             if other is not None and ranks.rank == 0:
+                before = len(other.manifests)
+                change = f"from {before} to {ranks.world_size} ranks"
+                if before == ranks.world_size:
+                    change = "to another number of ranks, which was interrupted"
                 warnings.warn(
-                    f"the run in {directories[0]} had {len(other.manifests)} ranks, and this job "
-                    f"has {ranks.world_size}: restore() lays it out anew, from step "
-                    f"{other.manifests[0].step}",
+                    f"the run in {directories[0]} goes {change}: restore() lays it out anew, from "
+                    f"step {other.manifests[0].step}",
                     stacklevel=2,
                 )
 
@@ -312,7 +315,8 @@ class TierStore:
         With ``commit_every`` other than 1 float32 parameters, which only commits write, are as they
         are now: they are copied to page buffers, which may wait for earlier writes.
         With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
-        commits it with the states of now. A step is committed again if a state has changed.
+        commits it with these states. A step is committed again if a state has changed; values of
+        groups that change after the commit of a step are in the commit of the next step.
 
         Raises:
             TypeError, ValueError: a registered state cannot be stored, or is too large; the message
@@ -648,25 +652,6 @@ class TierStore:
     def _settle_publication(self) -> None:
         if self._publication is not None:
             self._publication.settle()
-
-
-def _check_page_options(
-    page_bytes: int, commit_every: int | None, compute: str, budget: Budget
-) -> None:
-    if page_bytes < SECTOR_BYTES:
-        raise ValueError(f"page_bytes must be at least {SECTOR_BYTES}, got {page_bytes}")
-    if compute not in ("device", "host"):
-        raise ValueError(f"compute must be 'device' or 'host', got {compute!r}")
-    if compute == "host" and budget.device_memory:
-        raise ValueError(
-            "compute='host' steps pages in host memory: device_memory must be 0, got "
-            f"{budget.device_memory}"
-        )
-    if commit_every is not None and commit_every < 1:
-        raise ValueError(
-            "commit_every must be a positive number of steps, or None to commit on "
-            f"synchronize() and close() only; got {commit_every}"
-        )
 
 
 def _check_free_gradients(free_gradients: bool | str, compute: str) -> None:

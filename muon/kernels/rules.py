@@ -1,9 +1,10 @@
 """The update rules: opens states, cuts them into pieces, and chooses who computes.
 
 Kernels of one pass over memory (``cpu``, ``gpu``), where the device has them and they take the
-tensors; operations of torch (``plain``) otherwise. Both give the same bits. Kernels for a GPU need
-Triton, which builds of torch for GPUs bring along, and a C compiler; kernels for a CPU are built
-with the package.
+tensors; operations of torch (``plain``) otherwise. Both give the same bits, but for the sign of a
+zero where ``momentum`` or a beta is 0 or 1, in which loops of torch differ from each other. Kernels
+for a GPU need Triton, which builds of torch for GPUs bring along, and a C compiler; kernels for a
+CPU are built with the package.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_opening_on_other_ranks_changes_nothing_of_the_run(
     before = needed(run)
     job = job_of(tmp_path, "copies", store=RESUMED)
     looks = pool.run(ranks, "tests.rank_programs.checkpoints:look", job)
-    warning = f"had 3 ranks, and this job has {ranks}: restore() lays it out anew, from step 3"
+    warning = f"goes from 3 to {ranks} ranks: restore() lays it out anew, from step 3"
     assert [(step, extra) for step, extra, _ in looks] == [(3, repr(EXTRA))] * ranks
     assert [warning in text for *_, text in looks] == [True, *[False] * (ranks - 1)]
     after = needed(run)
@@ -300,7 +300,11 @@ def test_the_commands_say_where_it_is(command: str, root: Path, tmp_path: Path) 
     run = left_on_the_way(root, tmp_path) / "run"
     arguments = [command, str(run), *([str(tmp_path / "out")] if command == "checkpoint" else [])]
     told = CliRunner().invoke(app, arguments).stderr
-    assert "committed step is in the checkpoint resharded in it" in told
+    where = (
+        f"checkpoint {run}/resharded: copy this" if command == "checkpoint" else "resharded in it"
+    )
+    assert where in " ".join(told.split())
+    assert "overwrite" not in told
     assert CliRunner().invoke(app, ["verify", str(run / "resharded")]).exit_code == 0
 
 

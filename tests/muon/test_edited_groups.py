@@ -139,7 +139,7 @@ def clear(groups: Groups, parameters: Parameters) -> None:
 
 PARAMETERS = "param group 0 has other parameters"
 PLACE = "is missing, or another dict is in its place"
-HINT = r".* Put it back: .*add_param_group\(\) adds .*requires_grad_\(False\) freezes"
+HINT = r".* Undo the edit: .*add_param_group\(\) adds .*requires_grad_\(False\) freezes"
 
 REFUSED = [
     (replace, PARAMETERS + HINT),
@@ -150,7 +150,7 @@ REFUSED = [
     (exchange, PARAMETERS),
     (split, PARAMETERS),
     (reverse, "param group 0 .* in another order"),
-    (rename, r"param group 0 has param_names=\['another', 'second'\], and its pages"),
+    (rename, r"param group 0 has param_names=\['another', 'second'\], which was another"),
     (delete_last_group, f"param group 1 {PLACE}"),
     (reverse_groups, f"param group 0 {PLACE}"),
     (copy_group, f"param group 1 {PLACE}"),
@@ -158,9 +158,9 @@ REFUSED = [
     (clear, f"param group 0 {PLACE}"),
     (repeat, r"param group 2 was not added by add_param_group\(\)"),
     (append_vector, "param group 2 was not added"),
-    (change_algorithm, "param group 1 has algorithm='muon', and its pages"),
-    (remove_algorithm, "param group 1 has algorithm=None, and its pages"),
-    (change_form, "param group 1 has moments_dtype=torch.bfloat16, and its pages"),
+    (change_algorithm, "param group 1 has algorithm='muon', which was another"),
+    (remove_algorithm, "param group 1 has algorithm=None, which was another"),
+    (change_form, "param group 1 has moments_dtype=torch.bfloat16, which was another"),
 ]
 
 
@@ -200,6 +200,16 @@ def test_every_call_refuses_an_edit_until_it_is_undone(
         assert_same(twins.optimizer.state_dict()["state"], saved["state"])
         twins.step()
         twins.assert_identical()
+
+
+def test_an_edit_within_a_list_of_matrices_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, 8))
+    optimizer = muon.Muon([{"params": [weight], "matrices": [("blocks", 0, 1)]}])
+    weight.grad = torch.ones(4, 8)
+    optimizer.step()
+    optimizer.param_groups[0]["matrices"][0] = ("blocks", 0, 2)
+    with pytest.raises(ValueError, match=r"param group 0 has matrices=.*, which was another"):
+        optimizer.step()
 
 
 def test_close_commits_the_step_before_a_refused_edit(tmp_path: Path) -> None:

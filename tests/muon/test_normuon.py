@@ -237,7 +237,9 @@ def test_it_cannot_be_added_or_removed_later(tmp_path: Path) -> None:
         optimizer.step()
         before = parameter.detach().clone()
         optimizer.param_groups[0]["normuon_beta"] = later
-        with pytest.raises(ValueError, match=r"has normuon_beta=.* laid out for another value"):
+        with pytest.raises(
+            ValueError, match=r"has normuon_beta=.* another value when the group was added"
+        ):
             optimizer.step()
         assert torch.equal(parameter, before)
         optimizer.param_groups[0]["normuon_beta"] = begin

@@ -204,6 +204,8 @@ def test_what_cannot_be_registered(tmp_path: Path) -> None:
         optimizer = muon.Muon([("weight", weight)], store=store)
         with pytest.raises(TypeError, match=r"register\(number=\) takes a dict, or an object with"):
             store.register(good={}, number=1)
+        with pytest.raises(TypeError, match=r"got the class RandomState: pass an object of it"):
+            store.register(random=tierstore.RandomState)
         with pytest.raises(ValueError, match=r"got the Muon whose state is in the pages"):
             store.register(optimizer=optimizer)
         with pytest.raises(ValueError, match=r"cannot begin with '\$'"):
@@ -221,7 +223,70 @@ def test_what_cannot_be_registered(tmp_path: Path) -> None:
         store.register(own={})
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(True, 1), (0.0, -0.0), ({"a": 1, "b": 2}, {"b": 2, "a": 1})]
+)
+def test_a_state_that_is_equal_and_not_the_same_is_committed_again(
+    before: Any, after: Any, tmp_path: Path
+) -> None:
+    toy, own = Toy(tmp_path), {"value": before}
+    toy.store.register(own=own)
+    toy.step()
+    toy.store.commit()
+    own["value"] = after
+    toy.store.commit()
+    toy.store.close()
+    with tierstore.TierStore(tmp_path, resume=True) as store:
+        assert repr(store.committed.states["own"]["value"]) == repr(after)
+
+
+def test_ranks_that_register_other_objects_are_refused(tmp_path: Path) -> None:
+    def act(ranks: Ranks) -> None:
+        toy = Toy(tmp_path, process_group=ranks)
+        toy.store.register(**{"common": {}, **({} if ranks.rank else {"log": {}})})
+        toy.step()
+        with pytest.raises(ValueError, match="registered is common, log on rank 0 and common on"):
+            toy.store.commit()
+        toy.store.register(log={})
+        toy.store.commit()
+        toy.store.close()
+
+    on_ranks(2, act)
+
+
 # ------------------------------------------------------------------------ what comes back
+
+
+def test_a_state_that_a_dict_cannot_take_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    class Scale:
+        value = 2.0
+
+        def state_dict(self) -> float:
+            return self.value
+
+        def load_state_dict(self, state: float) -> None:
+            self.value = state
+
+    toy, scale = Toy(tmp_path), Scale()
+    toy.store.register(scale=scale)
+    toy.step()
+    toy.store.commit()
+    toy.store.close()
+    toy, own, scale.value = Toy(tmp_path, resume=True), {"kept": 1}, 3.0
+    toy.store.register(scale=own)
+    with (
+        unchanged_parameters(toy),
+        pytest.raises(
+            ValueError, match="with a float as the state of 'scale', which a dict cannot"
+        ),
+    ):
+        toy.store.restore()
+    assert own == {"kept": 1}
+    toy.store.register(scale=scale)
+    assert (toy.store.restore(), scale.value) == (1, 2.0)
+    toy.store.close()
 
 
 def test_values_come_back_with_their_types_as_they_were_at_commit(tmp_path: Path) -> None:
@@ -338,8 +403,9 @@ def test_an_object_that_cannot_take_its_state_leaves_a_store_to_restore_again(
     toy.store.close()
     toy, loader = opened(tmp_path, resume=True)
     toy.store.register(loader=torch.nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="state_dict"):
+    with pytest.raises(RuntimeError, match="state_dict") as caught:
         toy.store.restore()
+    assert caught.value.__notes__ == ["the registered object 'loader' raised this"]
     with pytest.raises(tierstore.RunDirectoryError, match=r"call restore\(\)"):
         toy.step()
     toy.store.register(loader=loader)

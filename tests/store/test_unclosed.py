@@ -110,8 +110,9 @@ def test_a_commit_in_flight_at_the_end_becomes_durable(
         ),
         ("open_run(); train(); del store, optimizer; import gc; gc.collect()", 0, 2),
         ("at_the_manifest_of(2, lambda: 1 / 0); open_run(); train(2, store_commit)", 0, 1),
+        ("open_run(commit_every=None); train(); store.synchronize(); train()", 0, 3),
     ],
-    ids=["end", "error", "every 3", "thread", "dropped", "failed commit"],
+    ids=["end", "error", "every 3", "thread", "dropped", "failed commit", "in memory"],
 )
 def test_a_warning_says_which_step_a_restart_finds(
     program: str, code: int, step: int, tmp_path: Path
@@ -130,7 +131,7 @@ def test_a_warning_says_which_step_a_restart_finds(
     "program",
     [
         "open_run(commit_every=None); train()",
-        "open_run(commit_every=None); train(); store.synchronize(); train()",
+        "open_run(commit_every=None, buffers=2); train(); store.synchronize(); train()",
         "open_run(commit_every=10); train()",
     ],
     ids=["no commit", "overwritten", "none due"],

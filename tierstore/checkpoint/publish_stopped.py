@@ -11,16 +11,16 @@ from tierstore.checkpoint.model_contents import paged_contents
 from tierstore.checkpoint.page_links import PageLinks
 from tierstore.checkpoint.publication import Publication
 from tierstore.checkpoint.publish import Committed, publish
-from tierstore.errors import CheckpointError, CorruptionError
+from tierstore.errors import CheckpointError, CorruptionError, RunDirectoryError
 from tierstore.inspection.coverage import coverage_faults
 from tierstore.inspection.kinds import kind_of, refuse_in_use
 from tierstore.inspection.page_file import check_page
 from tierstore.inspection.reader import Reader
-from tierstore.inspection.run_reader import Rank, missing_ranks, read_ranks
+from tierstore.inspection.run_reader import Rank, missing_ranks, newest_commit, read_ranks
 from tierstore.ranks.peers import Alone
 from tierstore.run.commit import CommittedPage, load_commit
 from tierstore.run.directories import whole_run
-from tierstore.run.file_names import page_file
+from tierstore.run.file_names import RESHARDED_NAME, page_file
 from tierstore.run.recovery import find_whole_run
 from tierstore.storage.base import Storage
 from tierstore.storage.paths import storage_errors
@@ -56,6 +56,12 @@ def publish_run(
     reader = Reader(run)
     refuse_in_use(reader)  # At once: a lock is waited for.
     ranks = read_ranks(reader)
+    if RESHARDED_NAME in reader.list() and newest_commit(ranks) is None:
+        raise RunDirectoryError(
+            f"{run} was on its way to another number of ranks, and its committed step is the "
+            f"checkpoint {run / RESHARDED_NAME}: copy this, or begin from it with "
+            "restore(checkpoint=); or start the job again with resume=True and publish then"
+        )
     _require_outside(run, ranks, out)
     missing = missing_ranks(ranks)
     if missing is not None:

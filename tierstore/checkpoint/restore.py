@@ -254,8 +254,7 @@ class Restore:
                 checkpoint, self._table.groups, scalars, self._ranks, is_earlier=is_earlier
             )
             self._check(source.committed)
-            if not source.is_weights_alone:
-                self._registered.compare(source.committed, begins=begins)
+            self._registered.compare(source.committed, begins=begins)
             return source
 
         source = together(self._ranks, "check a checkpoint", checked_source)

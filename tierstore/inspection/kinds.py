@@ -47,6 +47,11 @@ def kind_of(root: Path) -> str:
         raise CheckpointError(
             f"{root} is the folder of one rank of a run: name the directory above it"
         )
+    if any(name.endswith(".distcp") for name in names):
+        raise CheckpointError(
+            f"{root} is a checkpoint that was not finished: its {METADATA_NAME}, which is written "
+            "last, is missing. Take the checkpoint before it"
+        )
     raise CheckpointError(
         f"{root} holds neither a run (rank-00000/) nor a checkpoint ({METADATA_NAME})"
         + (": it is empty" if not names else "")

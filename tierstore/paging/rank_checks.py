@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -25,21 +25,25 @@ def require_same_options(peers: Peers, options: Mapping[str, Any]) -> None:
 
 
 def require_same_commit(
-    peers: Peers, groups: Sequence[PagedGroup], scalars: Mapping[str, Mapping[str, float]]
+    peers: Peers,
+    groups: Sequence[PagedGroup],
+    scalars: Mapping[str, Mapping[str, float]],
+    registered: Iterable[str],
 ) -> None:
-    """Refuse ranks that are about to commit different hyperparameters or scalars.
+    """Refuse ranks that are about to commit different hyperparameters, scalars or objects.
 
     Raises:
         ValueError: a value differs; the message names the first.
         PeerFailed: another rank makes another call.
     """
     if peers.world_size > 1:
+        objects = {"what is registered": ", ".join(sorted(registered)) or "nothing"}
 
         def digest() -> int:
             names = [[parameter.name for parameter in group.parameters] for group in groups]
-            return digest_of([hyperparameters_of(groups), pack_scalars(scalars, names)])
+            return digest_of([hyperparameters_of(groups, objects), pack_scalars(scalars, names)])
 
-        require_equal(peers, agree(peers, "commit a step", digest), groups)
+        require_equal(peers, agree(peers, "commit a step", digest), groups, objects)
 
 
 def hyperparameters_of(
@@ -71,7 +75,7 @@ def require_equal(
         found = _first_difference(peers.gather(hyperparameters_of(groups, options)))
         raise ValueError(
             f"{found or 'the scalars differ between ranks'}: all ranks step one model, so give "
-            "them the same hyperparameters and schedulers"
+            "them the same hyperparameters, schedulers and registered names"
         )
 
 

@@ -79,7 +79,9 @@ class Session:
         committer, table, pager = self.require_committer("a commit"), self.table, self.pager
         self.ask()
         table.require_same_values()
-        rank_checks.require_same_commit(self.ranks, table.groups, committer.scalars)
+        rank_checks.require_same_commit(
+            self.ranks, table.groups, committer.scalars, self.registered.names
+        )
         with self.usability.failing(interrupts=True):
             writes = pager.write_changed(table.pages)
         layout = committer.layout(table.layout_groups, table.layouts)

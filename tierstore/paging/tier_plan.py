@@ -70,6 +70,30 @@ class Budget:
         return max(0, self.host_memory - self.reserved)
 
 
+def check_page_options(
+    page_bytes: int, commit_every: int | None, compute: str, budget: Budget
+) -> None:
+    """Check arguments of TierStore that decide pages, for a store and for a plan of one.
+
+    Raises:
+        ValueError: an argument is out of range, or contradicts another.
+    """
+    if page_bytes < SECTOR_BYTES:
+        raise ValueError(f"page_bytes must be at least {SECTOR_BYTES}, got {page_bytes}")
+    if compute not in ("device", "host"):
+        raise ValueError(f"compute must be 'device' or 'host', got {compute!r}")
+    if compute == "host" and budget.device_memory:
+        raise ValueError(
+            "compute='host' steps pages in host memory: device_memory must be 0, got "
+            f"{budget.device_memory}"
+        )
+    if commit_every is not None and commit_every < 1:
+        raise ValueError(
+            "commit_every must be a positive number of steps, or None to commit on "
+            f"synchronize() and close() only; got {commit_every}"
+        )
+
+
 def default_page_bytes(budget: Budget) -> int:
     """Return the page_bytes of a store to which none was given.
 

@@ -252,7 +252,14 @@ class Committer(Progress):
         """True if the last commit that was begun has all changes, also of states that are kept."""
         if self.changed:
             return False
-        return self._begun is None or not self.has_states or self._asked[1] == self._begun.states
+        if self._begun is None or not self.has_states:
+            return True
+        return tagged_json.are_equal(self._asked[1], self._begun.states)
+
+    @property
+    def lost_commit(self) -> bool:
+        """True if a restart finds no step: there is no commit, or its only slots are replaced."""
+        return self._begun is None or (self._commit_every is None and self._dirty)
 
     @property
     @override

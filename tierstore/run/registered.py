@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,7 +64,10 @@ def committed_step(manifests: Sequence[Manifest], rank: int, world_size: int) ->
     equal = {
         name: found[0][name]
         for name in names
-        if all(name in states and states[name] == found[0].get(name) for states in found)
+        if all(
+            name in states and tagged_json.are_equal(states[name], found[0].get(name))
+            for states in found
+        )
     }
     unequal = tuple(name for name in names if name not in equal)
     return CommittedStep(step=step, tagged=equal, of_other_ranks=True, unequal=unequal)
@@ -79,6 +83,11 @@ class Registered:
     def __bool__(self) -> bool:
         return bool(self._objects)
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all objects, in the order of their registration."""
+        return tuple(self._objects)
+
     def add(self, objects: Mapping[str, Any]) -> None:
         """Register objects, or with None forget a name, also one that a commit has.
 
@@ -89,6 +98,10 @@ class Registered:
         for name, given in objects.items():
             if name.startswith("$"):
                 raise ValueError(f"the name of a registered object cannot begin with '$': {name!r}")
+            if isinstance(given, type):
+                raise TypeError(
+                    f"register({name}=) got the class {given.__name__}: pass an object of it"
+                )
             if not (given is None or isinstance(given, dict) or _is_stateful(given)):
                 raise TypeError(
                     f"register({name}=) takes a dict, or an object with state_dict() and "
@@ -108,10 +121,10 @@ class Registered:
         Raises:
             TypeError, ValueError: no commit can hold a state; the message names the value.
         """
-        states = {
-            name: given.state_dict() if _is_stateful(given) else dict(given)
-            for name, given in self._objects.items()
-        }
+        states = {}
+        for name, given in self._objects.items():
+            with _naming(name):
+                states[name] = given.state_dict() if _is_stateful(given) else dict(given)
         encoded: dict[str, Any] = tagged_json.encode(states, name="registered")
         return encoded
 
@@ -131,6 +144,28 @@ class Registered:
         """
         has = (*committed.tagged, *committed.unequal)
         left = [name for name in has if name not in {*self._objects, *self._dropped}]
+        refused = [
+            name
+            for name in committed.unequal
+            if not isinstance(self._objects.get(name), RandomState)
+            and (name in self._objects or (name in left and not begins))
+        ]
+        if refused:
+            raise ValueError(
+                f"step {committed.step} was committed by another number of ranks, with "
+                f"different states of {_listed(refused)} on them, which cannot be divided among "
+                "the ranks of this job. Nothing was changed: start the job with as many ranks; or "
+                f"call store.register({_dropping(refused)}) before restore(), bring the object to "
+                "where it shall go on, and register it after restore()"
+            )
+        states = committed.states
+        for name, given in self._objects.items():
+            if isinstance(given, dict) and not isinstance(states.get(name, {}), dict):
+                raise ValueError(
+                    f"step {committed.step} was committed with a {type(states[name]).__name__} as "
+                    f"the state of {name!r}, which a dict cannot take. Nothing was changed: "
+                    "register an object with load_state_dict() for it"
+                )
         if left and not begins:
             raise ValueError(
                 f"step {committed.step} was committed with {_listed(left)}, which nothing takes "
@@ -142,15 +177,6 @@ class Registered:
                 f"the checkpoint has {_listed(left)}, which nothing takes: register the object of "
                 f"that name before restore(), or call store.register({_dropping(left)})",
                 stacklevel=2,
-            )
-        taken = {n for n, given in self._objects.items() if not isinstance(given, RandomState)}
-        if refused := [name for name in committed.unequal if name in taken]:
-            raise ValueError(
-                f"step {committed.step} was committed by another number of ranks, with "
-                f"different states of {_listed(refused)} on them, which cannot be divided among "
-                "the ranks of this job. Nothing was changed: start the job with as many ranks; or "
-                f"call store.register({_dropping(refused)}) before restore(), bring the object to "
-                "where it shall go on, and register it after restore()"
             )
         if absent := [name for name in self._objects if name not in has]:
             warnings.warn(
@@ -173,10 +199,21 @@ class Registered:
             elif name not in states:
                 continue
             elif _is_stateful(given):
-                given.load_state_dict(states[name])
+                with _naming(name):
+                    given.load_state_dict(states[name])
             else:
                 given.clear()
                 given.update(states[name])
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the object in the traceback of an error that it raises."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"the registered object {name!r} raised this")
+        raise
 
 
 def _is_stateful(given: object) -> TypeIs[Stateful]:

@@ -8,6 +8,7 @@ kinds and runs no code.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 from collections import Counter, OrderedDict
@@ -66,6 +67,11 @@ def encode(value: object, name: str = "extra", limit_bytes: int = LIMIT_BYTES) -
             f"with {format_bytes(nbytes)}: keep large values in other files"
         )
     return encoded
+
+
+def are_equal(first: Any, second: Any) -> bool:
+    """Return whether two encoded values are the same: not 1 and True, nor two orders of a dict."""
+    return json.dumps(first) == json.dumps(second)
 
 
 def decode(obj: Any) -> Any:

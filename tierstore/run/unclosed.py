@@ -69,12 +69,13 @@ class Unclosed:
         committer = self._committer
         if committer.is_up_to_date and step == committer.begun_step:
             return
-        is_lost = committer.changed and not committer.keeps_commit
         logger.warning(
             "%s: %s: %s. Call close(), or open the store in a `with` block",
             committer.storage.location,
             reason,
-            "the run is lost" if is_lost else f"a restart finds step {step} of {committer.step}",
+            "the run is lost"
+            if committer.lost_commit
+            else f"a restart finds step {step} of {committer.step}",
         )
 
 

@@ -68,8 +68,8 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
     assert "NOT ALLOWED: the run has 10,000,000 steps" in out
     code, out, err = call("plan", small, *DRIVES, "--store-memory", "4KiB", "--json")
     assert code == 1
-    assert "it does not fit: host_memory is 4096 bytes" in json.loads(out)["error"]
-    assert "pass host_memory=" in err
+    assert "it does not fit: --store-memory is 4096 bytes" in json.loads(out)["error"]
+    assert "pass --store-memory " in err
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,11 @@ def test_what_does_not_fit_or_last_is_1(small: Path) -> None:
         ),
         ((*DRIVES, "--commit-every", "often"), "--commit-every must be a number"),
         ((*DRIVES, "--commit-every", "0"), "--commit-every must be a number of steps from 1"),
+        (
+            (*DRIVES, "--compute", "host", "--device-memory", "1GiB"),
+            "compute='host' steps pages in host memory: device_memory must be 0",
+        ),
+        ((*DRIVES, "--page-bytes", "1"), "page_bytes must be at least 4096, got 1"),
         ((*DRIVES, "--compute", "tpu"), "compute must be 'device' or 'host', got 'tpu'"),
         ((*DRIVES, "--dtype", "int4"), "a dtype is one of bfloat16"),
         ((*DRIVES, "--algorithm", "sgd"), "has no algorithm 'sgd'"),
@@ -173,9 +178,9 @@ def test_emitted_calls_make_what_was_planned(small: Path, tmp_path: Path) -> Non
     ("setting", "problem"),
     [
         ("momentum_dtype", "--set takes an argument of the optimizer and its value"),
-        ("momentum_dtype=int4", "momentum_dtype must be one of none, int8, bfloat16,"),
-        ("ns_batched=1", "ns_batched must be one of false, true, got '1'"),
-        ("master=none ", "master must be one of none, remainder, 24bit, got 'none '"),
+        ("momentum_dtype=int4", "momentum_dtype must be one of None, torch.int8, torch.bfloat16,"),
+        ("ns_batched=1", "ns_batched must be True or False, got '1'"),
+        ("master=none ", "master must be one of None, 'remainder', '24bit', got 'none '"),
         ("lr=0.1", "option 'lr' changes no plan, expected are master, ns_dtype,"),
         ("gather_memory=1x", "1x"),
     ],
@@ -184,6 +189,18 @@ def test_settings_of_the_optimizer_are_checked(small: Path, setting: str, proble
     code, _, err = call("plan", small, *DRIVES, "--set", setting)
     assert code == 2
     assert problem in err
+
+
+def test_a_setting_is_given_once_and_belongs_to_every_algorithm(small: Path) -> None:
+    settings = ("--set", "moments_dtype=int8", "--set", "ns_dtype=auto")
+    code, out, _ = call("plan", small, *DRIVES, "--algorithm", "adamw", *settings, "--json")
+    assert code == 0
+    found = json.loads(out)
+    (adamw,) = (one for one in found["beside"] if one["algorithm"] == "adamw")
+    assert adamw["step_seconds"] == found["step"]["seconds"]
+    code, _, err = call("plan", small, *DRIVES, *settings, "--set", "ns_dtype=float32")
+    assert code == 2
+    assert "--set ns_dtype= is given twice" in err
 
 
 def test_outputs_are_new_files(small: Path, tmp_path: Path) -> None:

@@ -488,6 +488,12 @@ def test_the_folder_of_a_rank_and_an_unfinished_checkpoint(run: Path, published:
         verify(unfinished)
 
 
+def test_a_checkpoint_of_dcp_whose_metadata_was_not_written(plain: Path) -> None:
+    (plain / ".metadata").unlink()
+    with pytest.raises(tierstore.CheckpointError, match=r"not finished: its \.metadata, which is"):
+        verify(plain)
+
+
 def test_a_directory_that_a_disk_does_not_list(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(path: Any) -> list[str]:
         raise OSError(errno.EIO, os.strerror(errno.EIO), path)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.tools.cli.arguments import JsonOption, note_interrupted_reshard
+from tierstore.tools.cli.arguments import JsonOption
 from tierstore.tools.cli.exit_codes import exit_codes
 from tierstore.tools.cli.output import plain, progress, write_json, write_lines
 from tierstore.units import format_bytes
@@ -32,7 +32,6 @@ def checkpoint(
     with exit_codes(as_json):
         from tierstore.checkpoint.publish_stopped import publish_run
 
-        note_interrupted_reshard(run)
         with progress("read" if verify else "copied") as on_progress:
             publication = publish_run(run, out, verify=verify, on_progress=on_progress)
         if as_json:

@@ -151,7 +151,9 @@ def plan(
                 nvme_bytes=_free_bytes(measured),
             )
         except BudgetError as error:
-            fail(f"it does not fit: {error}", as_json, BAD_DATA)
+            # As the option is called here, where --host-memory is the memory of a node.
+            text = re.sub("host_memory=?", "--store-memory ", str(error)).replace("  ", " ")
+            fail(f"it does not fit: {text}", as_json, BAD_DATA)
         if html is not None:
             from tierstore.tools.plan.page import html_of
 
@@ -269,6 +271,10 @@ def _settings(texts: Sequence[str]) -> dict[str, str]:
                 f"--set takes an argument of the optimizer and its value, as momentum_dtype=int8, "
                 f"got {text!r}"
             )
+    names = [text.split("=")[0] for text in texts]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"--set {name}= is given twice: give it once")
     return dict(text.split("=", 1) for text in texts)
 
 

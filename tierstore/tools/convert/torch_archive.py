@@ -30,7 +30,7 @@ _OPCODES_PER_STORAGE = 500
 
 
 def read_torch_file(reader: Reader, name: str) -> Any:
-    """Return what a file holds: plain values, StoredTensor and Unread.
+    """Return what a file holds: plain values, StoredTensor, and stand-ins for what is not read.
 
     The checksums of tensors are left to Reader.compare_checksums().
 

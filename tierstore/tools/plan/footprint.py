@@ -21,6 +21,7 @@ from tierstore.paging.tier_plan import (
     Budget,
     Placement,
     Tier,
+    check_page_options,
     default_page_bytes,
     pages_at_once,
     place,
@@ -43,19 +44,13 @@ class StoreOptions:
     compute: str = "device"
 
     def __post_init__(self) -> None:
-        every = self.commit_every
-        if every is not None and every < 1:
-            raise PlanError(f"commit_every must be at least 1, or None for no commit, got {every}")
-        if self.compute not in ("device", "host"):
-            raise PlanError(f"compute must be 'device' or 'host', got {self.compute!r}")
         for name in ("host_memory", "device_memory", "page_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**63:
                 raise PlanError(f"{name} must be 0 or more and below 2^63, got {str(value)[:20]}")
-        if self.page_bytes == 0:
-            raise PlanError("page_bytes must be above 0, or None for a size by host_memory")
         try:
-            _ = self.budget
+            size = default_page_bytes(self.budget) if self.page_bytes is None else self.page_bytes
+            check_page_options(size, self.commit_every, self.compute, self.budget)
         except ValueError as error:
             raise PlanError(str(error)) from error
 

@@ -301,10 +301,15 @@ class _Rank:
         slowest, _ = self._in_lanes(sums)
         return max(slowest, sums.copy_out, sums.check / threads, sums.seal / threads)
 
-    def _sweep_s(self, model_s: float, *, commits: bool) -> float:
+    def _sweep_s(self, model_s: float, *, commits: bool, to_end: bool = False) -> float:
         """Return the seconds of all groups of pages, the one after the other.
 
         In a step that commits, pages that rest in memory are written before those behind them.
+
+        Args:
+            model_s: of forward and backward.
+            commits: whether the step commits.
+            to_end: whether to wait for the last writes, which else pass beside the next step.
         """
         rates = self._rates
         lanes = [self._slowest(sums) for sums in self._phases]
@@ -327,7 +332,10 @@ class _Rank:
             else:  # Forward and backward, while the drives end the step before.
                 free = self._buffers
                 before = min(_READ_AHEAD * model_s, max(0.0, model_s - writes[-1]))
-            after = idle[number + 1] if number + 1 < len(idle) else model_s + idle[0]
+            if number + 1 < len(idle):
+                after = idle[number + 1]
+            else:
+                after = 0.0 if to_end else model_s + idle[0]
             ahead = min(before, _share(free, sums.buffered) * sums.read / rates.read)
             behind = min(after, writes[number])
             bounds = [lanes[number], disks[number] - ahead - behind]
@@ -355,7 +363,12 @@ class _Rank:
         page = 1 / max(1, sums.pages)
         steps = 1 if sums.write else min(2, rules.commit_every)
         last_s = page * (sums.copy_out + sums.sealed + sums.written / rates.write)
-        swept_s = self._sweep_s(model_s, commits=True) - page * sums.compute + sums.add + last_s
+        swept_s = (
+            self._sweep_s(model_s, commits=True, to_end=True)
+            - page * sums.compute
+            + sums.add
+            + last_s
+        )
         # The drives begin with a group when the thread does. Before the next step writes, they also
         # fill the buffers for it.
         moved_s = begun_s = 0.0

@@ -311,9 +311,8 @@ class _Planner:
 
     def beside(self, job: Job, algorithm: str) -> Beside | None:
         """Return the job under one algorithm; None if it cannot run so."""
-        options = job.optimizer if algorithm == self.optimizer.algorithms[0] else {}
         try:
-            ranks, _ = self.lay_out(replace(job, optimizer=options), algorithm)
+            ranks, _ = self.lay_out(job, algorithm)
         except (BudgetError, PlanError):
             return None
         time, wear = self.time(ranks)
