@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.bench_runs import run_benchmark
 
 
+@pytest.mark.long
 def test_small_run(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     done = run_benchmark("balance.py", "--small", "--json", str(path))
