@@ -22,6 +22,7 @@ from tierstore.layout.parameters import PagedGroup, PagedParameter
 from tierstore.paging.gradients import agree_on_gradients
 from tierstore.paging.profiler_lanes import profiled
 from tierstore.paging.session import Session
+from tierstore.paging.states import States
 from tierstore.paging.sweep import Changes, SteppedPages, Sweep
 from tierstore.paging.views import ChunkView, PageView, RoundedMaster, ShardView
 from tierstore.ranks.peers import Peers, Ranks
@@ -59,6 +60,7 @@ class Pages:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._states = States(session)
         self._changes = Changes()
         self._warned_of_no_gradient = False
 
@@ -170,8 +172,8 @@ class Pages:
                 "it with the data and random numbers of another batch. Nothing was changed: call "
                 "store.commit() after each step, once all that is registered has its new state"
             )
-        session.states.follow_scalars()
-        session.states.given.require_unchanged()
+        self._states.follow_scalars()
+        session.given.require_unchanged()
         table = session.table
         table.ensure_placed()
         table.offload_gradients()
@@ -210,7 +212,7 @@ class Pages:
                     parameter.tensor.grad = None
             yield SteppedPages(iter(()), frozenset(), [])
             return
-        session.states.given.forget()
+        session.given.forget()
         sweep = Sweep(
             table,
             free_gradients=bool(session.free_gradients),
@@ -234,7 +236,7 @@ class Pages:
         """
         session = self._session
         session.usability.require_restored()
-        with session.states.only_reading():
+        with self._states.only_reading():
             session.pager.prefetch(session.table.pages)
 
     @property
@@ -270,9 +272,8 @@ class Pages:
         Kept in memory, and part of every commit. Change them within sweep(), after its last
         page, so that an error in between fails the store.
         """
-        session = self._session
-        session.states.follow_scalars()
-        return session.committer.scalars
+        self._states.follow_scalars()
+        return self._session.committer.scalars
 
     @not_compiled
     def read_states(self, names: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
@@ -296,9 +297,8 @@ class Pages:
         Raises:
             StorageError, CorruptionError: a page could not be read.
         """
-        session = self._session
-        session.usability.require_restored()
-        return session.states.read(None if names is None else set(names))
+        self._session.usability.require_restored()
+        return self._states.read(None if names is None else set(names))
 
     @not_compiled
     @torch.no_grad()
@@ -325,9 +325,8 @@ class Pages:
             ValueError: the optimizer has other groups than the store.
             StorageError, CorruptionError: a page could not be read.
         """
-        session = self._session
-        session.usability.require_restored()
-        return session.states.show(name)
+        self._session.usability.require_restored()
+        return self._states.show(name)
 
     def needs_other_ranks(self, names: Collection[str]) -> bool:
         """Return whether read_states() of these parameters is a call of all ranks together.
@@ -336,7 +335,7 @@ class Pages:
         with FSDP2. The answer is the same on all ranks. Parameters that are not attached yet need
         other ranks.
         """
-        return self._session.states.need_other_ranks(names)
+        return self._states.need_other_ranks(names)
 
     @not_compiled
     @torch.no_grad()
@@ -363,6 +362,5 @@ class Pages:
             ValueError: an unknown name, or a wrong shape or placement. Nothing was changed.
             StorageError: a page could not be written; the store has failed.
         """
-        session = self._session
-        session.usability.require_restored()
-        session.states.write(values, scalars or {}, None if names is None else set(names))
+        self._session.usability.require_restored()
+        self._states.write(values, scalars or {}, None if names is None else set(names))

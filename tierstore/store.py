@@ -327,7 +327,7 @@ class TierStore:
         session = self._session
         session.usability.require_restored()
         session.raise_damage()
-        session.states.given.require_unchanged()
+        session.given.require_unchanged()
         committer = session.require_committer("commit()")
         committer.keep_states(session.registered.ask())
         begins = committer.begins_commit
@@ -351,7 +351,7 @@ class TierStore:
         session = self._session
         session.usability.require_restored()
         session.raise_damage()
-        session.states.given.require_unchanged()
+        session.given.require_unchanged()
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -511,35 +511,27 @@ class TierStore:
         """
         session = self._session
         session.usability.require_open()
-        committer = session.require_committer("restore()")
+        session.require_committer("restore()")
         if rewind and checkpoint is None:
             raise ValueError(
                 "rewind=True goes back to a checkpoint: pass checkpoint=, too; restore() alone "
                 "goes back to the last commit"
             )
         with session.calls.together("restore(rewind=True)" if rewind else "restore()"):
-            return self._restore(committer, checkpoint, rewind, check)
+            return self._restore(checkpoint, rewind, check)
 
     def _restore(
         self,
-        committer: Committer,
         checkpoint: str | os.PathLike[str] | None,
         rewind: bool,
         check: Callable[[CommittedStep], None],
     ) -> int:
         session = self._session
-        usability = session.usability
+        committer, usability = session.committer, session.usability
         parameters = session.table.parameters
         together(session.ranks, "begin a restore", lambda: drop_gathered_copies(parameters))
-        session.states.given.forget()
-        restore = Restore(
-            session.ranks,
-            committer,
-            session.table,
-            usability,
-            session.registered,
-            check,
-        )
+        session.given.forget()
+        restore = Restore(session, check)
         if checkpoint is not None and rewind:
             self._settle_publication()
             step = restore.rewound(checkpoint, self._synchronize)
@@ -609,9 +601,9 @@ class TierStore:
                 if usability.awaits_restore:  # Nothing was written since the run was opened.
                     committer.marks_clean_end = committer.is_clean
                 else:
-                    if not session.states.given.was_refused:
+                    if not session.given.was_refused:
                         # Called last, so that the last step is committed nevertheless.
-                        released.callback(session.states.given.require_unchanged)
+                        released.callback(session.given.require_unchanged)
                     with session.calls.named("close()"):
                         self._synchronize()
                     committer.marks_clean_end = True

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 from tierstore.checkpoint.reshard import OtherRanks, end_reshard
 from tierstore.errors import RunDirectoryError, StorageError
-from tierstore.paging.page_table import PageTable
+from tierstore.paging.session import Session
 from tierstore.paging.whole_states import restore_parameters, write_pages
-from tierstore.ranks.peers import Ranks, agree, on_rank_0, together
-from tierstore.run.committer import Committer, scalars_in
+from tierstore.ranks.peers import agree, on_rank_0, together
+from tierstore.run.committer import scalars_in
 from tierstore.run.layout_file import RankLayout
 from tierstore.run.manifest import Manifest, PageEntry
 from tierstore.run.page_files import check_files, check_same_model
 from tierstore.run.recovery import recover
-from tierstore.run.registered import CommittedStep, Registered, committed_step
-from tierstore.run.usability import Usability
+from tierstore.run.registered import CommittedStep, committed_step
 
 if TYPE_CHECKING:
     from tierstore.checkpoint.load import CheckpointSource
@@ -31,28 +30,16 @@ class Restore:
     """Restore of a step, from one of three sources. All ranks make the same calls.
 
     Args:
-        ranks: all ranks of the job.
-        committer: the commits of the run.
-        table: the pages.
-        usability: of the store.
-        registered: what the program has registered.
+        session: of the store.
         check: see TierStore.restore().
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        committer: Committer,
-        table: PageTable,
-        usability: Usability,
-        registered: Registered,
-        check: Callable[[CommittedStep], None],
-    ) -> None:
-        self._ranks = ranks
-        self._committer = committer
-        self._table = table
-        self._usability = usability
-        self._registered = registered
+    def __init__(self, session: Session, check: Callable[[CommittedStep], None]) -> None:
+        self._ranks = session.ranks
+        self._committer = session.require_committer("restore()")
+        self._table = session.table
+        self._usability = session.usability
+        self._registered = session.registered
         self._check = check
 
     def from_commit(self) -> int:

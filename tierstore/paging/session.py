@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tierstore.errors import RunDirectoryError
 from tierstore.paging import rank_checks
+from tierstore.paging.given_states import GivenStates
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
-from tierstore.paging.states import States
 from tierstore.ranks.peers import Ranks
 from tierstore.ranks.roll_call import Calls
 from tierstore.run.committer import Committer, Progress
@@ -53,7 +53,8 @@ class Session:
         self._find_damage = find_damage
         self.compute = compute
         self.free_gradients = free_gradients
-        self.states = States(ranks, calls, table, pager, committer, usability)
+        self.given = GivenStates()
+        """The tensors of states that callers hold."""
         self.registered = Registered()
         self.steps_begun = 0
         """Steps since the store was opened, the same on all ranks."""

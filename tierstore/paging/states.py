@@ -8,9 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from tierstore.layout.dtensors import local_tensor
-from tierstore.paging.given_states import GivenStates
-from tierstore.paging.page_table import PageTable
-from tierstore.paging.pager import Pager
+from tierstore.paging.session import Session
 from tierstore.paging.sweep import may_retry
 from tierstore.paging.whole_states import (
     agree_to_read,
@@ -21,53 +19,33 @@ from tierstore.paging.whole_states import (
     show_in_memory,
     write_pages,
 )
-from tierstore.ranks.peers import Ranks, agree
-from tierstore.ranks.roll_call import Calls
-from tierstore.run.committer import Progress
-from tierstore.run.usability import Usability
+from tierstore.ranks.peers import agree
 
 
 class States:
     """The states of all parameters as tensors; see read_states(), ... of Pages.
 
     Args:
-        ranks: all ranks.
-        calls: the calls that all ranks make together.
-        table: the pages.
-        pager: moves the pages.
-        progress: has the scalars.
-        usability: fails the store if a page that was begun to be replaced cannot be written.
+        session: of the store.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        calls: Calls,
-        table: PageTable,
-        pager: Pager,
-        progress: Progress,
-        usability: Usability,
-    ) -> None:
-        self._ranks = ranks
-        self._calls = calls
-        self._table = table
-        self._pager = pager
-        self._progress = progress
-        self._usability = usability
-        self.given = GivenStates()
-        """The tensors that callers hold."""
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._table = session.table
+        self._given = session.given
+        self._usability = session.usability
 
     def read(self, names: Collection[str] | None) -> dict[str, dict[str, torch.Tensor]]:
         """Return the current states of some parameters, or of all."""
         wanted = self._table.specs.keys() if names is None else names
         if self.need_other_ranks(wanted):
-            with self._calls.together("read_states()"):
+            with self._session.calls.together("read_states()"):
                 agree_to_read(self._table, wanted)
                 found = self._read(wanted)
         else:
             found = self._read(wanted)
         if self._usability.has_directory:
-            self.given.give(found)
+            self._given.give(found)
         return found
 
     def show(self, name: str) -> dict[str, torch.Tensor]:
@@ -77,15 +55,15 @@ class States:
                 f"a state of parameter {name!r} may lie on other ranks: call state_dict(), or "
                 "read_states(), on all ranks together"
             )
-        if self.given.shown(name) is None:
+        if self._given.shown(name) is None:
             with torch.inference_mode(False):  # Tensors of inference mode do not count changes.
                 if not self._show_in_memory(name):
                     self._show_copies(name)
-        return dict(self.given.shown(name) or {})
+        return dict(self._given.shown(name) or {})
 
     def need_other_ranks(self, names: Collection[str]) -> bool:
         """Return whether reading the states of these parameters is a call of all ranks."""
-        if self._ranks.world_size == 1:
+        if self._session.ranks.world_size == 1:
             return False
         is_attached = self._table.specs.keys() >= set(names)
         return not is_attached or self._table.are_replicated(names)
@@ -97,7 +75,7 @@ class States:
         names: Collection[str] | None,
     ) -> None:
         """Replace all states, or those of some parameters."""
-        with self._calls.together("write_states()"):
+        with self._session.calls.together("write_states()"):
             table = self._table
             replaced = table.specs.keys() if names is None else names
             were_given = agree_to_write(
@@ -108,20 +86,20 @@ class States:
             )
             table.ensure_placed()
             if were_given and self._pages_hold(values, replaced):
-                self.given.forget_changed(replaced)
+                self._given.forget_changed(replaced)
                 return
             with self._usability.failing(interrupts=True):
                 write_pages(table, lambda view: fill_states(view, values, replaced), scalars, names)
-            self.given.forget(replaced)
+            self._given.forget(replaced)
 
     def follow_scalars(self) -> None:
         """Without a directory, follow the scalars of show() that were changed in place."""
         if self._usability.has_directory:
             return
-        for name, state, tensor in list(self.given.changed()):
-            if state in self._progress.scalars.get(name, {}):
-                self._progress.scalars[name][state] = tensor.item()
-                self.given.show(name, {state: tensor}, views=False)
+        for name, state, tensor in list(self._given.changed()):
+            if state in self._session.committer.scalars.get(name, {}):
+                self._session.committer.scalars[name][state] = tensor.item()
+                self._given.show(name, {state: tensor}, views=False)
 
     @contextlib.contextmanager
     def only_reading(self) -> Iterator[None]:
@@ -130,7 +108,7 @@ class States:
             yield
         except BaseException as error:
             if may_retry(error, self._table):
-                self._pager.drop_early()
+                self._session.pager.drop_early()
             else:
                 self._usability.fail(error)
             raise
@@ -142,14 +120,14 @@ class States:
 
     def _show_in_memory(self, name: str) -> bool:
         """Show views of the page; return False if that is not possible."""
-        if self._ranks.world_size > 1 or self._usability.has_directory:
+        if self._session.ranks.world_size > 1 or self._usability.has_directory:
             return False
         self._table.ensure_placed()
         with self.only_reading():
             views = show_in_memory(self._table, name)
         if views is None:
             return False
-        self.given.show(name, views, views=True)
+        self._given.show(name, views, views=True)
         self._show_scalars(name)
         return True
 
@@ -160,17 +138,17 @@ class States:
         if self.need_other_ranks(names):
             names = {name}
         for other, states in self._read(names).items():
-            if self.given.shown(other) is None:
-                self.given.show(other, states, views=False)
+            if self._given.shown(other) is None:
+                self._given.show(other, states, views=False)
                 self._show_scalars(other)
 
     def _show_scalars(self, name: str) -> None:
-        scalars = self._progress.scalars.get(name, {})
+        scalars = self._session.committer.scalars.get(name, {})
         tensors = {
             scalar: torch.tensor(value, dtype=torch.float32, device="cpu")  # ()
             for scalar, value in scalars.items()
         }
-        self.given.show(name, tensors, views=False)
+        self._given.show(name, tensors, views=False)
 
     def _pages_hold(
         self, values: Mapping[str, Mapping[str, torch.Tensor]], names: Collection[str]
@@ -188,7 +166,7 @@ class States:
             for name, states in current.items()
             for state, tensor in states.items()
         )
-        return all(agree(self._ranks, "compare states", lambda: is_equal))
+        return all(agree(self._session.ranks, "compare states", lambda: is_equal))
 
     def _are_current(
         self,
@@ -201,10 +179,10 @@ class States:
         Collectives, numpy and ``.data`` change a tensor without a trace; see _pages_hold().
         """
         specs = self._table.specs
-        known = self._progress.scalars
+        known = self._session.committer.scalars
         return all(known.get(name) == scalars[name] for name in scalars) and all(
             (tensor := values.get(name, {}).get(state)) is not None
-            and self.given.is_current(name, state, tensor)
+            and self._given.is_current(name, state, tensor)
             for name in names
             if name in specs
             for state, _ in readable_states(specs[name])
