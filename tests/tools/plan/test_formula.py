@@ -122,6 +122,15 @@ def test_a_commit_is_durable_before_the_next_step_writes() -> None:
     assert hidden.seconds == hidden.resident_s == pytest.approx(5.1)
 
 
+@pytest.mark.parametrize("model_s", [0.0, 0.1, 0.2])
+def test_what_is_written_beside_the_model_is_not_durable_before_it(model_s: float) -> None:
+    """A page takes 0.1 s to read and 0.1 s to write; the next step waits for its commit."""
+    rates = DiskRates(read=100 * MB, write=100 * MB, mixed_read=100 * MB, mixed_write=100 * MB)
+    rank = RankWork(pages=[replace(PAGE, compute_s=0.0)], rates=rates, buffers=3)
+    step = StepFormula([rank], StepRules(commit_every=1)).step(model_s)
+    assert step.seconds == pytest.approx(0.2)
+
+
 def test_a_commit_adds_parameters() -> None:
     page = replace(PAGE, compute_s=1.0, added_bytes=5 * MB, add_s=0.25)
     pages = [page] * 4

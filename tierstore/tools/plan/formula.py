@@ -336,14 +336,17 @@ class _Rank:
                 after = idle[number + 1]
             else:
                 after = 0.0 if to_end else model_s + idle[0]
-            ahead = min(before, _share(free, sums.buffered) * sums.read / rates.read)
-            behind = min(after, writes[number])
-            bounds = [lanes[number], disks[number] - ahead - behind]
+            read, write = moved[number]
+            ahead = min(before * rates.read, _share(free, sums.buffered) * read)  # Bytes.
+            behind = min(after * rates.write, _share(self._buffers, sums.buffered) * write)
+            left_s = max(rates.seconds(read - ahead, write - behind))
+            hidden_s = disks[number] - left_s
+            bounds = [lanes[number], left_s]
             if sums.buffered > self._buffers:
-                bounds.append((sums.buffer_s - ahead - behind) / self._buffers)
+                bounds.append((sums.buffer_s - hidden_s) / self._buffers)
                 if self._buffers == 2 and not self._rules.on_gpu:
                     # The other buffer is written while a page is read and stepped.
-                    bounds.append(sums.turn_s - ahead)
+                    bounds.append(sums.turn_s - ahead / rates.read)
             seconds += max(bounds)
         return seconds
 
