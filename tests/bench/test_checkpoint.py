@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.bench_runs import report_of
 
 
+@pytest.mark.long
 def test_small_run(tmp_path: Path) -> None:
     report, printed = report_of("checkpoint.py", tmp_path)
     for word in ("Saving", "dcp.load of", "Publishing, by size"):

@@ -11,6 +11,7 @@ import pytest
 from tests.support.bench_runs import BENCH, run_without
 
 
+@pytest.mark.long
 def test_says_how_to_install_deepspeed(tmp_path: Path) -> None:
     report_path = tmp_path / "report.json"
     done = run_without("deepspeed", "deepspeed_step.py", report_path)

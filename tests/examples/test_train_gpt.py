@@ -75,6 +75,7 @@ def test_killed_and_resumed_run_ends_in_the_same_bits(
     assert digest(result.stdout) == digest(finished[1])
 
 
+@pytest.mark.long
 def test_another_seed_ends_in_other_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
     result = run(tmp_path / "run", "--seed", "1")
     assert digest(result.stdout) != digest(finished[1])

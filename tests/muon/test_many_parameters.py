@@ -29,6 +29,7 @@ def seconds(*functions: Callable[[], Any]) -> list[float]:
     return [min(found[index :: len(functions)]) for index in range(len(functions))]
 
 
+@pytest.mark.long
 def test_many_small_parameters_step_about_as_fast_as_foreach() -> None:
     """1.4 times as long was measured; a step parameter by parameter took 6.5 times as long."""
     weights = [parameter(shape=[64]) for _ in range(2000)]
@@ -40,7 +41,7 @@ def test_many_small_parameters_step_about_as_fast_as_foreach() -> None:
     assert ours < 3 * theirs
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_loops_over_the_state_take_linear_time(is_attached: bool) -> None:
     """With four times the parameters they take four times as long; 15 times was measured."""
@@ -142,6 +143,7 @@ def test_many_groups_step_in_few_calls() -> None:
         assert calls(optimizer.step) < 5 * calls(stock.step)
 
 
+@pytest.mark.long
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,

@@ -100,7 +100,7 @@ def test_zeros_stay_zeros() -> None:
     torch.testing.assert_close(state.read(), values, rtol=1e-6, atol=0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_second_moments_do_not_stall(dtype: torch.dtype) -> None:
     """With beta2 = 0.999, gradients that became ten times smaller are followed in the mean.

@@ -80,6 +80,7 @@ print(slowness, time.process_time() - began)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the setting is for x86-64")
 def test_a_cpu_without_the_instructions_is_found_slow() -> None:
     """oneDNN, which multiplies for torch, can be told to use the instructions of an older CPU."""

@@ -110,6 +110,7 @@ def many_small_pages(sender: Connection, directory: Path) -> None:
         sender.send((store.stats().pages_in, kernel.anonymous_peak() - before))
 
 
+@pytest.mark.long
 def test_small_pages_in_memory_take_no_more_than_their_size(tmp_path: Path) -> None:
     processes = multiprocessing.get_context("forkserver")
     receiver, sender = processes.Pipe(duplex=False)

@@ -249,7 +249,7 @@ if sys.argv[1:]:
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("directory", [True, False])
 def test_closing_when_the_interpreter_exits(directory: bool, tmp_path: Path) -> None:
     """No thread can be started any more."""

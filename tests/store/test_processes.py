@@ -174,7 +174,7 @@ def test_two_stores_on_two_directories(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- children
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_workers_of_a_data_loader(start_method: str, tmp_path: Path) -> None:
     """Workers that are started while the store is in use do not disturb it."""

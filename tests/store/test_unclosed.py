@@ -126,7 +126,7 @@ def test_a_warning_says_which_step_a_restart_finds(
     assert committed_step(tmp_path) == step
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program",
     [

@@ -218,7 +218,7 @@ def test_a_checkpoint_is_not_published_if_its_output_is_closed(run: Path, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >&-"])
 def test_errors_keep_their_code_if_no_one_can_read_them(redirection: str, run: Path) -> None:
     for arguments in (["verify", run / "absent"], ["verify", "--all"], ["inspect"]):

@@ -271,7 +271,7 @@ convert(sys.argv[1], sys.argv[2], to="dcp", on_progress=stop)
 """
 
 
-@pytest.mark.quick(1)
+@pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals(sent: int, plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
