@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` chooses by the mark `long`.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give other cases than those of the mark ``quick`` the mark ``long``; sort by limits.
+    """Give cases beyond the number of the mark ``quick`` the mark ``long``; sort by limits.
 
     Tests of the longest limits begin, so that none of them is left for the end.
     """

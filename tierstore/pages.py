@@ -55,7 +55,7 @@ _COMPARE_EVERY = 100
 class Pages:
     """The pages of one store: ``store.pages``.
 
-    Calls that all ranks make together are in step as those of the store; see TierStore.
+    Calls that all ranks make together follow the rules of TierStore.
     """
 
     def __init__(self, session: Session) -> None:
@@ -252,7 +252,7 @@ class Pages:
 
     @property
     def compute(self) -> str:
-        """The place of computation: "device" (that of the parameters) or "host"."""
+        """The place of computation: "device" (the parameters' device) or "host"."""
         return self._session.compute
 
     @property
@@ -306,8 +306,8 @@ class Pages:
         """Return the states and scalars of one parameter as tensors of the current values.
 
         On one rank without a directory, a change of a tensor in place is a change of the state: the
-        tensors are views of the page, until move(). Otherwise they are tensors as those of
-        read_states(), and the next sweep(), commit(), synchronize() or close() raises ValueError
+        tensors are views of the page, until move(). Otherwise they are tensors as read_states()
+        returns them, and the next sweep(), commit(), synchronize() or close() raises ValueError
         if one was changed in place, unless write_states() has replaced the states of the
         parameter. Writes through ``.data`` or numpy are not noticed. A state that is too large for
         one record, and a scalar with a directory, is treated likewise.
@@ -346,7 +346,7 @@ class Pages:
         *,
         names: Iterable[str] | None = None,
     ) -> None:
-        """Replace all states, or those of some parameters, outside of a step.
+        """Replace the states of all parameters, or of some, outside of a step.
 
         Writes nothing if the values are the very tensors that read_states() or show_states()
         returned, with the content that the pages have. All ranks call it together.

@@ -37,7 +37,7 @@ class CommittedStep:
     tagged: Mapping[str, Any] = field(default_factory=dict)
     """Name -> state, as tagged_json.encode() returns it."""
     of_other_ranks: bool = False
-    """Whether the ranks of the commit are more or fewer than the ranks of this job."""
+    """True if the ranks of the commit are more or fewer than the ranks of this job."""
     unequal: Sequence[str] = ()
     """Names whose states differ between these other ranks: no rank gets them back."""
 
