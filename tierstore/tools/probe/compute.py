@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import resource
@@ -15,6 +14,7 @@ import torch
 
 from tierstore.paging.buffers import BufferPool
 from tierstore.run.checksums import block_checksum
+from tierstore.tools.probe import container
 from tierstore.tools.probe.optimizers import optimizer_rates
 from tierstore.tools.probe.result import Compute, Machine, Rate
 from tierstore.tools.probe.rounds import measured
@@ -31,9 +31,9 @@ def machine() -> Machine:
     return Machine(
         host=socket.gethostname(),
         cpu=model[1].strip() if model else platform.machine(),
-        cores=os.cpu_count() or 1,
+        cores=container.cores(),
         threads=torch.get_num_threads(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=container.memory_bytes(),
         kernel=f"{platform.system()} {platform.release()}",
         torch=torch.__version__,
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
