@@ -32,7 +32,7 @@ from tierstore.run.recovery import newest_in_common, read_manifest
 from tierstore.run.sealed import body_errors, is_count, require, unseal
 from tierstore.run.striping import Striping, stripe
 from tierstore.storage.checks import LOCK_NAME
-from tierstore.storage.paths import OPEN_FLAGS
+from tierstore.storage.paths import NO_LOCKS, OPEN_FLAGS
 
 _STATE_BYTES_MAX = 2**50
 """A larger number of bytes is damage: no state has as many."""
@@ -315,7 +315,11 @@ def holder_of(reader: Reader) -> str | None:
             try:
                 # The shared lock lasts a moment; a store that is opened meanwhile waits longer.
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno in NO_LOCKS:  # Then no process can use the run.
+                    continue
+                if not isinstance(error, BlockingIOError):
+                    raise
                 holder = os.pread(fd, 1024, 0).decode(errors="replace")
                 return holder or "an unknown process"
             finally:

@@ -34,10 +34,12 @@ from tierstore.storage.held_directory import HeldDirectory
 from tierstore.storage.mappings import mappings
 from tierstore.storage.paths import (
     FILE_MODE,
+    NO_LOCKS,
     OPEN_FLAGS,
     Entry,
     get_file,
     map_file,
+    no_locks_error,
     opened,
     put_file,
     storage_error,
@@ -535,7 +537,11 @@ class EngineStorage(LinkableStorage, ABC, Generic[TicketT]):
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno in NO_LOCKS:
+                    raise no_locks_error(self.location, error) from error
+                if not isinstance(error, BlockingIOError):
+                    raise
                 time_left_s = deadline - time.monotonic()
                 if time_left_s <= 0:
                     raise locked_error(self.location, _holder(fd), timeout_s) from None

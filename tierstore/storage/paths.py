@@ -23,6 +23,18 @@ from tierstore.units import SECTOR_BYTES, Extent, format_bytes
 NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """Errors of a filesystem that has no O_DIRECT, or not for such a transfer."""
 
+NO_CALL = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+"""Errors of a filesystem that lacks a call."""
+
+NO_LOCKS = NO_CALL | {errno.ENOLCK}
+"""Errors of flock() where a filesystem has no locks, as Lustre without ``-o flock``."""
+
+NO_MODES = NO_CALL | {errno.EPERM}
+"""Errors of chmod() where a filesystem gives all files one mode, as mounts of Windows do."""
+
+NO_LINKS = NO_CALL | {errno.EPERM, errno.EMLINK}
+"""Errors of link() where a filesystem has no links, or not so many."""
+
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of every open() of a file: links are not followed, started programs do not inherit it."""
 
@@ -95,11 +107,39 @@ def make_directory(directory: Path) -> None:
 
 
 def unusable_directory(directory: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a directory that cannot be made or opened."""
+    """Return the error for a directory that cannot be made, opened or synced."""
+    advice = "make it writable for this user, or name another one"
+    if error.errno in NO_CALL:
+        advice = (
+            "its filesystem cannot make the names in a directory durable: name a directory on "
+            "another filesystem"
+        )
     return RunDirectoryError(
         f"{directory} cannot be used as a directory: {errno_text(error.errno or errno.EIO)}; "
-        "make it writable for this user, or name another one"
+        f"{advice}"
     )
+
+
+def no_locks_error(where: str, error: OSError) -> RunDirectoryError:
+    """Return the error for a filesystem that cannot keep other processes out of a run."""
+    return RunDirectoryError(
+        f"{where}: the filesystem has no locks ({errno_text(error.errno or errno.EIO)}), and two "
+        "processes that write one run destroy it: mount it with locks (Lustre with -o flock, NFS "
+        "with lockd), or name a directory on another filesystem"
+    )
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Set the mode of a file or directory, where the filesystem has modes.
+
+    Raises:
+        OSError: it has, and refuses.
+    """
+    try:
+        os.chmod(path, mode)
+    except OSError as error:
+        if error.errno not in NO_MODES:
+            raise
 
 
 @contextmanager

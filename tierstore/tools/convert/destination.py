@@ -17,7 +17,11 @@ from tierstore.errors import CheckpointError, StorageError
 from tierstore.storage.paths import (
     DIRECTORY_MODE,
     FILE_MODE,
+    NO_CALL,
+    NO_LINKS,
+    NO_LOCKS,
     make_directory,
+    set_mode,
     storage_errors,
     sync_path,
 )
@@ -28,7 +32,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 # Of renameat2() where the kernel or the filesystem does not know the flags.
-_NO_FLAGS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Identity = tuple[int, int, int]
 """Device, inode and mode of a file or directory."""
@@ -104,10 +107,21 @@ def _locked_directory(destination: Path) -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd, fcntl.LOCK_EX)
             if os.path.samestat(os.stat(path), os.fstat(fd)):
                 stack.pop_all()
                 return path, fd
+
+
+def _lock(fd: int, flags: int) -> bool:
+    """Lock a directory; return False where the filesystem has no locks."""
+    try:
+        fcntl.flock(fd, flags)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _prefix(destination: Path) -> str:
@@ -131,8 +145,8 @@ def _remove_leftovers(destination: Path) -> None:
                 continue
             raise
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
+            if _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(path)
         except (BlockingIOError, FileNotFoundError):
             continue  # Another conversion to the same destination has it, or has just removed it.
         finally:
@@ -151,13 +165,13 @@ def make_durable(directory: Path) -> None:
             with storage_errors("flush", path):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    os.fchmod(fd, FILE_MODE)
+                    set_mode(path, FILE_MODE)
                     os.fsync(fd)
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 finally:
                     os.close(fd)
         with storage_errors("flush", Path(folder)):
-            os.chmod(folder, DIRECTORY_MODE)
+            set_mode(Path(folder), DIRECTORY_MODE)
             sync_path(Path(folder))
 
 
@@ -209,12 +223,25 @@ def _rename_to_free(made: Path, destination: Path) -> None:
     try:
         _renameat2(made, destination, _RENAME_NOREPLACE)
     except OSError as error:
-        if error.errno not in _NO_FLAGS:
+        if error.errno not in NO_CALL:
             raise
         if made.is_dir():
             os.rename(made, destination)  # Replaces nothing but an empty directory.
-        else:
-            os.link(made, destination)
+        elif not _link(made, destination):
+            if os.path.lexists(destination):
+                raise FileExistsError from error
+            os.rename(made, destination)
+
+
+def _link(made: Path, destination: Path) -> bool:
+    """Give a file a second name; return False where the filesystem has no links."""
+    try:
+        os.link(made, destination)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        return False
+    return True
 
 
 def _renameat2(one: Path, other: Path, flags: int) -> None:

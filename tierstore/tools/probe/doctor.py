@@ -15,6 +15,7 @@ import torch
 
 from tierstore.errors import TierstoreError
 from tierstore.storage.select import choose_storage
+from tierstore.tools.probe.calls import failed_calls
 from tierstore.tools.probe.compute import machine
 from tierstore.units import format_bytes
 
@@ -49,7 +50,7 @@ class Finding:
 def examine(directories: Sequence[Path]) -> list[Finding]:
     """Return what works here: packages, memory, GPU, then each directory.
 
-    Writes 4 KiB to each directory, reads them back and removes them.
+    Writes small files to each directory, reads them back and removes them.
 
     Args:
         directories: existing directories that runs would use.
@@ -149,10 +150,16 @@ def _directory(path: Path) -> Iterator[Finding]:
             return
         yield _filesystem_finding(path)
         storage, reasons = choose_storage(path)
+        storage.close()
+        failed = list(failed_calls(path))
     except (OSError, TierstoreError) as error:
         yield Finding(subject, Health.BAD, str(error), "mend what the message names")
         return
-    storage.close()
+    for call in failed:
+        health = Health.BAD if call.stops_runs else Health.SLOW
+        yield Finding(subject, health, call.text, call.remedy)
+    if any(call.stops_runs for call in failed):
+        return
     direct = getattr(storage, "direct", False)
     how = "O_DIRECT" if direct else "no O_DIRECT: pages go through the page cache"
     if reasons or not direct:
