@@ -294,6 +294,33 @@ def test_published_checkpoints_stay(tmp_path: Path) -> None:
         assert_holds_toy(tmp_path / name, step)
 
 
+def test_a_checkpoint_of_abandoned_steps_is_replaced(tmp_path: Path) -> None:
+    """README's loop, which names checkpoints by steps, goes on after a rewind."""
+    toy, folder = Toy(tmp_path / "run"), tmp_path / "folder"
+    for step in range(1, 6):
+        toy.step()
+        toy.store.checkpoint(folder / f"step-{step}")
+    toy.store.restore(folder / "step-2", rewind=True)
+    before = {step: digests(folder / f"step-{step}") for step in (1, 2, 4)}
+    toy.step()
+    toy.store.checkpoint(folder / "step-3")
+    toy.step()
+    (folder / "step-4" / "notes").write_text("of the user")
+    for name in ("step-1", "step-2", "step-4"):  # Not abandoned, or with a file of somebody else.
+        with pytest.raises(tierstore.CheckpointError, match="is there already"):
+            toy.store.checkpoint(folder / name)
+    (folder / "step-4" / "notes").unlink()
+    assert before == {step: digests(folder / f"step-{step}") for step in (1, 2, 4)}
+    toy.store.checkpoint(folder / "step-4")
+    toy.step()
+    toy.store.checkpoint(folder / "step-5")
+    toy.store.close()
+    assert names_in(folder) == [f"step-{step}" for step in range(1, 6)]
+    for step in range(1, 6):
+        assert summarize(folder / f"step-{step}").epoch == (step > 2)
+        assert_holds_toy(folder / f"step-{step}", step)
+
+
 def test_other_readers_know_the_epoch(tmp_path: Path) -> None:
     toy = rewound(tmp_path)
     toy.step()

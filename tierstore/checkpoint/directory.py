@@ -10,12 +10,14 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 
 from tierstore.checkpoint.retention import (
+    is_replaced,
     is_taken,
     marked_by_ranks,
     remove,
     remove_leftovers,
     retain,
     temporary_prefix,
+    withdraw,
 )
 from tierstore.errors import CheckpointError, StorageError, TierstoreError
 from tierstore.run.file_names import METADATA_NAME
@@ -53,14 +55,18 @@ class CheckpointDirectory:
         name: its final name.
         run_id: the run that is published.
         token: 8 hexadecimal digits that distinguish this attempt, the same on all ranks.
+        age: epoch and step of what is published.
     """
 
-    def __init__(self, folder: Folder, name: str, run_id: str, token: str) -> None:
+    def __init__(
+        self, folder: Folder, name: str, run_id: str, token: str, age: tuple[int, int]
+    ) -> None:
         self.folder = folder
         self.name = name
         self.child = f"{temporary_prefix(name, run_id)}{token}"
         """The temporary name."""
         self._run_id = run_id
+        self._age = age
         self._state = State.ABSENT
 
     @property
@@ -72,10 +78,11 @@ class CheckpointDirectory:
         """Make it under its temporary name, after removing what earlier attempts left.
 
         Raises:
-            CheckpointError: the final name is taken.
+            CheckpointError: the final name is taken, and not by a checkpoint of steps that the run
+                has abandoned.
             StorageError: the disk refuses.
         """
-        if is_taken(self.folder, self.name):
+        if is_taken(self.folder, self.name) and not self._replaces():
             raise CheckpointError(
                 f"{self.folder.location}/{self.name} is there already: name another "
                 "directory, or remove that one first"
@@ -96,9 +103,20 @@ class CheckpointDirectory:
         """Write ``.metadata``, make all names in the directory durable, then the final name."""
         self.put(METADATA_NAME, metadata)
         self.folder.sync(self.child)
+        doomed = None
+        if is_taken(self.folder, self.name) and self._replaces():
+            doomed = withdraw(self.folder, self.name, self._run_id)
         self.folder.rename(self.child, self.name)
         self._state = State.NAMED
         self.folder.sync_children()
+        if doomed is not None:
+            try:
+                remove(self.folder, doomed)
+            except StorageError as error:  # The next checkpoint() removes them.
+                logger.warning("files of the replaced checkpoint stay: %s", error)
+
+    def _replaces(self) -> bool:
+        return is_replaced(self.folder, self.name, self._run_id, *self._age)
 
     def keep(self) -> None:
         """Protect the directory from remove()."""

@@ -201,8 +201,9 @@ class _Publishing:
         # In the temporary name: an attempt never writes into what another one has left.
         self._token = tokens[0]
         assert self._folder is not None
+        age = self._manifest.epoch, self._manifest.step
         self._directory = CheckpointDirectory(
-            self._folder, self._name, self._manifest.run_id, self._token
+            self._folder, self._name, self._manifest.run_id, self._token, age
         )
 
     def _open_folder(self) -> None:

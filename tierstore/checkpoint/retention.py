@@ -98,21 +98,50 @@ def retain(
     is_whole = (len(marked.get(c, ())) == published[c]["world_size"] for c in others)
     kept += next(compress(([child] for child in others), is_whole), oldest)
     for child in (child for child in others if child not in kept):
-        marks = map(published_mark, range(min(published[child]["world_size"], RANKS_MAX)))
-        unknown = set(folder.files(child)) - {MARKER_NAME, *published[child]["files"], *marks}
-        if unknown:
+        if unknown := _others_in(folder, child, published[child]):
             logger.warning(
                 "%s/%s is kept, because %s in it was not published there",
                 folder.location,
                 child,
-                sorted(unknown)[0],
+                unknown[0],
             )
             continue
-        # Renamed first, so that a partly removed checkpoint does not look whole.
-        doomed = f"{temporary_prefix(child, run_id)}{secrets.token_hex(4)}"
-        folder.rename(child, doomed)
-        folder.sync_children()
-        remove(folder, doomed)
+        remove(folder, withdraw(folder, child, run_id))
+
+
+def withdraw(folder: Folder, child: str, run_id: str) -> str:
+    """Give a checkpoint a temporary name, durably; return it.
+
+    Before its files go, so that a partly removed checkpoint does not look whole.
+    """
+    doomed = f"{temporary_prefix(child, run_id)}{secrets.token_hex(4)}"
+    folder.rename(child, doomed)
+    folder.sync_children()
+    return doomed
+
+
+def is_replaced(folder: Folder, child: str, run_id: str, epoch: int, step: int) -> bool:
+    """Return whether a checkpoint that the run published is of steps that it has abandoned.
+
+    Args:
+        folder: the directory above the checkpoint.
+        child: its name.
+        run_id: the run.
+        epoch: the number of rewinds before the step that is published now.
+        step: that step.
+    """
+    marker = _marker_of_run(folder, child, run_id)
+    return (
+        marker is not None
+        and _is_abandoned((marker["epoch"], marker["step"]), [(epoch, step)])
+        and not _others_in(folder, child, marker)
+    )
+
+
+def _others_in(folder: Folder, child: str, marker: Mapping[str, Any]) -> list[str]:
+    """Return the files in a checkpoint that publishing did not put there."""
+    marks = map(published_mark, range(min(marker["world_size"], RANKS_MAX)))
+    return sorted(set(folder.files(child)) - {MARKER_NAME, *marker["files"], *marks})
 
 
 def _is_abandoned(age: tuple[int, int], ages: Collection[tuple[int, int]]) -> bool:
