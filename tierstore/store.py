@@ -259,7 +259,9 @@ class TierStore:
         if target is Tier.NVME:
             session.require_committer('move("nvme")')
         with session.calls.together("move()"):
+            session.given.require_unchanged()
             session.table.move(target)
+            session.given.forget()  # Views that were shown are of the memory before.
 
     # -- Commits and checkpoints.
 
@@ -312,8 +314,6 @@ class TierStore:
 
         Copies hyperparameters and the states of what is registered now; parameters and states are
         as the step left them.
-        With ``commit_every`` other than 1 float32 parameters, which only commits write, are as they
-        are now: they are copied to page buffers, which may wait for earlier writes.
         With ``commit_every`` above 1 a step that is not due is not committed; synchronize() then
         commits it with these states. A step is committed again if a state has changed; values of
         groups that change after the commit of a step are in the commit of the next step.
@@ -346,7 +346,9 @@ class TierStore:
 
         Raises:
             StorageError: the commit failed; the commit before it is intact.
-            ValueError: a tensor of show_states() was changed in place. Nothing was committed.
+            ValueError: a tensor of show_states() was changed in place; or parameters were changed
+                since a step that ``commit_every`` does not make due, and that is to be committed
+                now. Nothing was committed.
         """
         session = self._session
         session.usability.require_restored()
@@ -354,11 +356,25 @@ class TierStore:
         session.given.require_unchanged()
         self._synchronize()
 
-    def _synchronize(self) -> None:
+    def _warn_of_changed_weights(self) -> bool:
+        """Return whether close() must keep the commit before; warn then."""
+        session, committer = self._session, self._session.committer
+        with session.calls.together("close()"):
+            is_changed = session.left_was_changed()
+        if is_changed and session.ranks.rank == 0:
+            warnings.warn(
+                f"parameters were changed since step {committer.step}, and a commit holds what its "
+                "step left: close() does not commit this step, and a restart finds step "
+                f"{self.committed.step}. Call synchronize() right after the last step()",
+                stacklevel=4,
+            )
+        return is_changed
+
+    def _synchronize(self, *, begins: bool = True) -> None:
         session = self._session
         committer = session.require_committer("synchronize()")
         session.ask()
-        if not committer.is_up_to_date:
+        if begins and not committer.is_up_to_date:
             with session.calls.together("synchronize()"):
                 session.begin_commit()
         with session.usability.failing(interrupts=False), session.pager.stalled():
@@ -386,7 +402,8 @@ class TierStore:
         or all of it, or a copy that continues. All ranks call it together.
 
         Args:
-            path: the directory; must be absent or empty.
+            path: the directory; must be absent or empty, or a checkpoint of this run of steps
+                that a rewind has abandoned, which is then replaced.
             model: adds the tensors that are not paged: buffers, frozen parameters, and the
                 further names of tied parameters. None: paged state only.
             keep_last: number of checkpoints of this run to keep next to ``path``; the oldest are
@@ -576,7 +593,8 @@ class TierStore:
     def close(self) -> None:
         """Synchronize, then release files, lock and buffers. May be called again.
 
-        Waits until the last checkpoint was read. A failed store is released without a commit. An
+        Waits until the last checkpoint was read. A failed store is released without a commit, and
+        so, with a warning, is a step that was not due and after which parameters were changed. An
         error of synchronize(), or of the last checkpoint, is raised after everything was released.
         """
         self._close(synchronize=True)
@@ -605,8 +623,9 @@ class TierStore:
                         # Called last, so that the last step is committed nevertheless.
                         released.callback(session.given.require_unchanged)
                     with session.calls.named("close()"):
-                        self._synchronize()
-                    committer.marks_clean_end = True
+                        is_kept = committer.adds_parameters and self._warn_of_changed_weights()
+                        self._synchronize(begins=not is_kept)
+                    committer.marks_clean_end = not is_kept
 
     def __enter__(self) -> Self:
         return self

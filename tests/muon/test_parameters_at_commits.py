@@ -145,23 +145,76 @@ def test_a_change_between_commits_is_one_in_every_tier(tmp_path: Path) -> None:
                 assert torch.equal(states[name][state], tensor), (name, state)
 
 
-def test_a_commit_has_a_parameter_as_it_is_then(tmp_path: Path) -> None:
-    """In all pages of it, in whatever tier they are."""
-    parameters = parameters_of(torch.float32)
-    with tierstore.TierStore(
-        tmp_path, commit_every=4, host_memory="400KiB", page_bytes=16384
-    ) as store:
+WRITES: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "in place": lambda p: p.detach().mul_(0),
+    "through data": lambda p: p.data.copy_(torch.zeros_like(p)),
+    "another tensor": lambda p: setattr(p, "data", torch.zeros_like(p)),
+}
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("commit_every", [1, 2, 3, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tier", ["nvme", "both", "host"])
+def test_a_commit_has_what_its_step_left(
+    tmp_path: Path, dtype: torch.dtype, commit_every: int | None, write: str, tier: str
+) -> None:
+    """Averages that are swapped in for a validation are in no commit; or it is refused."""
+    memory = {"nvme": "400KiB", "both": "2MiB", "host": "16MiB"}[tier]
+    parameters = parameters_of(dtype)
+    options: dict[str, Any] = {"commit_every": commit_every, "host_memory": memory}
+    store = tierstore.TierStore(tmp_path, page_bytes=16384, **options)
+    optimizer = optimizer_of(parameters, store=store)
+    train(parameters, optimizer, range(2))
+    left = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        WRITES[write](parameter)
+    refuses = dtype == torch.float32 and commit_every in (3, None) and write != "another tensor"
+    if refuses:
+        with pytest.raises(ValueError, match="were changed since step 2, and a commit holds"):
+            store.synchronize()
+        assert store.committed.step == 0
+        with pytest.warns(UserWarning, match="close\\(\\) does not commit this step"):
+            store.close()
+        return
+    store.commit()
+    store.synchronize()
+    store.close()
+    others = parameters_of(dtype)
+    with tierstore.TierStore(tmp_path, resume=True, page_bytes=16384, **options) as store:
+        assert optimizer_of(others, store=store).restore() == 2
+        for name, parameter in others.items():
+            assert torch.equal(parameter, left[name]), name
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("commit_every", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_parameter_without_a_gradient_that_a_program_edits(
+    tmp_path: Path, dtype: torch.dtype, commit_every: int, write: str
+) -> None:
+    """The next step commits it, though it steps no page of the parameter."""
+    parameters = parameters_of(dtype)
+    options: dict[str, Any] = {"commit_every": commit_every, **SMALL}
+    with tierstore.TierStore(tmp_path, **options) as store:
         optimizer = optimizer_of(parameters, store=store)
         train(parameters, optimizer, range(2))
-        assert set(store.stats().pages_in) == {"host", "nvme"}
-        with torch.no_grad():
-            parameters["wide"].fill_(0.1)
-            parameters["embedding"].fill_(-3.0)
-        store.synchronize()
-        content = read_run(tmp_path)
-    for name in ("wide", "embedding"):
-        wanted = parameters[name].detach().numpy()
-        assert np.array_equal(content.states[name]["master"], wanted)
+        edited = next(name for name in parameters if name in ADAMW)
+        WRITES[write](parameters[edited])
+        for step in (2, 3):
+            for name, parameter in parameters.items():
+                value = gradient(name, step, parameter).to(dtype)
+                parameter.grad = None if name in ADAMW else value
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # That it was changed outside of the optimizer.
+                optimizer.step()
+            store.commit()
+    others = parameters_of(dtype)
+    with tierstore.TierStore(tmp_path, resume=True, **options) as store:
+        assert optimizer_of(others, store=store).restore() == 4
+        for name, parameter in others.items():
+            assert torch.equal(parameter, parameters[name]), name
 
 
 def test_a_commit_does_not_wait_for_the_writes_of_its_step(tmp_path: Path) -> None:

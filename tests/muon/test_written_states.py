@@ -481,3 +481,22 @@ def test_the_states_of_a_parameter_have_the_methods_of_a_mapping(
         assert not isinstance(states, collections.abc.Mapping)  # Frameworks would rebuild it.
         twins.step()
         twins.assert_identical()
+
+
+def test_states_after_a_move_are_views_of_the_memory_that_counts() -> None:
+    """A store without a directory shows its memory, which a move replaces."""
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    with tierstore.TierStore(None, host_memory="1MiB", device_memory="1MiB") as store:
+        optimizer = muon.Muon([{"params": [("w", weight)], "algorithm": "adamw"}], store=store)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        before = optimizer.state[weight]["exp_avg"]
+        for tier in ("device", "host"):
+            store.move(tier)
+            shown = optimizer.state[weight]["exp_avg"]
+            assert torch.equal(shown, before)
+            shown.fill_(0.5)
+            assert torch.equal(store.pages.read_states()["w"]["exp_avg"], torch.full((8, 8), 0.5))
+            shown.copy_(before)
+        optimizer.step()
+        assert torch.equal(optimizer.state[weight]["exp_avg"], 0.9 * before + 0.1)

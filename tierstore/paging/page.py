@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -117,6 +117,10 @@ class Page:
     left: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name -> this rank's tensor of each parameter as the step left it, if the file lacks values: a
     program may convert parameters before the commit."""
+    _noted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Parameter -> version and address when the page, or ``left``, had its values."""
+    _sample: torch.Tensor | None = None
+    """Two elements of a parameter at that time: changes through ``.data`` count in no version."""
 
     @property
     def is_empty(self) -> bool:
@@ -175,6 +179,37 @@ class Page:
             for name, parameter in self.parameters.items()
             if MASTER in parameter.encodings
         }
+        tensors = self._local_parameters()
+        self._noted, self._sample = _marks(tensors), _sample_of(tensors.values())
+
+    @property
+    def was_edited(self) -> bool:
+        """True if a program has changed a parameter since the page had its values.
+
+        A sample on another device is not compared, which would wait for the device.
+        """
+        if not self._noted:
+            return False
+        tensors = self._local_parameters()
+        if _marks(tensors) != self._noted:
+            return True
+        is_here = self._sample is not None and self._sample.device.type == "cpu"
+        return is_here and not _equal(self._sample, _sample_of(tensors.values()))
+
+    @property
+    def left_was_changed(self) -> bool:
+        """True if ``left`` is not as the step left it any more.
+
+        Memory that was freed is no change: the commit refuses it.
+        """
+        sample = _sample_of(self.left.values())
+        return any(
+            not left.is_inference() and left._version != self._noted[name][0]
+            for name, left in self.left.items()
+        ) or (sample is not None and not _equal(self._sample, sample))
+
+    def _local_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: local_tensor(p.tensor).detach() for name, p in self.parameters.items()}
 
     def look_for_writes(self) -> None:
         """Find the parameters with encoded masters that were written to since they were noted."""
@@ -191,6 +226,26 @@ class Page:
         if needed is Needed.STEP:
             return self.layout.readable
         return self.layout.sections_of(MASTER) if needed is Needed.MASTERS else []
+
+
+def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (version_of(t), t.data_ptr()) for name, t in tensors.items()}
+
+
+def _sample_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the first and the last element of the first tensor that has some."""
+    for tensor in tensors:
+        if tensor.numel() and tensor.untyped_storage().nbytes():
+            first, last = (tensor[(index,) * tensor.ndim] for index in (0, -1))
+            return torch.stack([first, last])
+    return None
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Compare samples by their bits: NaN is what it was."""
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 class PageFiles:
@@ -343,11 +398,11 @@ class PageFiles:
 
     @cached_property
     def _in(self) -> ThreadPoolExecutor:
-        return started_pool(checksum_threads(os.cpu_count() or 1), "tierstore-in")
+        return started_pool(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-in")
 
     @cached_property
     def _out(self) -> ThreadPoolExecutor:
-        return started_pool(checksum_threads(os.cpu_count() or 1), "tierstore-out")
+        return started_pool(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-out")
 
     def _start_write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> _Started:
         """Start a write once the copy from the device has ended; on a thread.

@@ -247,15 +247,24 @@ class Pager:
             self._early.clear()
 
     def leaves_out_parameters(self, page: Page) -> bool:
-        """Return whether steps leave the values of a page's parameters to commits."""
-        return self._committer.adds_parameters and page.layout.may_lack_parameters
+        """Return whether the last step leaves the values of a page's parameters to its commit.
 
-    def swap_out(self, page: Page) -> None:
+        A step that is due does not: its commit has what the step left.
+        """
+        committer = self._committer
+        adds = committer.adds_parameters and not committer.is_due
+        return adds and page.layout.may_lack_parameters
+
+    def swap_out(self, page: Page, *, with_parameters: bool = False) -> None:
         """Give back a held page that was changed.
 
         A page that stays in memory is written for commits only: now, if the next commit is due.
+
+        Args:
+            page: the page.
+            with_parameters: write the values of its parameters in any case.
         """
-        page.lacks_parameters = self.leaves_out_parameters(page)
+        page.lacks_parameters = not with_parameters and self.leaves_out_parameters(page)
         if page.is_empty:
             self._rest(page)
         elif page.tier is Tier.NVME or self._committer.is_due:

@@ -9,7 +9,7 @@ from tierstore.paging import rank_checks
 from tierstore.paging.given_states import GivenStates
 from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
-from tierstore.ranks.peers import Ranks
+from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.ranks.roll_call import Calls
 from tierstore.run.committer import Committer, Progress
 from tierstore.run.registered import Registered
@@ -75,9 +75,34 @@ class Session:
         if isinstance(self.committer, Committer) and not self.committer.has_states:
             self.committer.keep_states(self.registered.ask())
 
+    def left_was_changed(self) -> bool:
+        """Return whether a program changed parameters that the last step left to its commit.
+
+        All ranks call this.
+        """
+        changed = any(page.lacks_parameters and page.left_was_changed for page in self.table.pages)
+        return any(agree(self.ranks, "look at the parameters", lambda: changed))
+
+    def _require_left(self) -> None:
+        for page in self.table.pages:
+            if page.lacks_parameters and page.left_was_changed:
+                raise ValueError(
+                    f"parameters, such as {min(page.left)!r}, were changed since step "
+                    f"{self.committer.step}, and a commit holds what its step left: nothing was "
+                    "committed. Call synchronize() or checkpoint() right after step(), or at steps "
+                    "that commit_every makes due, and change parameters after that"
+                )
+
     def begin_commit(self) -> None:
-        """Begin to commit the last step. All ranks call this."""
+        """Begin to commit the last step. All ranks call this.
+
+        Raises:
+            ValueError: parameters were changed since the step, and no page has them as it left
+                them.
+        """
         committer, table, pager = self.require_committer("a commit"), self.table, self.pager
+        if committer.adds_parameters:
+            together(self.ranks, "look at the parameters", self._require_left)
         self.ask()
         table.require_same_values()
         rank_checks.require_same_commit(

@@ -77,8 +77,9 @@ class Sweep:
         self._stepped = [page for page in table.all_pages if self._has_gradient(page)]
         # Pages that are only to be written come last: a stepped page stays valid while the next
         # pages of a window are asked for, and all ranks replicate subgroups at the same time.
-        fresh = [page for page in table.all_pages if page.content is Content.FRESH]
-        self._pages = [*self._stepped, *(page for page in fresh if not self._has_gradient(page))]
+        others = (page for page in table.all_pages if not self._has_gradient(page))
+        changed = [page for page in others if page.content is Content.FRESH or page.was_edited]
+        self._pages = [*self._stepped, *changed]
         self._last_uses = {name: page for page in self._pages for name in page.parameters}
         for page in self._pages:
             page.look_for_writes()
