@@ -98,16 +98,6 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     assert torch.equal(SplitMaster(*split(values, torch.int16)).read(), values)
 
 
-def test_remainders_alone_follow_the_parameter() -> None:
-    """The parameter is the master where the given one does not round to it."""
-    values = torch.tensor([1.0 + 2**-12, 1.0 + 2**-12, -3.0])
-    parameter = torch.tensor([1.0, 2.0, -3.0], dtype=torch.bfloat16)
-    state = SplitMaster(parameter, torch.zeros(3, dtype=torch.int16))
-    state.write_remainder(values.double())
-    assert parameter.tolist() == [1.0, 2.0, -3.0]
-    assert torch.equal(state.read(), torch.tensor([1.0 + 2**-12, 2.0, -3.0]))
-
-
 def int8_state(values: torch.Tensor) -> Int8State:
     blocks = (*values.shape[:-1], -(-values.shape[-1] // 256))
     state = Int8State("m", torch.zeros(values.shape, dtype=torch.int8), torch.zeros(blocks))

@@ -329,3 +329,45 @@ def test_reading_states_leaves_float32_masters_as_they_are(tmp_path: Path, tier:
         assert all(torch.equal(found[name]["master"], before[name]) for name in SHAPES)
         with pytest.warns(UserWarning, match=r"parameter 'wide' was changed outside"):
             train(parameters, optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("first", ["optimizer", "model"])
+@pytest.mark.parametrize("master", ["remainder", "24bit"])
+def test_the_optimizer_may_be_loaded_before_the_model(
+    master: str, first: str, every: int, tmp_path: Path
+) -> None:
+    """The masters are those of the state dict, and the next step is the same."""
+
+    def made(seed: int, store: tierstore.TierStore | None) -> tuple[torch.nn.Module, muon.Muon]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 8)).bfloat16()
+        groups = muon.param_groups(model, head="1")
+        return model, muon.Muon(groups, store=store, master=master, ns_dtype=torch.float32)
+
+    def train_on(model: torch.nn.Module, optimizer: muon.Muon, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            optimizer.step()
+
+    model, optimizer = made(0, None)
+    train_on(model, optimizer, range(3))
+    saved = optimizer.state_dict()
+    with tierstore.TierStore(tmp_path, page_bytes=4096, commit_every=every) as store:
+        other, restored = made(1, store)
+        train_on(other, restored, range(3, 4))
+        loads = [
+            lambda: restored.load_state_dict(saved),
+            lambda: other.load_state_dict(model.state_dict()),
+        ]
+        for load in loads if first == "optimizer" else reversed(loads):
+            load()
+        found = restored.state_dict()["state"]
+        for number, states in saved["state"].items():
+            assert torch.equal(found[number]["master"], states["master"])
+        train_on(model, optimizer, range(4, 6))
+        train_on(other, restored, range(4, 6))
+    for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, wanted)

@@ -178,17 +178,6 @@ class SplitMaster(EncodedState):
         self._remainder.copy_(bits >> self._shift if self._shift else bits)
         self._parameter.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
 
-    def write_remainder(self, values: torch.Tensor) -> None:
-        """Encode masters without a change of the parameter: it is the master where it differs.
-
-        Args:
-            values: of any dtype and device, of the shape of the state.
-        """
-        parameter = self._parameter.clone()
-        assign(self, values)
-        self._remainder.masked_fill_(self._parameter != parameter, 0)
-        self._parameter.copy_(parameter)
-
     def drop_remainders(self, before: torch.Tensor) -> torch.Tensor:
         """Let the parameter be the master where it was changed.
 

@@ -89,7 +89,13 @@ class States:
                 self._given.forget_changed(replaced)
                 return
             with self._usability.failing(interrupts=True):
-                write_pages(table, lambda view: fill_states(view, values, replaced), scalars, names)
+                write_pages(
+                    table,
+                    lambda view: fill_states(view, values, replaced),
+                    scalars,
+                    names,
+                    keeps_parameters=True,
+                )
             self._given.forget(replaced)
 
     def follow_scalars(self) -> None:

@@ -328,6 +328,15 @@ class PageView:
         finally:
             _copy(remainders, before)
 
+    @contextlib.contextmanager
+    def keeping_parameters(self) -> Iterator[None]:
+        """Give parameters whose masters are encoded their values back after the block."""
+        pairs = [(c.values, c.values.clone()) for spec, _, c in self._chunks() if spec.encodings]
+        try:
+            yield
+        finally:
+            _copy([values for values, _ in pairs], [before for _, before in pairs])
+
     def write_parameters(self) -> None:
         """Round the masters to the parameters that are not their own master, or part of it."""
         self._round([chunk for shard in self.shards for chunk in shard.chunks])

@@ -230,6 +230,8 @@ def write_pages(
     fill: Callable[[PageView], None],
     scalars: Mapping[str, Mapping[str, float]],
     names: Collection[str] | None = None,
+    *,
+    keeps_parameters: bool = False,
 ) -> None:
     """Make pages anew, outside of a step. An error leaves old and new pages.
 
@@ -239,6 +241,7 @@ def write_pages(
         scalars: updates the scalars of the committer.
         names: the parameters whose pages are read, filled and written; None: all pages are
             written, and none is read.
+        keeps_parameters: fill() changes no parameter that is a part of its encoded master.
     """
     pages, needed = table.pages, Needed.NOTHING
     if names is not None:
@@ -256,16 +259,24 @@ def write_pages(
             view = page.view()
             if needed is Needed.STEP:  # Other parameters of the page may have been changed.
                 view.drop_remainders(page.written)
-            fill(view)
-            if not table.pager.leaves_out_parameters(page):
-                view.read_parameters()
-            table.pager.swap_out(page)
+            # A master that does not fit the parameter is kept until the next use of the page: the
+            # program may load the parameters after it.
+            encoded = [p for p in page.parameters.values() if MASTER in p.encodings]
+            keeps = keeps_parameters and bool(encoded)
+            stores = keeps or not table.pager.leaves_out_parameters(page)
+            with view.keeping_parameters() if keeps else contextlib.nullcontext():
+                fill(view)
+                if stores:
+                    view.read_parameters()
+            table.pager.swap_out(page, with_parameters=stores)
     for name, values in scalars.items():
         table.committer.scalars[name] = dict(values)
     table.committer.note_written(len(table.groups))
     table.replicate()
     for page in pages:
         page.note_parameters()
+        if keeps_parameters:  # As if the parameters were written to.
+            page.versions = dict.fromkeys(page.versions, -1)
 
 
 def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
@@ -279,11 +290,7 @@ def fill_states(view: PageView, values: States, names: Collection[str]) -> None:
                 if value is not None:
                     position = chunk.local if is_dtensor(value) else chunk.chunk
                     place = shard.spec.state_chunk(state, position)
-                    given = place.select(local_tensor(value))
-                    if isinstance(target, SplitMaster):
-                        target.write_remainder(given)
-                    else:
-                        assign(target, given)
+                    assign(target, place.select(local_tensor(value)))
                 elif state == MASTER and not isinstance(target, SplitMaster):
                     assign(target, chunk.values)
                 else:
