@@ -140,6 +140,9 @@ class AveragedModel:
                 self._kept["step"] = step
         finally:
             self._now.clear()
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
         buffers = _buffers(self._model)
         for name, buffer in _buffers(self.module).items():
             buffer.copy_(buffers[name])
@@ -160,7 +163,8 @@ class AveragedModel:
     ) -> None:
         """Go back to the committed averages, to go on from a step of the run.
 
-        Without a commit the averages begin with the next update.
+        Without a commit the averages begin with the next update. Buffers are those that the model
+        has now: load them into the model first.
 
         Args:
             step: what ``restore()`` of the run returned.
@@ -198,6 +202,8 @@ class AveragedModel:
                 )
 
         self.store.restore(checkpoint, rewind=rewind, check=check)
+        with torch.no_grad():
+            self._take_buffers()
         last, self._seen = self._kept["step"], step
         if last > step:
             warnings.warn(

@@ -228,6 +228,21 @@ def test_buffers_are_those_of_the_model(tmp_path: Path) -> None:
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_restored_averages_have_the_buffers_of_the_model(tmp_path: Path) -> None:
+    """Not those of the copy that the program has just made, until the next update."""
+    model = nn.Sequential(nn.Linear(33, 5), nn.BatchNorm1d(5))
+    for restart in (False, True):
+        averaged_copy = copy.deepcopy(model)
+        with torch.no_grad():
+            model[1].running_mean.fill_(7.0)  # As the program loads it.
+        with tierstore.TierStore(tmp_path / "averages", resume=True, **STREAMED) as store:
+            averaged = tierstore.AveragedModel(model, averaged_copy, store, decay=DECAY)
+            averaged.restore(int(restart))
+            assert torch.equal(averaged.module[1].running_mean, model[1].running_mean)
+            averaged.update(1)
+            model[1].running_mean.zero_()
+
+
 def test_the_run_goes_back_or_trains_others(tmp_path: Path) -> None:
     model = net()
     with tierstore.TierStore(tmp_path, **STREAMED) as store:
