@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tierstore
-from muon import newton_schulz
+from muon import keys, newton_schulz
 from muon.matrices import declared, matrices_of
 from muon.pipeline import compute_device
 
@@ -37,6 +37,48 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[
                 stacklevel=3,
             )
             return
+
+
+def warn_of_other_values(
+    groups: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]], *, is_scheduled: bool
+) -> None:
+    """Warn if restored param groups have other values than the program gave them.
+
+    A scheduler changes the lr, and mostly keeps what the program gave as initial_lr; with
+    max_momentum it also changes momentum or betas.
+
+    Args:
+        groups: the groups as restored.
+        given: the groups as the program had them.
+        is_scheduled: the commit has the state of a scheduler.
+    """
+    found = []
+    for index, (group, before) in enumerate(zip(groups, given, strict=False)):
+        names = {*keys.KEYS, "initial_lr"} - {"params", "param_names"}
+        names &= before.keys() & group.keys()
+        if is_scheduled or "initial_lr" in names:
+            names -= {"lr"}
+        if "max_momentum" in group:
+            names -= {"momentum", "betas"}
+        found += [
+            f"{name} of group {index} is {group[name]!r}, given {before[name]!r}"
+            for name in sorted(names)
+            if _plain(before[name]) != _plain(group[name])
+        ]
+    if found:
+        warnings.warn(
+            f"restore() took the committed values of param groups: {'; '.join(found)}. "
+            "restore(keep_hyperparameters=True) keeps the values that the program gave",
+            stacklevel=4,
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that compares: lists as tuples, tensors and scalars of numpy as floats."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    found = keys.number(value)
+    return value if found is None else found
 
 
 def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,16 @@ from muon.blocks import KEYS as BLOCK_KEYS
 from muon.blocks import blocks_of
 from muon.coefficients import steps_min
 from muon.encoded import check_blocks
-from muon.keys import BOTH, KEYS, OTHER_NAMES, Key, UnfitError, form
+from muon.keys import (
+    BOTH,
+    KEYS,
+    OTHER_NAMES,
+    Key,
+    UnfitError,
+    form,
+    not_loaded,
+    with_dtypes,
+)
 from muon.matrices import declared, matrices_of
 
 _REQUIRED_KEYS = {
@@ -138,6 +147,17 @@ def check_loaded(group: Mapping[str, Any], loaded: Mapping[str, Any], number: in
                 f"{name} is {loaded.get(name)!r} in what is to be loaded and {group.get(name)!r} "
                 f"in param group {number}: pages depend on it, so it cannot be changed"
             )
+
+
+def check_in_checkpoint(group: Mapping[str, Any], saved: Mapping[str, Any], number: int) -> None:
+    """Check the hyperparameters that a checkpoint has for the parameters of a group.
+
+    Raises:
+        ValueError: they are of another rule, or cannot be used.
+    """
+    where = f"in the checkpoint, the group of the parameters of param group {number}"
+    check_loaded(group, {**group, **with_dtypes(saved), **not_loaded(group)}, number)
+    tierstore.pages.refuse_other_rule(saved, group["algorithm"], where)
 
 
 def check_matrices(name: str, shape: Sequence[int], group: Mapping[str, Any]) -> None:

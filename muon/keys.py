@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -84,8 +85,18 @@ def _text(value: object) -> str:
 
 # ------------------------------------------------------------------------------ checks of values
 
-# Real, which numbers of numpy are, last: its check takes longer.
-_NUMBERS = (float, int, Real)
+
+def number(value: object) -> float | None:
+    """Return a number of Python or numpy, or a tensor of one element, as a float; else None."""
+    # Most values are floats, and each step checks them in every group. Real, which numbers of
+    # numpy are, comes last: its check takes longer.
+    if type(value) is float:
+        return value
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype != torch.bool
+    if is_one or (isinstance(value, int | Real) and type(value) is not bool):
+        return float(value)  # type: ignore[arg-type]
+    return None
+
 
 # Arrays and tensors are refused: some fail in the middle of a step, and torch.load() refuses a
 # state dict with arrays.
@@ -101,19 +112,24 @@ def _are_numbers(values: object, count: int) -> bool:
     return (
         isinstance(values, Sequence)
         and len(values) == count
-        and all(isinstance(value, _NUMBERS) for value in values)
+        and all(number(value) is not None for value in values)
     )
 
 
+def _in(value: Any, low: float, high: float, expected: str) -> None:
+    """Check that a value is a number from low on that is below high."""
+    found = value if type(value) is float else number(value)
+    if found is None:
+        is_long = isinstance(value, torch.Tensor) and value.numel() != 1
+        advice = "" if is_long else ": pass a Python number, or a tensor of one element"
+        raise UnfitError("have one element" if is_long else "be a number", advice)
+    _need(low <= found < high, expected)
+
+
 def _not_negative(value: Any) -> None:
-    """Check a number, or a tensor of one element."""
-    # Most values are floats, and each step checks them in every group.
-    if type(value) is not float:
-        advice = ": pass a Python number, or a tensor of one element"
-        _need(isinstance(value, (*_NUMBERS, torch.Tensor)), "be a number", advice)
-        _need(not isinstance(value, torch.Tensor) or value.numel() == 1, "have one element", advice)
-    if not value >= 0:
-        raise UnfitError("not be negative")
+    if type(value) is not float or not 0.0 <= value < math.inf:
+        _in(value, -math.inf, math.inf, "be finite")
+        _need(value >= 0, "not be negative")
 
 
 def _flag(value: Any) -> None:
@@ -121,24 +137,28 @@ def _flag(value: Any) -> None:
 
 
 def _momentum(value: Any) -> None:
-    _need(isinstance(value, _NUMBERS), "be a number", ": pass a Python number")
-    _need(0 <= value <= 1, "lie in [0, 1]")
+    _in(value, 0.0, math.nextafter(1.0, 2.0), "lie in [0, 1]")
 
 
 def _betas(value: Any) -> None:
-    expected = "be two numbers in [0, 1)"
-    _need(_are_numbers(value, 2), expected, _TUPLE_ADVICE)
-    first, second = value
-    _need(0 <= first < 1 and 0 <= second < 1, expected)
+    is_plain = type(value) is tuple and [beta.__class__ for beta in value] == [float, float]
+    if not (is_plain and 0 <= value[0] < 1 and 0 <= value[1] < 1):
+        expected = "be two numbers in [0, 1)"
+        _need(_are_numbers(value, 2), expected, _TUPLE_ADVICE)
+        for beta in value:
+            _in(beta, 0.0, 1.0, expected)
 
 
 def _beta(value: Any) -> None:
-    is_number = isinstance(value, _NUMBERS) and type(value) is not bool
-    _need(is_number and 0 <= float(value) < 1, "be a number in [0, 1)")
+    _in(value, 0.0, 1.0, "be a number in [0, 1)")
 
 
 def _steps(value: Any) -> None:
-    _need(isinstance(value, int) and 0 <= value < 100, "be a whole number in [0, 100)")
+    _need(_is_whole(value) and 0 <= value < 100, "be a whole number in [0, 100)")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _coefficients(value: Any) -> None:
@@ -151,17 +171,16 @@ def _coefficients(value: Any) -> None:
 
 
 def _grid(value: Any) -> None:
-    is_grid = _are_numbers(value, 2) and all(type(n) is int and n > 0 for n in value)
+    is_grid = _are_numbers(value, 2) and all(_is_whole(n) and n > 0 for n in value)
     _need(is_grid, "be two whole numbers above 0", _TUPLE_ADVICE)
 
 
 def _period(value: Any) -> None:
-    _need(type(value) is int and value > 0, "be a whole number above 0")
+    _need(_is_whole(value) and value > 0, "be a whole number above 0")
 
 
 def _ratio(value: Any) -> None:
-    holds = isinstance(value, int | float) and 0 <= value < float("inf")
-    _need(holds, "be a number from 0 on")
+    _in(value, 0.0, math.inf, "be a number from 0 on")
 
 
 # --------------------------------------------------------------------------------------- the table
@@ -409,6 +428,21 @@ def loaded(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]
 def not_loaded(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a group that loading does not change."""
     return {name: group[name] for name, key in KEYS.items() if not key.is_loaded and name in group}
+
+
+def with_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group with numbers instead of tensors, but for "lr", as torch.optim computes it."""
+    types = set(map(type, (*group.values(), *group.get("betas", ()))))
+    if torch.Tensor not in types:
+        return group
+    found: dict[str, Any] = {
+        name: number(value)
+        for name, value in group.items()
+        if value.__class__ is torch.Tensor and name in KEYS and name != "lr"
+    }
+    if torch.Tensor in [beta.__class__ for beta in group.get("betas", ())]:
+        found["betas"] = tuple(map(number, group["betas"]))
+    return {**group, **found}
 
 
 def with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:

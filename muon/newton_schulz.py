@@ -73,6 +73,8 @@ def orthogonalize_(
     is_single = wide.ndim == 2
     if norm == "scaled":
         _scale_(wide)
+    elif wide.dtype == torch.float16:  # Whose largest number, 65504, norms exceed.
+        _scale_(wide, only_down=True)
     # The Frobenius norm bounds the largest singular value, which must not exceed one.
     # Its shape is () for one matrix and (count, 1, 1) for several.
     length = wide.norm() if is_single else torch.linalg.matrix_norm(wide, keepdim=True)
@@ -181,14 +183,20 @@ def flops(shape: tuple[int, int], steps: int = STEPS) -> int:
     return 2 * steps * cost(shape)
 
 
-def _scale_(wide: torch.Tensor) -> None:
+def _scale_(wide: torch.Tensor, *, only_down: bool = False) -> None:
     """Multiply each matrix by a power of two, so that its largest magnitude is in [0.5, 1).
 
     A matrix of zeros, and one with NaN or infinite elements, stays as it is.
+
+    Args:
+        wide: shape (..., rows, columns).
+        only_down: leave smaller matrices as they are.
     """
     largest = torch.linalg.vector_norm(wide, math.inf, dim=(-2, -1), keepdim=True)
     wider = torch.promote_types(wide.dtype, torch.float32)
     exponent = torch.frexp(largest.to(wider)).exponent  # (..., 1, 1)
+    if only_down:
+        exponent = exponent.clamp(min=0)
     # In two factors, since that of a subnormal number would overflow.
     for part in (exponent // 2, exponent - exponent // 2):
         wide.mul_(torch.ldexp(torch.ones_like(largest), -part))

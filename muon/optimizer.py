@@ -15,20 +15,21 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz, normuon
-from muon.advice import warn_of_other_rates, warn_of_slow_bfloat16
+from muon.advice import warn_of_other_rates, warn_of_other_values, warn_of_slow_bfloat16
 from muon.attached import AttachedGroups
 from muon.blocks import at_step
 from muon.checks import (
     algorithm_of,
     check_hyperparameters,
-    check_loaded,
+    check_in_checkpoint,
     check_matrices,
 )
 from muon.coefficients import Coefficients
 from muon.encoded import encodings_of, moments_dtype, momentum_dtype
 from muon.hooks import UpdateHook
-from muon.keys import DEFAULTS, KEYS, defaults, not_loaded, of_arguments, with_dtypes
+from muon.keys import DEFAULTS, KEYS, defaults, not_loaded, of_arguments, with_dtypes, with_numbers
 from muon.matrices import Declaration, declared, matrices_of, unit_of
+from muon.modes import without_callers_modes
 from muon.param_groups import cycle_betas, drop_duplicates
 from muon.pipeline import Pipeline, compute_device
 from muon.qk_clip import QKClip, Scale, largest
@@ -59,9 +60,10 @@ class Muon(torch.optim.Optimizer):
             of parameters that hold several matrices, which its key ``matrices`` declares: see
             ``muon.matrices``. A parameter that is in a group twice is stepped once, with a warning.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: defaults
-            of Muon groups, as in ``torch.optim.Muon``. ``ns_coefficients`` may also be the name of
-            a table, such as "polar_express_1.01"; ``adjust_lr_fn`` has further scales, see
-            ``muon.scales.adjust_lr``. docs/reference/param-groups.md has all keys of groups.
+            of Muon groups, as in ``torch.optim.Muon``; AdamW groups have defaults of their own.
+            ``ns_coefficients`` may also be the name of a table, such as "polar_express_1.01";
+            ``adjust_lr_fn`` has further scales, see ``muon.scales.adjust_lr``.
+            docs/reference/param-groups.md has all keys of groups.
         momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: whole
             numbers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
         master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
@@ -304,7 +306,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         cycle_betas(self.param_groups)
-        with self.store.pages.calling("step()"):
+        with without_callers_modes(), self.store.pages.calling("step()"):
             self._attach_groups()
             for number, group in enumerate(self.param_groups):
                 check_hyperparameters(group, number)
@@ -313,7 +315,7 @@ class Muon(torch.optim.Optimizer):
                         check_matrices(parameter.name, parameter.tensor.shape, group)
             self._warn()
             step = self.store.step + 1
-            groups = [at_step(group, step) for group in self.param_groups]
+            groups = [at_step(with_numbers(group), step) for group in self.param_groups]
             scales = self._qk_scales(qk_logits)
             extras = Extras(hooks=self._hooks, scales=scales)
             window = self.store.pages.window_max
@@ -356,11 +358,12 @@ class Muon(torch.optim.Optimizer):
         self._attached.require_same(self.param_groups)
         parameters = [p for group in self.paged_groups() for p in group.parameters]
         gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        factors = {g.device: factor.to(g.device) for g in gradients}
-        for gradient in gradients:
-            gradient.mul_(factors[gradient.device])
+        with without_callers_modes():
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite)
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            factors = {g.device: factor.to(g.device) for g in gradients}
+            for gradient in gradients:
+                gradient.mul_(factors[gradient.device])
         return norm
 
     def flops_by_rank(self) -> list[int]:
@@ -401,6 +404,7 @@ class Muon(torch.optim.Optimizer):
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         rewind: bool = False,
+        keep_hyperparameters: bool = False,
     ) -> int:
         """Restore the last committed step: see ``TierStore.restore()``.
 
@@ -412,9 +416,15 @@ class Muon(torch.optim.Optimizer):
                 parameters need names.
             rewind: go on from the step of the checkpoint in this run, which may have steps; see
                 ``TierStore.restore()``.
+            keep_hyperparameters: param groups keep the values of this program, such as another
+                weight decay. A scheduler that is registered sets what it schedules nonetheless.
 
         Returns:
             The step, or 0 for a new run.
+
+        Warns:
+            UserWarning: the program gave param groups other values than were committed, and the
+                committed ones count.
 
         Raises:
             ValueError: a committed state is of no object that is registered with the store, for
@@ -424,7 +434,7 @@ class Muon(torch.optim.Optimizer):
         """
         cycle_betas(self.param_groups)
         unchanged = [not_loaded(group) for group in self.param_groups]
-
+        given = [dict(group) for group in self.param_groups]
         with self.store.pages.calling("restore(rewind=True)" if rewind else "restore()"):
             # A failed store restores the groups that it has; the next step attaches the others.
             with contextlib.suppress(tierstore.StoreFailedError):
@@ -437,6 +447,13 @@ class Muon(torch.optim.Optimizer):
                 del group[name]
         # Groups that were attached after the commit come last.
         restored = self.param_groups[: self.store.pages.groups_written]
+        if keep_hyperparameters:
+            for group, values in zip(restored, given, strict=False):
+                group.update(values)
+        elif step:
+            states = self.store.committed.states.values()
+            is_scheduled = any(isinstance(s, Mapping) and "_last_lr" in s for s in states)
+            warn_of_other_values(restored, given, is_scheduled=is_scheduled)
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []
         return step
 
@@ -683,9 +700,7 @@ class Muon(torch.optim.Optimizer):
         return tierstore.pages.PagedGroup(
             parameters=[self._paged_parameter(number, name, p) for name, p in named],
             hyperparameters=group,
-            check=lambda hyperparameters: check_loaded(
-                group, {**with_dtypes(hyperparameters), **not_loaded(group)}, number
-            ),
+            check=lambda saved: check_in_checkpoint(group, saved, number),
         )
 
     def _paged_parameter(

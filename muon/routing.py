@@ -17,6 +17,7 @@ from torch import nn
 
 from muon import newton_schulz
 from muon.checks import algorithm_of, check_matrices
+from muon.keys import KEYS
 from muon.matrices import Declaration, declared, matrices_of
 from muon.routing_rules import Use, rules_by_place, uses_named, uses_of
 
@@ -61,8 +62,12 @@ class ParamGroups(list[dict[str, Any]]):
                         shape = f"{shape}: {held}"
                 heading = [""] * 4
                 if position == 0:
-                    rates = [f"{group[key]:g}" for key in ("lr", "weight_decay")]
-                    heading = [str(index), algorithm_of(group, index), *rates]
+                    algorithm = algorithm_of(group, index)
+                    rates = [
+                        f"{group.get(key, KEYS[key].defaults[algorithm]):g}"
+                        for key in ("lr", "weight_decay")
+                    ]
+                    heading = [str(index), algorithm, *rates]
                 table.add_row(*heading, name, shape, flops, self.rules.get(name, ""))
         # The console is as wide as the table, so that no name is cut.
         width = Console(width=sys.maxsize).measure(table).maximum
@@ -75,10 +80,10 @@ class ParamGroups(list[dict[str, Any]]):
 def param_groups(
     model: nn.Module,
     *,
-    lr: float = 1e-3,
-    adamw_lr: float = 1e-3,
-    weight_decay: float = 0.1,
-    adamw_weight_decay: float = 0.01,
+    lr: float | None = None,
+    adamw_lr: float | None = None,
+    weight_decay: float | None = None,
+    adamw_weight_decay: float | None = None,
     adamw_names: str | Collection[str] = (),
     conv: str = "adamw",
     matrices: Mapping[str | type[nn.Module], Declaration] | None = None,
@@ -118,8 +123,8 @@ def param_groups(
 
     Args:
         model: the model, after ``requires_grad`` was set.
-        lr: learning rate of Muon groups; the default is that of ``torch.optim.Muon``.
-        adamw_lr: learning rate of AdamW groups; the default is that of ``torch.optim.AdamW``.
+        lr: learning rate of Muon groups; None, here and below: the default of the optimizer.
+        adamw_lr: learning rate of AdamW groups.
         weight_decay: weight decay of Muon groups.
         adamw_weight_decay: weight decay of AdamW groups.
         adamw_names: names of more parameters for AdamW, or one name.
@@ -141,9 +146,9 @@ def param_groups(
         no_decay: parameters with weight decay 0, in groups of their own: a function of name and
             parameter, which holds if it is true for any name of a tied parameter, or patterns of
             names such as ``"*.bias"`` (see ``fnmatch``).
-        betas: betas of AdamW groups; None: the default of the optimizer.
-        eps: eps of AdamW groups; None: the default of the optimizer.
-        momentum: momentum of Muon groups; None: the default of the optimizer.
+        betas: betas of AdamW groups.
+        eps: eps of AdamW groups.
+        momentum: momentum of Muon groups.
 
     Returns:
         A Muon group, an AdamW group, then the same without weight decay, then a Muon group for each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,6 +268,12 @@ def step_whole(matrices: Sequence[OwnMatrix], group: Mapping[str, Any], extras: 
             apply_updates(one, group, one.select(update), extras)
 
 
+@functools.cache
+def _plain(name: str) -> str:
+    """Return the name that a parameter has with torch.compile and without: the bits are one."""
+    return tierstore.pages.unwrapped_names([name])[name]
+
+
 def step_adamw(
     shards: Sequence[tierstore.pages.ShardView],
     group: Mapping[str, Any],
@@ -287,7 +294,7 @@ def step_adamw(
         [
             rounded(
                 chunk.states[state],
-                f"{shard.spec.name} {state} {steps[shard.spec.name]}",
+                f"{_plain(shard.spec.name)} {state} {steps[shard.spec.name]}",
                 shard.spec.shape,
                 chunk.chunk,
             )

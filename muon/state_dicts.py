@@ -68,7 +68,7 @@ def match(
     Raises:
         ValueError: the state dict is of other groups, or has other states.
     """
-    saved_groups = state_dict["param_groups"]
+    saved_groups = _by_name(groups, state_dict["param_groups"])
     lengths = [len(group["params"]) for group in groups]
     saved_lengths = [len(group["params"]) for group in saved_groups]
     if lengths != saved_lengths:
@@ -90,11 +90,60 @@ def match(
                 if not isinstance(value, dict) or value
             }
             has_step = group["algorithm"] == "adamw"
+            lacks = {*parameter.states, "step"} - states[parameter.name].keys()
+            if has_step and states[parameter.name] and lacks == {"step"} and "step" in saved:
+                # FusedAdam has the count in the group.
+                states[parameter.name]["step"] = saved["step"]
+                hyperparameters[-1].pop("step", None)
             check_saved(states[parameter.name], parameter, has_step=has_step)
     lost = [key for key in unmatched if isinstance(key, int)]
     if lost:
         raise ValueError(f"the state dict has states without a parameter: {lost[:3]}")
     return hyperparameters, states, deepcopy(unmatched)
+
+
+def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Group]:
+    """Return saved groups with their parameters in the order of groups that have the same names.
+
+    Without names on one side, the order is that of the state dict, as in ``torch.optim``.
+
+    Raises:
+        ValueError: the names are others, or the groups have parts of each other.
+    """
+    named = [group.get("param_names", ()) for group in groups]
+    given = [group.get("param_names", ()) for group in saved]
+    if not all(named) or not all(given):
+        return saved
+    ours, theirs = (
+        tierstore.pages.unwrapped_names(name for names in both for name in names)
+        for both in (named, given)
+    )
+    absent = [name for name in ours if ours[name] not in {*theirs.values()}]
+    new = [name for name in theirs if theirs[name] not in {*ours.values()}]
+    if absent or new:
+        raise ValueError(
+            "the state dict is of parameters with other names: it "
+            + " and ".join(
+                f"{verb} {len(names)}, such as {', '.join(map(repr, names[:3]))}"
+                for verb, names in (("lacks", absent), ("has further", new))
+                if names
+            )
+        )
+    found = []
+    for number, names in enumerate(named):
+        wanted = [ours[name] for name in names]
+        for group, group_names in zip(saved, given, strict=True):
+            plain = [theirs[name] for name in group_names]
+            if {*plain} == {*wanted} and len(plain) == len(group["params"]):
+                ids = dict(zip(plain, group["params"], strict=True))
+                found.append({**group, "params": [ids[name] for name in wanted]})
+                break
+        else:
+            raise ValueError(
+                f"param group {number} has parameters of several groups of the state dict, or a "
+                "part of one: make the param groups as they were saved"
+            )
+    return found
 
 
 def check_keys(state_dict: Mapping[str, Any]) -> None:
@@ -128,6 +177,9 @@ def _hyperparameters(group: _Group, saved: _Group, number: int) -> _Group:
     # Copied, as in torch.optim: a tensor lr must not be shared with the state dict.
     hyperparameters = with_dtypes(deepcopy(loaded(group, saved)))
     check_loaded(group, {**group, **hyperparameters}, number)
+    told = saved.keys() - {"params", "param_names"}
+    if expected is not None and told:  # Without a key, only states are loaded.
+        tierstore.pages.refuse_other_rule(saved, expected, f"group {number} of the state dict")
     return hyperparameters
 
 

@@ -17,8 +17,9 @@ from tierstore.errors import SweepError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import is_dtensor
 from tierstore.layout.encodings import EncodedState
+from tierstore.layout.other_rules import refuse_other_rule
 from tierstore.layout.ownership import SharedShard, SharedSubgroup
-from tierstore.layout.parameters import PagedGroup, PagedParameter
+from tierstore.layout.parameters import PagedGroup, PagedParameter, unwrapped_names
 from tierstore.paging.gradients import agree_on_gradients
 from tierstore.paging.profiler_lanes import profiled
 from tierstore.paging.session import Session
@@ -46,6 +47,8 @@ __all__ = [
     "not_compiled",
     "parse_bytes",
     "profiled",
+    "refuse_other_rule",
+    "unwrapped_names",
 ]
 
 # The gradients of replicas are compared at the first step and then after this number of steps.

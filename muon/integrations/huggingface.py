@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import Trainer
 
 import muon
 import tierstore
+from muon.integrations.optimizers import muon_of
 from tierstore.integrations.huggingface import StoreTrainer
 
 
@@ -16,32 +18,32 @@ class MuonFactory:
     """Builds a Muon for the model of a Trainer.
 
     For ``optimizer_cls_and_kwargs=(MuonFactory, {"store": store, "lr": 0.02})``; other keys are
-    ``adamw_lr`` and arguments of ``muon.Muon``.
+    those of ``muon_of``.
     """
 
-    def __call__(
-        self,
-        model: torch.nn.Module,
-        *,
-        store: tierstore.TierStore,
-        lr: float = 0.02,
-        adamw_lr: float = 3e-4,
-        **options: Any,
-    ) -> muon.Muon:
+    def __call__(self, model: torch.nn.Module, **options: Any) -> muon.Muon:
         """Return the optimizer of all trainable parameters of a model."""
-        return muon.Muon(muon.param_groups(model, lr=lr, adamw_lr=adamw_lr), store=store, **options)
+        return muon_of(model, **options)
 
 
 class MuonTrainer(StoreTrainer, Trainer):
     """A Trainer with Muon on a store: commits each step, and resumes from the last commit.
+
+    Of the settings of AdamW in ``TrainingArguments``, ``weight_decay`` is for all parameters, and
+    ``adam_beta1`` and ``adam_beta2`` are for those that AdamW trains, unless ``muon_options`` has
+    others. A setting that has its default counts as not written.
 
     Args:
         args: as of ``transformers.Trainer``.
         store: the store; opened with ``resume=True`` it resumes.
         lr: learning rate of matrices.
         adamw_lr: learning rate of the other parameters.
-        muon_options: further arguments of ``muon.Muon``.
+        muon_options: further arguments of ``muon.Muon`` and ``muon.param_groups``, such as
+            ``{"no_decay": "*.bias"}``; see ``muon_of``.
         kwargs: as of ``transformers.Trainer``.
+
+    Raises:
+        ValueError: a setting of ``TrainingArguments`` has no effect here.
     """
 
     def __init__(
@@ -53,7 +55,33 @@ class MuonTrainer(StoreTrainer, Trainer):
         muon_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        options = {"store": store, "lr": lr, "adamw_lr": adamw_lr, **(muon_options or {})}
+        options = {"store": store, "lr": lr, "adamw_lr": adamw_lr}
         super().__init__(
             *args, store=store, optimizer_cls_and_kwargs=(MuonFactory, options), **kwargs
         )
+        options |= {**_written(self.args), **(muon_options or {})}
+
+
+def _written(arguments: Any) -> dict[str, Any]:
+    """Return the options of ``muon_of`` that ``TrainingArguments`` sets.
+
+    Raises:
+        ValueError: a setting has no effect.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(arguments)}
+
+    def is_written(name: str) -> bool:
+        return bool(getattr(arguments, name) != defaults[name])
+
+    for name, advice in (
+        ("learning_rate", "pass lr and adamw_lr to the Trainer"),
+        ("adam_epsilon", "leave it out"),
+    ):
+        if is_written(name):
+            raise ValueError(f"TrainingArguments({name}=) does not reach Muon: {advice}")
+    options: dict[str, Any] = {}
+    if is_written("weight_decay"):
+        options |= dict.fromkeys(("weight_decay", "adamw_weight_decay"), arguments.weight_decay)
+    if is_written("adam_beta1") or is_written("adam_beta2"):
+        options["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
+    return options

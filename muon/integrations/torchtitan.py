@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-import muon
 import tierstore
+from muon.integrations.optimizers import muon_of
 from tierstore.integrations.torchtitan import Container, only_part
 
 
@@ -20,7 +20,7 @@ class MuonContainer(Container):
         store: the store; opened with ``resume=True`` it resumes.
         lr: learning rate of matrices.
         adamw_lr: learning rate of the other parameters.
-        options: further arguments of ``muon.Muon``.
+        options: further arguments of ``muon.Muon`` and ``muon.param_groups``; see ``muon_of``.
 
     Raises:
         ValueError: several model parts, which are pipeline stages of one rank.
@@ -35,5 +35,6 @@ class MuonContainer(Container):
         adamw_lr: float = 3e-4,
         **options: Any,
     ) -> None:
-        groups = muon.param_groups(only_part(model_parts), lr=lr, adamw_lr=adamw_lr)
-        super().__init__(model_parts, muon.Muon(groups, store=store, **options))
+        model = only_part(model_parts)
+        optimizer = muon_of(model, store=store, lr=lr, adamw_lr=adamw_lr, **options)
+        super().__init__(model_parts, optimizer)

@@ -147,8 +147,6 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"eps": -1.0}, "eps must not be negative"),
     ("adamw", {"betas": (1.0, 0.0)}, r"betas must be two numbers in \[0, 1\), got \(1.0, 0.0\)"),
     ("adamw", {"betas": (0.9, -0.1)}, "betas must be two numbers in"),
-    ("adamw", {"betas": (0.9, torch.tensor(0.99))}, "betas must be two numbers in"),
-    ("adamw", {"betas": (torch.tensor(0.9), 0.99)}, "betas must be two numbers in"),
 ]
 
 # Values that torch.optim takes: rows of docs/reference/torch-optim.md.
@@ -160,12 +158,6 @@ ONLY_OURS: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"differentiable": True}, "differentiable is not supported, got True in param"),
     (
         "adamw",
-        {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
-        r"betas must be two numbers in \[0, 1\), got \(tensor\(0.9000\), tensor\(0.9900\)\): pass "
-        "a tuple of Python numbers",
-    ),
-    (
-        "adamw",
         {"betas": np.array([0.9, 0.99])},
         r"betas must be two numbers in \[0, 1\), got array\(.*\): pass a tuple of Python numbers",
     ),
@@ -173,11 +165,6 @@ ONLY_OURS: list[tuple[str, dict[str, Any], str]] = [
         "both",
         {"lr": np.array(0.1)},
         r"lr must be a number, got array\(0.1\): pass a Python number, or a tensor of one element",
-    ),
-    (
-        "muon",
-        {"momentum": torch.tensor(0.9)},
-        r"momentum must be a number, got tensor\(0.9000\): pass a Python number",
     ),
     (
         "muon",
@@ -398,11 +385,11 @@ def test_a_matrix_without_columns(muon_case: StockCase) -> None:
     optimizer.step()
 
 
-def test_names_of_parameters_stay(case: StockCase) -> None:
-    """torch.optim replaces them by those of the state dict."""
-    names = []
-    for build in (case.ours, case.stock):
-        optimizer = build([("a", parameter(1, 3, 4))])
-        optimizer.load_state_dict(build([("b", parameter(1, 3, 4))]).state_dict())
-        names.append(optimizer.param_groups[0]["param_names"])
-    assert names == [["a"], ["b"]]
+def test_other_names_of_parameters_are_refused(case: StockCase) -> None:
+    """torch.optim replaces them by those of the state dict, and goes by position."""
+    ours, stock = (build([("a", parameter(1, 3, 4))]) for build in (case.ours, case.stock))
+    saved = [build([("b", parameter(1, 3, 4))]).state_dict() for build in (case.ours, case.stock)]
+    with pytest.raises(ValueError, match=r"lacks 1, such as 'a' and has further 1, such as 'b'"):
+        ours.load_state_dict(saved[0])
+    stock.load_state_dict(saved[1])
+    assert [one.param_groups[0]["param_names"] for one in (ours, stock)] == [["a"], ["b"]]

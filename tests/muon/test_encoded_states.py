@@ -115,3 +115,22 @@ def test_killed_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
         assert torch.equal(parameter, expected[name])
         for state, tensor in states[name].items():
             assert torch.equal(tensor, wanted[name][state]), (name, state)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_random_bits_do_not_depend_on_wrappers(prefix: str, tmp_path: Path) -> None:
+    """A run that goes on with torch.compile, or without, has the same moments."""
+    found = []
+    for number, added in enumerate(("", prefix)):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.zeros(4, 300))
+        groups = [{"params": [(f"{added}layer.w", weight)], "algorithm": "adamw"}]
+        with tierstore.TierStore(tmp_path / str(number)) as store:
+            optimizer = muon.Muon(groups, store=store, moments_dtype=torch.bfloat16)
+            for _ in range(3):
+                weight.grad = torch.randn(weight.shape, generator=generator)
+                optimizer.step()
+            (states,) = store.pages.read_states().values()
+            found.append([*(tensor.clone() for tensor in states.values()), weight.detach()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

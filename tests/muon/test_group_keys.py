@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -426,3 +427,32 @@ def test_a_checkpoint_of_a_fused_adamw_begins_a_run(tmp_path: Path) -> None:
         assert optimizer.restore(tmp_path / "stock") == 1
         assert optimizer.param_groups[0]["lr"] == 0.5
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [np.float64, torch.tensor])
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_scalars_of_numpy_and_tensors_are_numbers(algorithm: str, kind: Any) -> None:
+    """The step is the one of the Python number that they are."""
+    values: dict[str, Any] = {"weight_decay": 0.125, "eps": 0.0078125}
+    values |= {"momentum": 0.875} if algorithm == "muon" else {"betas": (0.875, 0.9375)}
+
+    def scalar(value: Any) -> Any:
+        return tuple(map(kind, value)) if isinstance(value, tuple) else kind(value)
+
+    found = []
+    for given in (values, {name: scalar(value) for name, value in values.items()}):
+        weight = parameter()
+        weight.grad = torch.ones_like(weight)
+        optimizer = muon.Muon([{"params": [weight], "algorithm": algorithm, **given}])
+        optimizer.step()
+        optimizer.step()
+        found.append(weight)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("value", [True, math.nan, math.inf, "1e-4", None, [0.1]])
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "eps", "momentum"])
+def test_what_is_not_a_number_is_refused(key: str, value: Any) -> None:
+    """Text of a YAML file, and a flag, among it."""
+    with pytest.raises(ValueError, match=f"^{key} must"):
+        muon.Muon([{"params": [parameter()], key: value}])

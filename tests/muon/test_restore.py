@@ -164,3 +164,28 @@ def test_lr_that_a_late_scheduler_sets_back_warns_once(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.step()
+
+
+def test_values_that_the_program_changed_are_named_at_a_resume(tmp_path: Path) -> None:
+    store, optimizer, weight = open_run(tmp_path)
+    with store:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    for keeps in (False, True):
+        weight = parameter()
+        store = tierstore.TierStore(tmp_path, resume=True)
+        optimizer = muon.Muon(
+            [("weight", weight)], store=store, lr=0.5, weight_decay=0.0, nesterov=True
+        )
+        with store:
+            if keeps:
+                assert optimizer.restore(keep_hyperparameters=True) == 1
+                assert (optimizer.defaults["lr"], optimizer.param_groups[0]["lr"]) == (0.5, 0.5)
+                assert optimizer.param_groups[0]["weight_decay"] == 0.0
+                continue
+            text = (
+                r"lr of group 0 is 1\.0, given 0\.5; weight_decay of group 0 is 0\.1, given 0\.0\. "
+            )
+            with pytest.warns(UserWarning, match=text):
+                assert optimizer.restore() == 1
+            assert optimizer.param_groups[0]["weight_decay"] == 0.1

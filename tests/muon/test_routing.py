@@ -183,7 +183,7 @@ def test_groups_are_accepted_by_the_optimizer() -> None:
 
 
 def test_defaults_equal_torch() -> None:
-    matrices, others = muon.param_groups(Gpt(tied=True))
+    matrices, others = muon.Muon(muon.param_groups(Gpt(tied=True))).param_groups
     weight = [nn.Parameter(torch.zeros(2, 2))]
     for group, reference in (
         (matrices, torch.optim.Muon(weight)),
@@ -228,3 +228,14 @@ def test_groups_print_after_an_optimizer_was_made_of_them() -> None:
     assert str(groups) == before
     optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
     assert "0.125" in str(groups)
+
+
+def test_arguments_of_the_optimizer_take_effect() -> None:
+    """Groups that param_groups() makes have only the keys that it was given."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    matrices, others = muon.Muon(muon.param_groups(model), lr=0.5, weight_decay=0.0).param_groups
+    assert (matrices["lr"], matrices["weight_decay"]) == (0.5, 0.0)
+    assert (others["lr"], others["weight_decay"]) == (1e-3, 0.01)  # AdamW's own.
+    groups = muon.param_groups(model, lr=0.25, adamw_weight_decay=0.125)
+    matrices, others = muon.Muon(groups, lr=0.5, weight_decay=0.0).param_groups
+    assert (matrices["lr"], others["weight_decay"]) == (0.25, 0.125)

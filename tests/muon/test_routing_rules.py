@@ -406,7 +406,7 @@ def test_no_decay(no_decay: Any) -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Linear(3, 3))
     groups = muon.param_groups(model, weight_decay=0.3, adamw_weight_decay=0.2, no_decay=no_decay)
     assert [
-        (group["algorithm"], group["weight_decay"], [name for name, _ in group["params"]])
+        (group["algorithm"], group.get("weight_decay"), [name for name, _ in group["params"]])
         for group in groups
     ] == [
         ("muon", 0.3, ["1.weight", "2.weight"]),
@@ -417,11 +417,11 @@ def test_no_decay(no_decay: Any) -> None:
 
 def test_no_decay_of_a_matrix() -> None:
     groups = muon.param_groups(nn.Sequential(linear(), linear()), no_decay="1.weight")
-    assert [(group["algorithm"], group["weight_decay"]) for group in groups] == [
-        ("muon", 0.1),
+    assert [(group["algorithm"], group.get("weight_decay")) for group in groups] == [
+        ("muon", None),
         ("muon", 0.0),
     ]
-    muon.Muon(groups)
+    assert [g["weight_decay"] for g in muon.Muon(groups).param_groups] == [0.1, 0.0]
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
@@ -488,7 +488,9 @@ def test_names_fit_with_and_without_those_of_wrappers(prefix: str, given: str) -
         f"{prefix}2.weight": "matrix",
         f"{prefix}3.weight": "head",
     }
-    decays = {name: group["weight_decay"] > 0 for group in groups for name, _ in group["params"]}
+    decays = {
+        name: group.get("weight_decay") != 0 for group in groups for name, _ in group["params"]
+    }
     assert decays == {f"{prefix}{number}.weight": number in (0, 3) for number in range(4)}
 
 
@@ -518,7 +520,7 @@ def test_names_fit_layers_of_which_some_are_wrapped(
     for index in wrapped:
         layers[index] = checkpoint_wrapper(layers[index])
     model = wrap(modules(layers=nn.ModuleList(layers)))
-    (group,) = [g for g in muon.param_groups(model, no_decay=pattern) if g["weight_decay"] == 0]
+    (group,) = [g for g in muon.param_groups(model, no_decay=pattern) if g.get("weight_decay") == 0]
     biases = [name for name, _ in model.named_parameters() if name.endswith("bias")]
     assert [name for name, _ in group["params"]] == biases
     assert len(biases) == 4
@@ -564,7 +566,7 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize("name", ["first.weight", "second.weight"])
 def test_functions_see_every_name_of_a_tied_parameter(name: str) -> None:
     groups = muon.param_groups(tied(), no_decay=lambda given, _: given == name)
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group.get("weight_decay") for group in groups] == [None, 0.0]
     assert [given for given, _ in groups[1]["params"]] == ["first.weight"]
     groups = muon.param_groups(tied(), is_muon=lambda given, _: given != name)
     assert names_of(groups, "adamw") == {"first.weight"}

@@ -106,8 +106,15 @@ def test_another_number_of_ranks(example: str, tmp_path: Path) -> None:
     assert found == finish(example, tmp_path / "whole", 2)[1]
 
 
-def trainer_of(directory: Path, store: tierstore.TierStore, **options: Any) -> Any:
-    """Return a MuonTrainer of a tiny model, for three steps."""
+def trainer_of(
+    directory: Path,
+    store: tierstore.TierStore,
+    *,
+    settings: dict[str, Any] | None = None,
+    muon_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Return a MuonTrainer of a tiny model, for three steps, with settings of TrainingArguments."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
     from muon.integrations.huggingface import MuonTrainer
@@ -118,14 +125,50 @@ def trainer_of(directory: Path, store: tierstore.TierStore, **options: Any) -> A
     )
     rows = torch.randint(32, (16, 8), generator=torch.Generator().manual_seed(1))
     arguments = {"max_steps": 3, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+    arguments |= settings or {}
     return MuonTrainer(
         model=model,
         args=TrainingArguments(output_dir=str(directory), **arguments),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         store=store,
-        muon_options={"ns_dtype": torch.float32},
+        muon_options={"ns_dtype": torch.float32, **(muon_options or {})},
         **options,
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "decays", "betas"),
+    [
+        ({}, {}, (0.1, 0.01), (0.9, 0.999)),
+        ({"weight_decay": 0.25, "adam_beta2": 0.95}, {}, (0.25, 0.25), (0.9, 0.95)),
+        (
+            {"weight_decay": 0.25},
+            {"weight_decay": 0.5, "betas": (0.8, 0.9)},
+            (0.5, 0.25),
+            (0.8, 0.9),
+        ),
+        ({}, {"no_decay": "*.bias", "adamw_weight_decay": 0.5}, (0.1, 0.5, 0.0), (0.9, 0.999)),
+    ],
+)
+def test_settings_of_the_user_take_effect(
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    decays: tuple[float, ...],
+    betas: tuple[float, float],
+    tmp_path: Path,
+) -> None:
+    with tierstore.TierStore(tmp_path / "run") as store:
+        trainer = trainer_of(tmp_path, store, settings=settings, muon_options=options)
+        groups = trainer.create_optimizer().param_groups
+        assert tuple(group["weight_decay"] for group in groups) == decays
+        assert {group["betas"] for group in groups if group["algorithm"] == "adamw"} == {betas}
+
+
+@pytest.mark.parametrize("setting", ["learning_rate", "adam_epsilon"])
+def test_settings_without_an_effect_are_refused(setting: str, tmp_path: Path) -> None:
+    text = rf"{setting}=\) does not reach Muon"
+    with tierstore.TierStore(tmp_path) as store, pytest.raises(ValueError, match=text):
+        trainer_of(tmp_path, store, settings={setting: 0.125})
 
 
 @pytest.mark.parametrize("commit_every", [1, 4])

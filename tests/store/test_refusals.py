@@ -86,7 +86,7 @@ def assert_add_is_refused(group: dict[str, Any], message: str) -> None:
     ("algorithm", "options", "message"),
     [
         ("muon", {"lr": -1.0}, "lr must not be negative, got -1.0"),
-        ("muon", {"lr": float("nan")}, "lr must not be negative, got nan"),
+        ("muon", {"lr": float("nan")}, "lr must be finite, got nan"),
         ("muon", {"lr": torch.tensor([0.1, 0.2])}, "lr must have one element"),
         ("muon", {"weight_decay": -0.1}, "weight_decay must not be negative"),
         ("muon", {"eps": -1e-7}, "eps must not be negative"),

@@ -143,7 +143,7 @@ def test_a_refused_model_is_compared_without_wrappers(tmp_path: Path) -> None:
     toy = Toy(tmp_path, named("module.first", "module.2nd"), resume=True)
     with pytest.raises(
         tierstore.RunMismatchError,
-        match=r"the run has in group 0 'second'.* has in group 0 'module\.2nd'.* Build the model",
+        match=r"lacks 1 .*'second'.* has further 1 .*'module\.2nd'.* Build the model",
     ) as caught:
         toy.store.restore()
     advice = str(caught.value)

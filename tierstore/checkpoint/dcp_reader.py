@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import io
 import math
@@ -10,7 +11,7 @@ import mmap
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,8 @@ class StoredEntries:
     def __init__(self, path: Path, slices: Slices) -> None:
         self.path = path
         self._metadata = slices.metadata
+        self._stored_keys = {key: key for key in slices.metadata.state_dict_metadata}
+        self._paths: Mapping[str, EntryPath] = {}
         self._slices = slices
         self._rows_of: dict[str, _Rows] = {}
         self._whole_chunk = threading.Lock()  # One at a time: a whole chunk may be large.
@@ -81,13 +84,25 @@ class StoredEntries:
         self._reader.set_up_storage_reader(slices.metadata, is_coordinator=True)
 
     @property
-    def keys(self) -> Sequence[str]:
+    def keys(self) -> Collection[str]:
         """All keys, in the order of ``.metadata``."""
-        return list(self._metadata.state_dict_metadata)
+        return self._stored_keys.keys()
+
+    def at(self, paths: Mapping[str, EntryPath]) -> StoredEntries:
+        """Return the same entries with other paths, and the keys of these.
+
+        Args:
+            paths: key -> new path, for all keys.
+        """
+        moved = copy.copy(self)
+        keys = {".".join(map(str, path)): key for key, path in paths.items()}
+        moved._stored_keys = {new: self._stored_keys[key] for new, key in keys.items()}
+        moved._paths = {new: paths[key] for new, key in keys.items()}
+        return moved
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
         """Return the metadata of a tensor; None if the key is not that of a tensor."""
-        found = self._metadata.state_dict_metadata.get(key)
+        found = self._metadata.state_dict_metadata.get(self._stored_keys.get(key, ""))
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def parts(self, key: str, chunk: Chunk, target: torch.Tensor) -> list[Part]:
@@ -99,6 +114,7 @@ class StoredEntries:
             target: of the shape of the chunk, and of any dtype; read() fills it.
         """
         wanted = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        key = self._stored_keys[key]
         stored = self._metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)
         # DCP compares each chunk, of which stacked layers and experts have tens of thousands.
@@ -191,7 +207,7 @@ class StoredEntries:
             CorruptionError: its file has changed since it was checked.
             StorageError: its file cannot be read.
         """
-        stored = self._metadata.state_dict_metadata.get(key)
+        stored = self._metadata.state_dict_metadata.get(self._stored_keys.get(key, ""))
         if stored is None:
             raise CheckpointError(f"{self.path} has no {key!r}")
         if isinstance(stored, TensorStorageMetadata):
@@ -211,7 +227,7 @@ class StoredEntries:
 
     def raw(self, key: str) -> bytes:
         """Return the bytes of a value that is no tensor; errors as in value()."""
-        info = self._metadata.storage_data[MetadataIndex(key)]
+        info = self._metadata.storage_data[MetadataIndex(self._stored_keys[key])]
         self._check_size(key, info.length)
         with self._open(info.relative_path) as file:
             data = bytearray(info.length)
@@ -224,6 +240,8 @@ class StoredEntries:
         Raises:
             CheckpointError: the path is not that of the key.
         """
+        if key in self._paths:
+            return self._paths[key]
         paths = self._metadata.planner_data
         path = paths.get(key) if isinstance(paths, dict) else None
         if path is None:

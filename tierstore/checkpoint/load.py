@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from tierstore.checkpoint.dcp_reader import Part, StoredEntries
 from tierstore.checkpoint.model_contents import plain_names
 from tierstore.checkpoint.saved_values import CommittedValues, StockValues
+from tierstore.checkpoint.stored_paths import at_top
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.kinds import kind_of
 from tierstore.inspection.reader import Reader
@@ -30,11 +32,14 @@ from tierstore.layout.encodings import (
     values_of,
     whole_blocks,
 )
-from tierstore.layout.parameters import PagedGroup, ParameterSpec
+from tierstore.layout.parameters import PagedGroup, ParameterSpec, refuse_codes
 from tierstore.paging.views import PageView
 from tierstore.ranks.peers import Peers
+from tierstore.run import tagged_json
 from tierstore.run.commit import Commit
 from tierstore.run.registered import CommittedStep, committed_step
+
+_NAMES = {"params", "param_names"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +97,12 @@ class CheckpointSource:
         self._path = Path(path)
         slices, commits = _checked(self._path, peers)
         self._entries = StoredEntries(self._path, slices)
-        values: CommittedValues | StockValues = StockValues(self._entries)
+        values: CommittedValues | StockValues
         if commits:
             values = CommittedValues(self._entries, commits[0])
+        else:
+            self._entries = _usual(self._entries)
+            values = StockValues(self._entries)
         self._model_prefixes = values.model_prefixes
         self.is_weights_alone = not commits and not any(
             key.startswith("optimizer") for key in self._entries.keys
@@ -103,10 +111,19 @@ class CheckpointSource:
         self._names = self._names_of([spec.name for spec in specs])
         self.left_out = sorted(self._trained() - {*self._names.values()})
         """Names in the checkpoint of trained parameters that no group has."""
+        self.never_stepped = [
+            spec.name
+            for spec in specs
+            if not self.is_weights_alone and not values.was_stepped(self._names[spec.name])
+        ]
+        """Names of parameters of the optimizer in the checkpoint that have no states there."""
+        stateless = (
+            {spec.name for spec in specs} if self.is_weights_alone else {*self.never_stepped}
+        )
         self._saved = {
             (spec.name, state): self._find(spec, state)
             for spec in specs
-            for state, _ in ([(MASTER, None)] if self.is_weights_alone else spec.all_states)
+            for state, _ in ([(MASTER, None)] if spec.name in stateless else spec.all_states)
         }
         self.scalars = {
             name: dict.fromkeys(wanted, 0.0)
@@ -171,7 +188,7 @@ class CheckpointSource:
     def _find(self, spec: ParameterSpec, state: str) -> _Saved:
         """Find a state, which may be encoded otherwise than here."""
         name = self._names[spec.name]
-        for encoding in () if self.is_weights_alone else encodings_of(state):
+        for encoding in encodings_of(state):
             stored = ENCODINGS[encoding].stored(state)
             found = {
                 tensor: self._entries.tensor(f"optimizer.state.{name}.{tensor.name}")
@@ -182,7 +199,11 @@ class CheckpointSource:
                 return _Saved(encoding, {tensor: self._key(spec, tensor) for tensor in stored})
         columns = None if state in spec.row_states else 1
         tensor = StoredTensor(state, dict(spec.all_states)[state], columns)
-        return _Saved(None, {tensor: self._key(spec, tensor)})
+        key = self._key(spec, tensor)
+        saved = self._entries.tensor(key)
+        assert saved is not None
+        refuse_codes(f"{self._path}: {key!r}", saved.properties.dtype, tensor.dtype)
+        return _Saved(None, {tensor: key})
 
     def _key(self, spec: ParameterSpec, tensor: StoredTensor) -> str:
         """Return the key of a tensor, after checking that the checkpoint has it in that shape."""
@@ -211,13 +232,30 @@ class CheckpointSource:
     def _hyperparameters(
         self, values: CommittedValues | StockValues, group: PagedGroup
     ) -> dict[str, Any]:
-        """Return the hyperparameters that the first parameter of a group has in the checkpoint."""
-        if not group.parameters:
+        """Return the hyperparameters that the parameters of a group have in the checkpoint.
+
+        Raises:
+            CheckpointError: two of them have different ones, or they cannot be read.
+            ValueError: the optimizer cannot use them.
+        """
+        first: tuple[str, dict[str, Any]] = ("", {})
+        for parameter in group.parameters:
+            name = self._names[parameter.name]
+            found = values.hyperparameters(name)
+            if found and not first[1]:
+                first = name, found
+            elif found and found is not first[1] and (key := _difference(first[1], found)):
+                raise CheckpointError(
+                    f"{self._path} has {key} {first[1].get(key)!r} for {first[0]!r} and "
+                    f"{found.get(key)!r} for {name!r}, which are in one param group here: give "
+                    "the optimizer param groups that are cut as in the checkpoint"
+                )
+        if self.is_weights_alone:
             return {}
-        found = values.hyperparameters(self._names[group.parameters[0].name])
-        found = {key: found[key] for key in found if key not in ("params", "param_names")}
+        left_out = _NAMES | values.taken
+        found = {key: value for key, value in first[1].items() if key not in left_out}
         try:
-            group.check({**group.hyperparameters, **found})
+            group.check(found)
         except ValueError:
             raise
         except Exception as error:  # Strange values can make check() raise anything.
@@ -225,6 +263,24 @@ class CheckpointSource:
                 f"{self._path} has hyperparameters that cannot be used: {error}"
             ) from error
         return found
+
+
+def _usual(entries: StoredEntries) -> StoredEntries:
+    """Return entries with the model and the optimizer where torch's helpers have them."""
+    tensors = [key for key in entries.keys if entries.tensor(key) is not None]
+    return entries.at(
+        at_top({key: entries.path_of(key) for key in entries.keys}, tensors, entries.path)
+    )
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first key whose values differ; None if there is none."""
+    keys = sorted((one.keys() | other.keys()) - _NAMES)
+    return next((key for key in keys if _text(one, key) != _text(other, key)), None)
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(tagged_json.encode(values.get(key)))
 
 
 def _checked(path: Path, peers: Peers) -> tuple[Slices, Sequence[Commit]]:

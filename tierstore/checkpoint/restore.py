@@ -251,12 +251,23 @@ class Restore:
                 "states of zeros, and the hyperparameters of this program",
                 checkpoint,
             )
-        if source.left_out and self._ranks.rank == 0:
-            logger.warning(
-                "the checkpoint %s has %d trained parameters that are in no param group, the first "
-                "is %r: restore() leaves them as they are, so load their values into the model",
-                *(checkpoint, len(source.left_out), source.left_out[0]),
-            )
+        for names, what in (
+            (
+                source.left_out,
+                "that are in no param group here: restore() leaves them out, so load their values "
+                "into the model if it has them",
+            ),
+            (
+                source.never_stepped,
+                "without states, which never had a gradient: their states begin with zeros",
+            ),
+        ):
+            if names and self._ranks.rank == 0:
+                some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+                logger.warning(
+                    "the checkpoint %s has %d parameters (%s) %s",
+                    *(checkpoint, len(names), some, what),
+                )
         return source
 
     def _fill(self, source: CheckpointSource) -> None:

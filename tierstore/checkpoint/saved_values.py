@@ -7,9 +7,12 @@ the entries that ``torch.distributed.checkpoint.state_dict`` makes. Parameters h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
 from tierstore.errors import CheckpointError, CorruptionError
@@ -29,6 +32,9 @@ class CommittedValues:
     Raises:
         CorruptionError: ``.metadata`` and the manifests are of different commits.
     """
+
+    taken: frozenset[str] = frozenset()
+    """See StockValues."""
 
     def __init__(self, entries: StoredEntries, commit: Commit) -> None:
         self._entries = entries
@@ -67,6 +73,10 @@ class CommittedValues:
         """Return whether a parameter had scalars; not, for example, before its first gradient."""
         return name in self._members and self._members[name][1] in self._scalars
 
+    def was_stepped(self, name: str) -> bool:
+        """Return True: every parameter of a commit has states."""
+        return True
+
     def scalar(self, name: str, scalar: str) -> float:
         """Return a scalar of a parameter.
 
@@ -86,17 +96,27 @@ class CommittedValues:
         if name not in self._members:
             return {}
         number, _ = self._members[name]
-        found: dict[str, Any] = tagged_json.decode(self._manifest.hyperparameters[number])
-        return found
+        return self._groups[number]
+
+    @cached_property
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        return [tagged_json.decode(group) for group in self._manifest.hyperparameters]
 
 
 class StockValues:
-    """Values of a checkpoint that DCP wrote of a model and its optimizer."""
+    """Values of a checkpoint that DCP wrote of a model and its optimizer.
+
+    Args:
+        entries: the entries, with the optimizer under "optimizer".
+    """
 
     model_prefixes: Sequence[str] = ("model.", "")
 
     def __init__(self, entries: StoredEntries) -> None:
         self._entries = entries
+        self._of_number: dict[int, dict[str, Any]] = {}
+        self.taken = set[str]()
+        """Keys of groups that scalar() has found the scalars of parameters under."""
 
     def step(self, counts: Sequence[float]) -> int:
         """Return the largest step count of any parameter; 0 if there is no step count.
@@ -113,21 +133,48 @@ class StockValues:
         """Return True: an optimizer of PyTorch that has states of a parameter has its scalars."""
         return True
 
+    def was_stepped(self, name: str) -> bool:
+        """Return whether a parameter has states; False only if it is in a param group.
+
+        A parameter that never had a gradient has none.
+        """
+        return name in self._stepped or not (name in self._of_parameter or name in self._number)
+
     def scalar(self, name: str, scalar: str) -> float:
-        """Return a scalar of a parameter; see CommittedValues."""
+        """Return a scalar of a parameter; see CommittedValues.
+
+        It may be one for the whole group, as the step is for FusedAdam.
+        """
+        if not self.was_stepped(name):
+            return 0.0
         key = f"optimizer.state.{name}.{scalar}"
-        stored = self._entries.tensor(key)
-        if stored is None or stored.size.numel() != 1 or stored.properties.dtype.is_complex:
+        if key in self._entries.keys:
+            number = as_number(self._entries.value(key))
+        else:
+            number = as_number(self.hyperparameters(name).get(scalar))
+            self.taken.add(scalar)
+        if number is None:
             raise CheckpointError(f"{self._entries.path} has no number {key!r}")
-        return float(self._entries.value(key))
+        return number
 
     def hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return the hyperparameters stored under the name of the parameter, else of its group.
+        """Return the hyperparameters of the group of a parameter, else those under its own name.
 
         Raises:
             CheckpointError: they cannot be read.
         """
-        found = self._parameter_paths(name) or self._group_paths(name)
+        number = self._number.get(name)
+        if number is None:
+            return self._read(name, self._of_parameter.get(name, {}))
+        if number not in self._of_number:
+            head = (*_GROUPS, number)
+            found = {path[3:]: key for path, key in self._paths.items() if path[:3] == head}
+            self._of_number[number] = self._read(name, found)
+        return self._of_number[number]
+
+    def _read(self, name: str, found: Mapping[EntryPath, str]) -> dict[str, Any]:
+        if not found:
+            return {}
         leaves = [(path, self._entries.value(key)) for path, key in found.items()]
         try:
             return dict(nested(leaves))
@@ -138,39 +185,46 @@ class StockValues:
             ) from error
 
     @cached_property
+    def _stepped(self) -> set[str]:
+        """The names of parameters with states."""
+        prefix = "optimizer.state."
+        keys = (key for key in self._entries.keys if key.startswith(prefix))
+        return {key.removeprefix(prefix).rpartition(".")[0] for key in keys}
+
+    @cached_property
     def _paths(self) -> dict[EntryPath, str]:
         """Path -> key, of all hyperparameters."""
         keys = (key for key in self._entries.keys if key.startswith(".".join((*_GROUPS, ""))))
         return {self._entries.path_of(key): key for key in keys}
 
     @cached_property
-    def _params(self) -> dict[int, Any]:
-        """Number of a group -> names of its parameters."""
-        return {
-            path[2]: self._entries.value(key)
-            for path, key in self._paths.items()
-            if path[:2] == _GROUPS and path[3:] == ("params",) and isinstance(path[2], int)
-        }
+    def _of_parameter(self) -> dict[str, dict[EntryPath, str]]:
+        """Name -> path from the key on -> key; for ``optimizer.param_groups.<name>.<key>``."""
+        found: dict[str, dict[EntryPath, str]] = defaultdict(dict)
+        for path, key in self._paths.items():
+            head = ".".join(map(str, path[:2])).removeprefix(".".join((*_GROUPS, "")))
+            name, _, last = head.rpartition(".")
+            if path[:2] != _GROUPS:
+                found[name][last, *path[2:]] = key
+        return dict(found)
 
-    def _parameter_paths(self, name: str) -> dict[EntryPath, str]:
-        """Find the paths ``("optimizer", "param_groups.<name>.<key>", ...)``, from <key> on."""
-        prefix = ".".join((*_GROUPS, name, ""))
-        return {
-            (head.removeprefix(prefix), *path[2:]): key
-            for path, key in self._paths.items()
-            if (head := ".".join(map(str, path[:2]))).startswith(prefix)
-        }
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        """Name -> number of its group."""
+        found: dict[str, int] = {}
+        for path, key in self._paths.items():
+            if path[:2] == _GROUPS and path[3:] == ("params",) and isinstance(path[2], int):
+                value = self._entries.value(key)
+                names = value if isinstance(value, list) else []
+                found |= {name: path[2] for name in names if isinstance(name, str)}
+        return found
 
-    def _group_paths(self, name: str) -> dict[EntryPath, str]:
-        """Find ``("optimizer", "param_groups", <number>, <key>, ...)`` of the parameter's group."""
-        groups = self._params.items()
-        found = (n for n, names in groups if isinstance(names, list) and name in names)
-        number = next(found, None)
-        return {
-            path[3:]: key
-            for path, key in self._paths.items()
-            if path[:3] == (*_GROUPS, number) and len(path) > 3
-        }
+
+def as_number(value: Any) -> float | None:
+    """Return a number, or a real tensor of one element, as a float; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def nested(leaves: Sequence[tuple[EntryPath, Any]]) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.dtensors import (
     describe_placement,
@@ -29,7 +30,7 @@ from tierstore.layout.encodings import (
 from tierstore.layout.host_gradient import HostGradient
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
-_PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Parts that wrappers add to the names of parameters, before the last part.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -273,8 +274,8 @@ class PagedGroup:
     keys "params" and "param_names", which torch.optim keeps in the same dict, are ignored."""
 
     check: Callable[[Mapping[str, Any]], None] = lambda hyperparameters: None
-    """Called by restore(checkpoint=...) with the new hyperparameters before anything is changed;
-    raises ValueError if the optimizer cannot use them."""
+    """Called by restore(checkpoint=...) with the hyperparameters of the checkpoint, before anything
+    is changed; raises ValueError if the optimizer cannot use them."""
 
     def own_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters without the keys "params" and "param_names"."""
@@ -295,6 +296,36 @@ def unwrapped_name(name: str, *, without_module: bool) -> str:
     return ".".join([*(part for part in modules if part not in added), last])
 
 
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Return each name without the parts that wrappers add; all as they are if two are equal then.
+
+    Example: "module.a.weight" and "b._orig_mod.weight" are "a.weight" and "b.weight".
+    """
+    plain = {name: unwrapped_name(name, without_module=True) for name in names}
+    return plain if len({*plain.values()}) == len(plain) else {name: name for name in plain}
+
+
+def refuse_codes(what: str, dtype: torch.dtype, expected: torch.dtype | None = None) -> None:
+    """Refuse a tensor as a weight or a moment if its elements are codes and not numbers.
+
+    Quantized models and optimizers have codes in 8 bits or fewer, and scales beside them. Taken for
+    numbers, they are wrong by the scale.
+
+    Args:
+        what: names the tensor.
+        dtype: dtype of its elements.
+        expected: dtype that the state has here, which is right in any case.
+
+    Raises:
+        CheckpointError: the dtype is neither expected nor one of a parameter.
+    """
+    if dtype not in (*PARAMETER_DTYPES, expected):
+        raise CheckpointError(
+            f"{what} is {dtype_name(dtype)}, and a weight or a moment is not: these are codes, "
+            "which need scales to be numbers. Save the model and its optimizer dequantized"
+        )
+
+
 def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) -> None:
     """Check that tensors are states of the parameter: known names, shapes and placements.
 
@@ -312,6 +343,7 @@ def check_states(parameter: PagedParameter, states: Mapping[str, torch.Tensor]) 
                 f"state {state!r} of shape {list(tensor.shape)} does not fit {spec.describe()}"
                 f"{expected}"
             )
+        refuse_codes(f"state {state!r} of {spec.name!r}", tensor.dtype, known[state])
         if not is_dtensor(tensor):
             continue
         placed = placed_as(parameter.tensor, local_tensor(tensor), spec.state_shape(state))
@@ -336,8 +368,8 @@ def _problems(parameter: PagedParameter) -> Iterator[str]:
     name, tensor = parameter.name, parameter.tensor
     if not name or any(ord(character) < 32 for character in name):
         yield "needs a name of printable text"
-    if tensor.dtype not in _PARAMETER_DTYPES:
-        names = ", ".join(dtype_name(dtype) for dtype in _PARAMETER_DTYPES)
+    if tensor.dtype not in PARAMETER_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in PARAMETER_DTYPES)
         yield f"has dtype {dtype_name(tensor.dtype)}; only {names} can be paged"
     if tensor.ndim > RECORD_DIMENSIONS_MAX:
         yield f"has {tensor.ndim} dimensions; at most {RECORD_DIMENSIONS_MAX} can be paged"

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from tierstore.errors import CorruptionError, RunMismatchError, StorageError
 from tierstore.layout.page_layout import PageLayout
-from tierstore.layout.parameters import ParameterSpec, unwrapped_name
+from tierstore.layout.parameters import ParameterSpec, unwrapped_names
 from tierstore.run.commit import load_commit
 from tierstore.run.file_names import page_file, page_number
 from tierstore.run.layout_file import RankLayout
@@ -141,13 +141,12 @@ def check_same_model(
             )
         return {}
     committed = load_commit(storage, manifest)
+    _require_same_names(committed.groups, attached.groups)
     found, expected = _first_difference(committed.groups, attached.groups)
     if found != expected:
         raise RunMismatchError(
             "this model is not the one of the run. First difference: the run has "
-            f"{_describe(found)}; this model has {_describe(expected)}. Build the model and its "
-            "param groups as they were (freeze parameters after that), or name another directory "
-            "for another run. (overwrite=True deletes the run)"
+            f"{_describe(found)}; this model has {_describe(expected)}. {_ADVICE}"
         )
     now = dict(zip(_unwrapped(committed.groups), _unwrapped(attached.groups), strict=True))
     if committed.layout.renamed(now).to_bytes() == attached.to_bytes():
@@ -158,6 +157,37 @@ def check_same_model(
         "placements and partition, or begin a new run with restore(checkpoint=OUT) after "
         "`tierstore checkpoint RUN OUT`"
     )
+
+
+def _require_same_names(
+    committed: Sequence[Sequence[ParameterSpec]], groups: Sequence[Sequence[ParameterSpec]]
+) -> None:
+    """Refuse a model with fewer or further parameters.
+
+    Raises:
+        RunMismatchError: names three of each.
+    """
+    in_run, here = _unwrapped(committed), _unwrapped(groups)
+    differences = []
+    for what, ours, others in (("lacks", in_run, here), ("has further", here, in_run)):
+        known = {*others.values()}
+        names = [name for name in ours if ours[name] not in known]
+        if names:
+            some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+            differences.append(f"{what} {len(names)} parameters ({some})")
+    if differences:
+        raise RunMismatchError(
+            f"this model is not the one of the run: it {' and '.join(differences)}. {_ADVICE} A "
+            "new run may begin with part of a model: `tierstore checkpoint RUN OUT`, then "
+            "restore(checkpoint=OUT) with fewer parameters, or weights that the program loads"
+        )
+
+
+_ADVICE = (
+    "Build the model and its param groups as they were, and freeze parameters after that with "
+    "requires_grad_(False); or name another directory for another run. (overwrite=True deletes "
+    "the run.)"
+)
 
 
 def _first_difference(
@@ -179,10 +209,7 @@ def _specs(groups: Sequence[Sequence[ParameterSpec]]) -> Iterator[tuple[int, Par
 
 
 def _unwrapped(groups: Sequence[Sequence[ParameterSpec]]) -> dict[str, str]:
-    """Return name -> name without the parts of wrappers; all names as they are if two are equal."""
-    names = [spec.name for group in groups for spec in group]
-    plain = {name: unwrapped_name(name, without_module=True) for name in names}
-    return plain if len(set(plain.values())) == len(plain) else {name: name for name in names}
+    return unwrapped_names(spec.name for group in groups for spec in group)
 
 
 def _without_wrappers(

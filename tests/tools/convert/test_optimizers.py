@@ -403,7 +403,11 @@ def flashoptim(tmp_path: Path, dtype: torch.dtype, state: dict[str, torch.Tensor
 
 
 def test_states_that_flashoptim_has_packed(tmp_path: Path) -> None:
-    whole = {"exp_avg": torch.randn(4, 3), "exp_avg_sq": torch.rand(4, 3)}
+    whole = {
+        "step": torch.tensor(2.0),
+        "exp_avg": torch.randn(4, 3),
+        "exp_avg_sq": torch.rand(4, 3),
+    }
     bits = torch.ones(4, 3, dtype=torch.int8)
     for dtype, state, problem in (
         (torch.bfloat16, {**whole, "error_bits": bits}, "get_fp32_model_state_dict"),

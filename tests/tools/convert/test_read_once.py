@@ -31,7 +31,10 @@ def state() -> Any:
         "model": {name: torch.randn(NUMEL) for name in names},
         "optimizer": {
             "state": {
-                name: {"exp_avg": torch.randn(NUMEL), "exp_avg_sq": torch.randn(NUMEL)}
+                name: {
+                    "step": 1.0,
+                    **{key: torch.randn(NUMEL) for key in ("exp_avg", "exp_avg_sq")},
+                }
                 for name in names
             },
             "param_groups": [{"lr": 0.1, "params": names, "param_names": names}],

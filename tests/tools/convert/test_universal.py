@@ -104,6 +104,8 @@ def test_momentum_of_muon_is_read(tmp_path: Path) -> None:
         for state in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             tensor = truth.get(f"optimizer.state.{name}.{state}")
             states[name] |= {} if tensor is None else {state: tensor}
+        if "exp_avg" in states[name]:
+            states[name]["step"] = torch.tensor(3.0)
     is_muon = {name: "momentum_buffer" in tensors for name, tensors in states.items()}
     groups = [
         (

@@ -10,14 +10,18 @@ from typing import Any
 import torch
 
 from tierstore.checkpoint.model_contents import plain_names
+from tierstore.checkpoint.saved_values import as_number
 from tierstore.errors import CheckpointError
-from tierstore.layout.encodings import MASTER
+from tierstore.layout.encodings import MASTER, REMAINDER
+from tierstore.layout.other_rules import AVERAGE
+from tierstore.layout.parameters import dtype_name, refuse_codes
 from tierstore.run.manifest import are_states
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.torch_names import ORDER_ADVICE, Shape, match_distinct, match_names
 
-AVERAGE, HEAVY_BALL = "average", "heavy-ball"
-"""Conventions of Muon's momentum: ``m = mu * m + (1 - mu) * g``, or ``m = mu * m + g``."""
+STEP = "step"
+"""Name of the step count among the scalars of a parameter."""
+_COUNTED = "exp_avg_sq"  # A moment whose bias is corrected by a step count.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,59 @@ def merge(
     if optimizer:
         _require_weights(merged)
     return _classified(merged, optimizer=optimizer)
+
+
+def require_numbers(contents: Contents) -> None:
+    """Refuse weights and moments that are codes; see refuse_codes().
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    for entry in contents.entries:
+        is_weight = entry.state == MASTER
+        # Without groups, what is not of floats may be a buffer.
+        is_other = is_weight and not contents.groups and not entry.dtype.is_floating_point
+        if entry.state == BUFFER or is_other or entry.dtype.is_complex or _is_encoded(entry):
+            continue
+        state = "weight" if is_weight else entry.state
+        refuse_codes(f"{state} of {entry.parameter!r}", entry.dtype)
+
+
+def _is_encoded(entry: Entry) -> bool:
+    """Return whether an entry is a tensor of an encoded state; see layout/encodings.py."""
+    return entry.state == REMAINDER or entry.state.endswith(f"_{dtype_name(entry.dtype)}")
+
+
+def with_counts(contents: Contents) -> Contents:
+    """Return contents in which each parameter with AdamW's moments has a step count.
+
+    FusedAdam of Apex and of TransformerEngine has one count, in the param group.
+
+    Raises:
+        CheckpointError: there is no count.
+    """
+    moments = [entry.parameter for entry in contents.entries if entry.state == _COUNTED]
+    scalars, groups, taken = dict(contents.scalars), contents.grouped, set[str]()
+    for name in moments:
+        if STEP in scalars.get(name, {}) or name not in groups:
+            continue
+        count = as_number(groups[name].hyperparameters.get(STEP))
+        if count is None:
+            raise CheckpointError(
+                f"the source has moments of {name!r}, and not the number of steps that they were "
+                "averaged over, neither in its state nor in its param group. AdamW would step "
+                "wrongly with them: convert the weights with --only model"
+            )
+        scalars[name] = {**scalars.get(name, {}), STEP: count}
+        taken.add(name)
+
+    def without_count(group: Group) -> Group:
+        if taken.isdisjoint(group.parameters):
+            return group
+        others = {key: value for key, value in group.hyperparameters.items() if key != STEP}
+        return replace(group, hyperparameters=others)
+
+    return replace(contents, scalars=scalars, groups=list(map(without_count, contents.groups)))
 
 
 def _require_weights(contents: Contents) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,44 +11,22 @@ import torch
 
 from tierstore.errors import CheckpointError
 from tierstore.layout.chunks import Chunk
-from tierstore.tools.convert.contents import AVERAGE, HEAVY_BALL, Contents, Group
+from tierstore.layout.other_rules import (
+    AVERAGE,
+    HEAVY_BALL,
+    LR_RATIO,
+    MOMENTUM,
+    convention_of,
+    may_be_adam,
+    refuse_other_rule,
+)
+from tierstore.tools.convert.contents import Contents, Group
 from tierstore.tools.convert.entries import Entry
 
-MOMENTUM = "momentum_buffer"
 RENAMED = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 """Name of a state of Moonlight or Motif -> that of torch.optim."""
 _ERROR_BITS = "error_bits"
 
-
-def convention_of(hyperparameters: Mapping[str, Any], states: Collection[str]) -> str | None:
-    """Return the convention that the keys of a param group tell.
-
-    Args:
-        hyperparameters: of the group, under the names that its optimizer has.
-        states: the names of the states of its parameters, likewise.
-
-    Returns:
-        AVERAGE also for groups without Muon's momentum; None if the keys do not tell.
-    """
-    keys = hyperparameters.keys() - {"params", "param_names", "names"}
-    if MOMENTUM not in states or "dampening" in keys:  # The latter is SGD.
-        return AVERAGE
-    if "algorithm" in keys or "adjust_lr_fn" in keys:  # muon.Muon, torch.optim.Muon.
-        return AVERAGE
-    if keys in (_MOONLIGHT, _MOTIF):
-        return HEAVY_BALL
-    if keys == _KELLERJORDAN:
-        return AVERAGE
-    return None
-
-
-# The keys of param groups. Other optimizers have some of them and another convention, so that only
-# all of them tell one.
-_KELLERJORDAN = {"lr", "momentum", "weight_decay", "use_muon"}
-_OF_ONE_GROUP = {"lr", "momentum", "nesterov", "ns_steps", "adamw_betas", "adamw_eps"}
-_MOONLIGHT = {*_OF_ONE_GROUP, "wd"}
-_MOTIF = {*_OF_ONE_GROUP, "weight_decay", "none_grad", "use_muon"}
-_LR_RATIO = "adamw_lr_ratio"  # KellerJordan before 2025, which had either convention.
 
 _OTHER_NAMES = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
 _CONSTANTS: dict[str, Any] = {  # What their code has, and torch.optim.Muon has in its groups.
@@ -70,7 +49,7 @@ def standard_hyperparameters(
         convention: of its momentum, which tells the rule for the learning rate.
     """
     group = dict(group)
-    ratio = group.pop(_LR_RATIO, None)
+    ratio = group.pop(LR_RATIO, None)
     decay = group.pop("adamw_wd", None)
     left_out = ["params", "param_names", "names", "use_muon", "none_grad"]
     if is_muon is not None:
@@ -195,6 +174,40 @@ def as_average(contents: Contents, given: str | None) -> Contents:
         groups=[_telling(group, with_momentum) for group in contents.groups],
         notes=notes,
     )
+
+
+def require_own_rules(contents: Contents) -> list[str]:
+    """Check that groups with the states of AdamW or Muon are of AdamW or Muon.
+
+    Returns:
+        Notes about what the files do not tell.
+
+    Raises:
+        CheckpointError: a group is of another optimizer; names what speaks against it.
+    """
+    states: dict[str, set[str]] = defaultdict(set)
+    for entry in contents.entries:
+        states[entry.parameter].add(entry.state)
+    unsure = []
+    for group in contents.groups:
+        found = set().union(*(states[name] for name in group.parameters))
+        is_adamw = found >= {"exp_avg", "exp_avg_sq"}
+        if not (is_adamw or MOMENTUM in found):
+            continue
+        where = f"the param group of {group.parameters[0]!r}"
+        try:
+            algorithm = "adamw" if is_adamw else "muon"
+            refuse_other_rule(group.hyperparameters, algorithm, where)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if is_adamw and may_be_adam(group.hyperparameters):
+            unsure.append(where)
+    if not unsure:
+        return []
+    return [
+        f"{unsure[0]} ({len(unsure)} such groups) is taken as of AdamW, and does not tell it from "
+        "Adam: if it was Adam, whose weight decay is not decoupled, convert with --only model"
+    ]
 
 
 def _telling(group: Group, with_momentum: Collection[str]) -> Group:

@@ -16,8 +16,8 @@ import xxhash
 from tierstore.errors import BudgetError, CheckpointError, CorruptionError, NotCarriedError
 from tierstore.layout.encodings import MASTER
 from tierstore.storage.paths import storage_errors
-from tierstore.tools.convert.contents import Contents, merge
-from tierstore.tools.convert.conventions import as_average, with_whole_values
+from tierstore.tools.convert.contents import Contents, merge, require_numbers, with_counts
+from tierstore.tools.convert.conventions import as_average, require_own_rules, with_whole_values
 from tierstore.tools.convert.destination import (
     make_durable,
     refuse_destination,
@@ -28,6 +28,7 @@ from tierstore.tools.convert.destination import (
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.formats import FORMATS, Format, Writer, recognized
 from tierstore.tools.convert.options import Options, Reading
+from tierstore.tools.convert.parts_by_name import require_all_parts
 from tierstore.tools.convert.pipeline import MEMORY_MIN, bytes_of, stream
 from tierstore.units import format_bytes, parse_bytes
 
@@ -155,7 +156,11 @@ def convert(
             "the sources hold no tensor that is to be converted: name other sources, or other "
             "patterns"
         )
-    contents = as_average(with_whole_values(contents), momentum_convention)
+    contents = with_whole_values(contents)
+    require_numbers(contents)
+    contents = as_average(with_counts(contents), momentum_convention)
+    if to == "tierstore":
+        contents = replace(contents, notes=[*contents.notes, *require_own_rules(contents)])
     options = Options(
         dtype=dtype,
         shard_bytes=None if shard_size is None else parse_bytes(shard_size),
@@ -215,6 +220,7 @@ def _read(
         if from_ is not None and not path.exists():
             raise CheckpointError(f"{path} does not exist: name a checkpoint")
         by_format[from_ or recognized(path)].append(path)
+    require_all_parts(path for path in paths if path.is_file())
     found: list[Contents] = []
     for name, members in by_format.items():
         known = FORMATS.get(name)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from tierstore.checkpoint.dcp_reader import EntryPath, StoredEntries
 from tierstore.checkpoint.dcp_writer import Catalog, add_hyperparameters, model_path, state_paths
 from tierstore.checkpoint.saved_values import nested
+from tierstore.checkpoint.stored_paths import MODELS, TRAINER, Paths, at_top, path_text
 from tierstore.errors import CheckpointError, CorruptionError
 from tierstore.inspection.dcp_metadata import read_metadata
 from tierstore.inspection.kinds import kind_of
@@ -53,11 +54,6 @@ from tierstore.tools.convert.written_file import open_written
 
 _DATA_NAME = "__0_0.distcp"  # As DCP names the only file of the only rank.
 
-# Further values of a trainer, which are not of the model or its optimizer.
-_TRAINER = ("lr_scheduler", "dataloader", "train_state")
-# What programs call the state dict of a model, and that of an optimizer.
-_MODELS = ("model", "model_state_dict", "state_dict", "net", "module")
-_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict")
 _STEP, _EXTRA = "tierstore.step", "tierstore.extra"
 
 
@@ -82,14 +78,14 @@ def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
 def _read(path: Path, reading: Reading) -> Contents:
     entries, metadata = checked_entries(path, reading)
     tensors = [key for key in entries.keys if entries.tensor(key) is not None]
-    paths = _at_top({key: entries.path_of(key) for key in entries.keys}, tensors, path)
+    paths = at_top({key: entries.path_of(key) for key in entries.keys}, tensors, path)
     model, others = _model_paths(paths, ())
     contents = _of_model(entries, metadata, model, ())
     inner = next((key for key in tensors if key in model and model[key][1:]), None)
     if inner is not None and not contents.entries:
         raise CheckpointError(
             f"{path} has tensors at inner paths, such as {inner!r}, and none of them is known as a "
-            f"model: save the state dict under one of {', '.join(_MODELS)}"
+            f"model: save the state dict under one of {', '.join(MODELS)}"
         )
     states, scalars, lost = _optimizer_states(entries, others)
     flags = {
@@ -167,70 +163,6 @@ def model_part(entries: StoredEntries, metadata: Metadata, masters: Collection[s
     return replace(contents, entries=[replace(e, state=BUFFER) for e in contents.entries])
 
 
-Paths = Mapping[str, EntryPath]
-"""Key -> path of the value."""
-
-
-def _at_top(paths: Paths, tensors: Collection[str], where: Path) -> Paths:
-    """Return paths with the model under "model" and the optimizer under "optimizer".
-
-    Programs also have other names for them, and both at inner paths, as ``app`` of an AppState.
-
-    Args:
-        paths: key -> path of all values.
-        tensors: the keys of tensors.
-        where: the directory, for messages.
-
-    Raises:
-        CheckpointError: there are several models or optimizers.
-    """
-
-    def heads(names: Collection[str], following: Collection[str] | None) -> set[EntryPath]:
-        found: set[EntryPath] = set()
-        for path in paths.values():
-            for depth, part in enumerate(path[:-1], start=1):
-                if part in names and (
-                    following is None or str(path[depth]).split(".")[0] in following
-                ):
-                    found.add(path[:depth])
-                    break
-        return found
-
-    optimizers = heads(_OPTIMIZERS, ("state", "param_groups"))
-    is_bare = any(
-        len(paths[key]) == 1 and not key.startswith(("model.", "optimizer.", *_OPTIMIZERS))
-        for key in tensors
-    )
-    models = set() if is_bare else heads(_MODELS, None)
-    models = {
-        head
-        for head in models
-        if head[0] not in _TRAINER and not any(_begins(head, optimizer) for optimizer in optimizers)
-    }
-    renamed: dict[EntryPath, str] = {}
-    for found, name in ((models, "model"), (optimizers, "optimizer")):
-        if (name,) not in found and len(found) > 1:
-            texts = sorted(map(_text, found))
-            raise CheckpointError(f"{where} has several of a kind, {texts}: save one {name}")
-        if (name,) not in found:
-            renamed |= dict.fromkeys(found, name)
-    return {
-        key: next(
-            ((name, *path[len(head) :]) for head, name in renamed.items() if _begins(path, head)),
-            path,
-        )
-        for key, path in paths.items()
-    }
-
-
-def _begins(path: EntryPath, head: EntryPath) -> bool:
-    return path[: len(head)] == head
-
-
-def _text(path: EntryPath) -> str:
-    return ".".join(map(str, path))
-
-
 def _model_paths(paths: Paths, masters: Collection[str]) -> tuple[Paths, Paths]:
     """Return the values of the model, with paths from the name on, and all other values."""
     bare = any(path[0] in masters for path in paths.values() if len(path) == 1)
@@ -243,11 +175,11 @@ def _model_paths(paths: Paths, masters: Collection[str]) -> tuple[Paths, Paths]:
     model: dict[str, EntryPath] = {}
     others: dict[str, EntryPath] = {}
     for key, path in paths.items():
-        if _text(path).startswith("optimizer.") or key in (_STEP, _EXTRA):
+        if path_text(path).startswith("optimizer.") or key in (_STEP, _EXTRA):
             others[key] = path
         elif prefixed or (masters and not bare):
             (model if path[0] in model_heads and path[1:] else others)[key] = path
-        elif str(path[0]).split(".")[0] in _TRAINER:
+        elif str(path[0]).split(".")[0] in TRAINER:
             others[key] = path
         else:
             model[key] = ("", *path)
@@ -313,9 +245,9 @@ def _optimizer_states(
     scalars: dict[str, dict[str, float]] = defaultdict(dict)
     lost = []
     for key, path in paths.items():
-        if not _text(path).startswith("optimizer.state."):
+        if not path_text(path).startswith("optimizer.state."):
             continue
-        name, _, state = _text(path).removeprefix("optimizer.state.").rpartition(".")
+        name, _, state = path_text(path).removeprefix("optimizer.state.").rpartition(".")
         if len(path) == 4:
             name, state = str(path[2]), str(path[3])
         if entries.tensor(key) is not None and state != "step":
@@ -351,7 +283,7 @@ def _groups(
         if path[:2] == ("optimizer", "param_groups") and len(path) > 3:
             numbered[int(path[2])].append((path[3:], entries.value(key)))
     for key, path in paths.items() if not numbered else ():
-        if _text(path).startswith("optimizer.param_groups."):
+        if path_text(path).startswith("optimizer.param_groups."):
             head = str(path[1]).removeprefix("param_groups.")
             name, _, last = head.rpartition(".")
             by_name[name].append(((last, *path[2:]), entries.value(key)))
@@ -389,7 +321,7 @@ def _others(paths: Paths) -> Iterator[str]:
     heads = Counter(
         str(path[0]).split(".")[0]
         for key, path in paths.items()
-        if not _text(path).startswith(known) and key not in (_STEP, _EXTRA)
+        if not path_text(path).startswith(known) and key not in (_STEP, _EXTRA)
     )
     for head, count in heads.items():
         yield f"{head!r} is not carried: {count} values of neither the model nor its optimizer"
@@ -419,7 +351,7 @@ class Writer:
             else {name: dtype_name(dtype) for name, dtype in contents.dtypes.items()}
         )
         self._prefix = "" if options.bare_keys else "model."
-        taken = (*_TRAINER, "optimizer", "tierstore")
+        taken = (*TRAINER, "optimizer", "tierstore")
         for entry in self.entries:
             if options.bare_keys and entry.parameter.split(".")[0] in taken:
                 raise CheckpointError(

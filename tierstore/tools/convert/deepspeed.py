@@ -42,8 +42,10 @@ from tierstore.tools.convert.options import Reading
 from tierstore.tools.convert.torch_archive import read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# Files of parallelism that cuts parameters otherwise.
+_OLD = re.compile(r".*_mp_rank_\d+optim_states\.pt")
+# Files of parallelism that cuts parameters otherwise, and of earlier versions.
 _REFUSED = {
+    "names of DeepSpeed before 0.6, of 2022,": _OLD,
     "pipeline parallelism": re.compile(r"layer_\d+-model_.*|layer_\d+-model_states\.pt"),
     "experts of DeepSpeed's MoE": re.compile(r"layer_.*_expert_.*|expp_rank_.*"),
     "pipeline parallelism in ZeRO": re.compile(r".*_mp_rank_\d+_\d+_optim_states\.pt"),
@@ -58,7 +60,9 @@ _MOMENTUM = "momentum_buffer"
 def recognizes(path: Path) -> bool:
     """Return whether a path is a directory that DeepSpeed saved, or the one of a step in it."""
     folder = folder_of(path, _LATEST)
-    return folder is not None and any(_OPTIMIZER_FILE.fullmatch(p.name) for p in folder.iterdir())
+    names = [] if folder is None else [child.name for child in folder.iterdir()]
+    has_models = "zero" not in names and any(map(MODEL_FILE.fullmatch, names))  # Else universal.
+    return has_models or any(_OPTIMIZER_FILE.fullmatch(n) or _OLD.fullmatch(n) for n in names)
 
 
 def read(paths: Sequence[Path], reading: Reading) -> list[Contents]:
@@ -106,6 +110,11 @@ def _read_ranks(paths: Sequence[Path], reading: Reading) -> list[Rank]:
     }
     optimizers = by_rank(_OPTIMIZER_FILE, values, paths[0])
     models = by_rank(MODEL_FILE, values, paths[0])
+    if not optimizers and models:
+        raise CheckpointError(
+            f"{paths[0]} has no file of an optimizer: it is of ZeRO stage 0, with all in files "
+            f"of models: name the file {models[min(models)]} itself, with --from torch"
+        )
     if not optimizers or sorted(optimizers) != list(range(len(optimizers))) or not models:
         raise CheckpointError(
             f"{paths[0]} lacks files of ranks: it has those with states of ranks "

@@ -24,10 +24,10 @@ from tierstore.inspection.reader import Reader
 from tierstore.inspection.safe_pickle import StoredTensor
 from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.other_rules import MOMENTUM
 from tierstore.run.file_names import METADATA_NAME
 from tierstore.run.sealed import parse_json
 from tierstore.tools.convert.contents import Contents, Group
-from tierstore.tools.convert.conventions import MOMENTUM
 from tierstore.tools.convert.dcp import checked_entries, stored_entry
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.options import Reading

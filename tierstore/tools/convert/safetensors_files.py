@@ -27,6 +27,7 @@ from tierstore.run.sealed import body_errors, is_count, parse_json, require
 from tierstore.tools.convert.contents import Contents
 from tierstore.tools.convert.entries import BUFFER, Entry, StoredChunk, StoredFile, read_stored
 from tierstore.tools.convert.options import Options, Reading
+from tierstore.tools.convert.parts_by_name import require_all_parts
 from tierstore.tools.convert.pipeline import Piece, bytes_of
 from tierstore.tools.convert.written_file import open_written
 
@@ -44,6 +45,7 @@ _SUFFIX = ".safetensors"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES_MAX = 100_000_000  # As the library has it.
 _METADATA = "__metadata__"
+_SHARDS = "DCP_SHARDING_INFO"  # A key of it, of files that DCP's HuggingFaceStorageWriter wrote.
 _DIMENSIONS_MAX = 64
 
 TRAINER = (
@@ -122,6 +124,7 @@ def _files_in(reader: Reader) -> Mapping[str, Collection[str] | None]:
     present = [name for name in reader.list() if name.endswith(_SUFFIX)]
     indices = [name for name in reader.list() if name.endswith(f"{_SUFFIX}.index.json")]
     if len(present) == 1 and not indices:
+        require_all_parts([reader.root / present[0]])
         return {present[0]: None}
     if len(indices) != 1:
         raise CheckpointError(
@@ -175,8 +178,13 @@ def stored_tensors(reader: Reader, name: str) -> dict[str, StoredTensor]:
         raise CorruptionError(f"{where}: {error}") from error
     with body_errors(where):
         tensors = parse_json(header)
-        tensors.pop(_METADATA, None)
+        metadata = tensors.pop(_METADATA, None) or {}
         codes = {tensor["dtype"] for tensor in tensors.values()} & _UNREAD
+    if _SHARDS in metadata:
+        raise CheckpointError(
+            f"{where}: says that it has shards of tensors ({_SHARDS}), and not of how many: save "
+            "with HuggingFaceStorageWriter(enable_consolidation=True) of DCP"
+        )
     if codes:
         raise CheckpointError(f"{where}: has tensors of dtype {min(codes)}, which are not read")
     with body_errors(where):

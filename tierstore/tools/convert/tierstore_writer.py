@@ -10,12 +10,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tierstore.errors import CheckpointError
+from tierstore.layout.chunks import Chunk
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.other_rules import MOMENTUM
 from tierstore.layout.ownership import SharedParameter, partition_ranks
 from tierstore.layout.page_layout import BLOCK_BYTES, PageLayout, Record, lay_out
 from tierstore.layout.parameters import ParameterSpec, dtype_name, master_dtype
@@ -41,7 +44,6 @@ from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalar
 from tierstore.run.sealed import checksum_of
 from tierstore.storage.paths import begin_write_back
 from tierstore.tools.convert.contents import Contents
-from tierstore.tools.convert.conventions import MOMENTUM
 from tierstore.tools.convert.entries import BUFFER, Entry, flat_start
 from tierstore.tools.convert.options import Options
 from tierstore.tools.convert.pipeline import Piece, bytes_of
@@ -67,11 +69,11 @@ class Writer:
                 "the source has no optimizer, and a run has the param groups of one: convert it "
                 "with --to dcp, and restore(checkpoint=DST) begins a run with these weights"
             )
-        self._contents = contents
         by_parameter: dict[str, list[Entry]] = defaultdict(list)
         for entry in contents.entries:
             if entry.state != BUFFER:
                 by_parameter[entry.parameter].append(entry)
+        self._contents = _with_initial_states(contents, by_parameter)
         self.entries: Sequence[Entry] = []
         self._groups: list[list[ParameterSpec]] = []
         for group in contents.groups:
@@ -145,6 +147,35 @@ class Writer:
             return self._contents.step
         counts = (values.get("step", 0.0) for values in self._contents.scalars.values())
         return int(max(counts, default=0.0))
+
+
+def _with_initial_states(contents: Contents, by_parameter: Mapping[str, list[Entry]]) -> Contents:
+    """Add zeros as the states of parameters that never had a gradient, and so have none.
+
+    Args:
+        contents: what is written.
+        by_parameter: the entries of each parameter, to which these are added.
+
+    Returns:
+        The contents, with a step count of 0 where the others of the group have one.
+    """
+    scalars = dict(contents.scalars)
+    for group in contents.groups:
+        states = {n: [e for e in by_parameter[n] if e.state != MASTER] for n in group.parameters}
+        stepped = next((name for name, found in states.items() if found), "")
+        for name in [name for name, found in states.items() if stepped and not found]:
+            shape = next((e.shape for e in by_parameter[name]), None)
+            by_parameter[name] += [
+                replace(entry, parameter=name, shape=shape, read=_read_zeros)
+                for entry in states[stepped]
+                if shape is not None
+            ]
+            scalars[name] = dict.fromkeys(scalars.get(stepped, {}), 0.0)
+    return replace(contents, scalars=scalars)
+
+
+def _read_zeros(chunk: Chunk, target: torch.Tensor) -> None:
+    target.zero_()
 
 
 def _common_momentum_dtype(
@@ -224,8 +255,8 @@ def _require_same_states(specs: Sequence[ParameterSpec]) -> None:
     for spec in specs:
         if {name for name, _ in spec.states} != {name for name, _ in specs[0].states}:
             raise CheckpointError(
-                f"parameters {specs[0].name!r} and {spec.name!r} of one group have other states: a "
-                "parameter that was never stepped has none; leave it out with --exclude"
+                f"parameters {specs[0].name!r} and {spec.name!r} of one group have other states: "
+                "save them in two groups, or leave one out with --exclude"
             )
 
 

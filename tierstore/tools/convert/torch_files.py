@@ -149,7 +149,8 @@ class _Found:
             return
         parts = {key: part for key, part in value.items() if _is_model(part)}
         optimizers = {key: list(_optimizers_in(part)) for key, part in value.items()}
-        if not any(optimizers.values()) and not set(_MODEL_KEYS) & parts.keys():
+        outer = [key for key, part in value.items() if not optimizers[key] and _has_optimizer(part)]
+        if not any(optimizers.values()) and not outer and not set(_MODEL_KEYS) & parts.keys():
             if _is_model(value):  # Dicts of tensors in it are extra state of modules.
                 self.models.append(held)
                 return
@@ -165,6 +166,8 @@ class _Found:
             elif optimizers[key]:
                 if not (ours and key == BY_ALGORITHM):
                     self.optimizers += [_Value(file, one) for one in optimizers[key]]
+            elif key in outer:
+                self.take(_Value(file, part), f"{key!r} of {where}")
             elif key == TIERSTORE and isinstance(part, dict):
                 step, extra = _step_and_extra(part, where)
                 if None not in (step, self.step) and step != self.step:
@@ -380,6 +383,13 @@ def _optimizers_in(value: Any) -> Iterator[dict[str, Any]]:
         items = list(value.values() if isinstance(value, dict) else value)
         if items and all(map(_is_optimizer, items)):
             yield from items
+
+
+def _has_optimizer(value: Any) -> bool:
+    """Return whether a dict has the state dict of an optimizer somewhere in it."""
+    return isinstance(value, dict) and any(
+        _is_optimizer(item) or _has_optimizer(item) for item in value.values()
+    )
 
 
 def _model(models: Sequence[_Value]) -> Contents:

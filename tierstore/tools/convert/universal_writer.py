@@ -18,9 +18,9 @@ from tierstore.checkpoint.dcp_writer import portable
 from tierstore.errors import CheckpointError
 from tierstore.inspection.reader import wrong_name
 from tierstore.layout.encodings import MASTER
+from tierstore.layout.other_rules import MOMENTUM
 from tierstore.layout.parameters import dtype_name
 from tierstore.tools.convert.contents import Contents
-from tierstore.tools.convert.conventions import MOMENTUM
 from tierstore.tools.convert.deepspeed_engine import OWN
 from tierstore.tools.convert.entries import BUFFER, Entry
 from tierstore.tools.convert.options import Options

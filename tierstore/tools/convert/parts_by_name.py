@@ -1,0 +1,45 @@
+"""Files whose names say that they are one of several, as ``model-00002-of-00003.safetensors``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from tierstore.errors import CheckpointError
+
+_NUMBER = re.compile(r"(?:rank|consolidated)[-_.]?(\d+)|(\d+)(?=[-_]of[-_]\d+)")
+_TOTAL = re.compile(r"[-_]of[-_](\d+)")
+
+
+def require_all_parts(paths: Iterable[Path]) -> None:
+    """Refuse files of which others are missing.
+
+    The name of a file of a rank does not say how many there are: the others are beside it.
+
+    Example: with ``x-00001-of-00003.bin`` alone, two files are missing; with ``rank0.pt``, the file
+    ``rank1.pt`` beside it.
+
+    Raises:
+        CheckpointError: names the files that are there, and says how many are missing.
+    """
+    given: dict[tuple[Path, str, str], set[int]] = defaultdict(set)
+    for path in paths:
+        found = _NUMBER.search(path.name)
+        if found and found.lastindex:
+            start, end = found.span(found.lastindex)
+            place = path.parent, path.name[:start], path.name[end:]
+            given[place].add(int(path.name[start:end]))
+    for (folder, before, after), numbers in given.items():
+        name = re.compile(f"{re.escape(before)}(\\d+){re.escape(after)}")
+        beside = {int(match[1]) for file in os.listdir(folder) if (match := name.fullmatch(file))}
+        total = _TOTAL.match(after)
+        missing = (int(total[1]) if total else len(beside | numbers)) - len(numbers)
+        if missing > 0:
+            raise CheckpointError(
+                f"{folder / before}*{after} is a checkpoint in parts, and {missing} of them are "
+                f"not named ({len(beside - numbers)} are beside the others): name all files, or "
+                "their directory"
+            )
