@@ -20,7 +20,7 @@ from tierstore.checkpoint.reshard import OtherRanks, look_for_other_ranks, remov
 from tierstore.checkpoint.restore import Restore
 from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
-from tierstore.errors import StorageError, SweepError
+from tierstore.errors import StorageError, SweepError, TierstoreError
 from tierstore.pages import Pages
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
@@ -42,6 +42,7 @@ from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
 from tierstore.storage.memory import MemoryStorage
+from tierstore.storage.paths import FULL
 from tierstore.units import parse_bytes
 
 # Ranks that wait for a verification meet this often.
@@ -463,6 +464,9 @@ class TierStore:
                     session.usability.fail(error)  # Other ranks are in the middle of publishing.
                 with contextlib.suppress(StorageError):  # The first error is the one to mend.
                     committer.drop_spares()
+                if isinstance(error, StorageError) and error.errno in FULL:
+                    with contextlib.suppress(OSError, TierstoreError):
+                        self._explain_full_disk(error, Path(path).absolute().parent)
                 raise
             (links,) = page_files
 
@@ -473,6 +477,18 @@ class TierStore:
 
             self._verifier.begin(links, publication, is_in_run)
             return publication
+
+    def _explain_full_disk(self, error: StorageError, parent: Path) -> None:
+        """Add to an error of checkpoint() what it needs, and what could be removed."""
+        from tierstore.checkpoint.retention import advice_on_full_disk
+
+        session = self._session
+        committer = session.require_committer("checkpoint()")
+        assert committer.committed is not None
+        nbytes = sum(page.layout.nbytes for page in session.table.pages)
+        with contextlib.closing(committer.storage.folder(str(parent))) as folder:
+            run_id, step = committer.committed.run_id, committer.committed.step
+            error.add_note(advice_on_full_disk(folder, run_id, step, nbytes))
 
     @not_compiled
     @torch.no_grad()

@@ -18,6 +18,7 @@ from tests.support.published import assert_holds_toy, assert_nothing_left, names
 from tests.support.toy import RANK, Toy, resumed, unchanged, verified
 from tierstore.storage.select import open_storage
 from tierstore.tools.inspect.verify import verify
+from tierstore.units import format_bytes
 
 Operation = tuple[str, int]
 
@@ -240,8 +241,20 @@ def test_a_full_disk_shows_before_anything_is_linked(tmp_path: Path) -> None:
     watched.storage.arm(Fault("error", "create", call=2, errno=errno.ENOSPC))
     done: list[str] = []
     watched.watch = lambda operation, name: done.append(operation)
-    with pytest.raises(tierstore.StorageError):
+    with pytest.raises(tierstore.StorageError) as caught:
         watched.toy.store.checkpoint(watched.folder / "3")
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"step {watched.toy.store.step} is committed and intact. The call needs")
+    alone = {  # Files that no page file of the run, and no other checkpoint, has as well.
+        name: sum(
+            512 * path.stat().st_blocks
+            for path in (watched.folder / name).iterdir()
+            if path.stat().st_nlink == 1
+        )
+        for name in names_in(watched.folder)
+    }
+    for name, nbytes in alone.items():
+        assert f"{watched.folder / name}: {format_bytes(nbytes)}" in note
     assert "folder_link" not in done
     assert not list((watched.run / RANK).glob("page-*.a.next"))
     watched.toy.store.close()

@@ -10,9 +10,11 @@ import errno
 import logging
 import re
 import secrets
+import shutil
 from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from tierstore.checkpoint.whole_mark import marked_ranks
@@ -20,6 +22,7 @@ from tierstore.errors import StorageError, TierstoreError
 from tierstore.inspection.run_reader import RANKS_MAX, parse_marker
 from tierstore.run.file_names import MARKER_NAME, published_mark
 from tierstore.storage.base import Folder
+from tierstore.units import format_bytes
 
 logger = logging.getLogger("tierstore")
 
@@ -142,6 +145,34 @@ def _others_in(folder: Folder, child: str, marker: Mapping[str, Any]) -> list[st
     """Return the files in a checkpoint that publishing did not put there."""
     marks = map(published_mark, range(min(marker["world_size"], RANKS_MAX)))
     return sorted(set(folder.files(child)) - {MARKER_NAME, *marker["files"], *marks})
+
+
+def advice_on_full_disk(folder: Folder, run_id: str, step: int, nbytes: int) -> str:
+    """Return what a full disk needs, and which checkpoints of a run could go.
+
+    Args:
+        folder: the directory above the checkpoints, on the full disk.
+        run_id: the run.
+        step: the newest durable step.
+        nbytes: about how many bytes the call needs.
+    """
+    text = (
+        f"step {step} is committed and intact. The call needs about {format_bytes(nbytes)} more, "
+        f"and {format_bytes(shutil.disk_usage(folder.location).free)} are free"
+    )
+    freed = {child: _bytes_of(Path(folder.location, child)) for child in _published(folder, run_id)}
+    found = sorted(freed.items(), key=lambda item: -item[1])
+    if found:
+        text += ". To remove a checkpoint of the run frees: " + ", ".join(
+            f"{folder.location}/{child}: {format_bytes(count)}" for child, count in found[:8]
+        )
+    return text
+
+
+def _bytes_of(directory: Path) -> int:
+    """Return the bytes on the disk of files that have no other name."""
+    status = (path.lstat() for path in directory.iterdir())
+    return sum(512 * one.st_blocks for one in status if one.st_nlink == 1)
 
 
 def _is_abandoned(age: tuple[int, int], ages: Collection[tuple[int, int]]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import secrets
@@ -14,6 +13,7 @@ from functools import partial
 
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.base import Storage, Transfer
+from tierstore.storage.paths import FULL
 from tierstore.threads import started_pool
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
@@ -53,7 +53,7 @@ def _measured(storage: Storage, data: memoryview) -> float:
         read = _moved(lambda extent: storage.read(name, extent, buffer), extents[:written])
         seconds = time.perf_counter() - started
     except StorageError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise RunDirectoryError(
             f"{storage.location} has no room for a measurement with "

@@ -306,7 +306,8 @@ class Committer(Progress):
             error.add_note(
                 f"{len(shared)} page files are shared with checkpoints, and need as many others of "
                 f"{format_bytes(nbytes)} in {self.storage.location}: free that much, or remove the "
-                "checkpoints. No new file was kept."
+                f"checkpoints. No new file was kept; step {self.committed_step} is committed and "
+                "intact."
             )
             raise
 

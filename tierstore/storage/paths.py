@@ -23,6 +23,9 @@ from tierstore.units import SECTOR_BYTES, Extent, format_bytes
 NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 """Errors of a filesystem that has no O_DIRECT, or not for such a transfer."""
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a full disk, or of a user who may store no more."""
+
 NO_CALL = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 """Errors of a filesystem that lacks a call."""
 

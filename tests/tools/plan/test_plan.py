@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import muon
+import tierstore
+from tierstore.checkpoint.directory import CheckpointDirectory
 from tierstore.errors import BudgetError, PlanError
 from tierstore.tools.plan.drives import parse_drives
 from tierstore.tools.plan.footprint import StoreOptions
 from tierstore.tools.plan.job import Job
+from tierstore.tools.plan.memory import extra_sets
 from tierstore.tools.plan.model_files import model_from_listing
 from tierstore.tools.plan.plan import FREE, Plan, plan, to_plain
 from tierstore.tools.plan.rates import Rates, assumed_rates
@@ -96,6 +102,7 @@ def test_memory_is_worked_out_part_by_part() -> None:
         "pages of the run": 8 * page,
         "their second slots": 8 * page,
         "published checkpoints": 16 * page,
+        "while one is published": 8 * page,
     }
     assert found.fits
     assert found.remedy is None
@@ -134,7 +141,7 @@ def test_experts_are_gathered_by_the_ranks_that_have_them() -> None:
         ({"gpu_memory": 10**6, "gpus": 1}, None),
         (
             {"drives": "3000x1KB@7/5GB/s,1DWPD", "checkpoints": 3000},
-            "151292347 drives in each node",
+            "151342744 drives in each node",
         ),
     ],
 )
@@ -312,3 +319,32 @@ def test_wrong_names_and_stores_are_refused() -> None:
             StoreOptions(**options)  # type: ignore[arg-type]
     with pytest.raises(BudgetError, match="pass host_memory="):
         plan(model, replace(job, store=StoreOptions(host_memory=2**20)), rates)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_disk_holds_the_sets_of_page_files_that_are_planned(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted just before the oldest checkpoint goes."""
+    model = nn.Linear(512, 512, bias=False)
+    found = 0
+    retain = CheckpointDirectory.retain
+
+    def counted(*arguments: Any) -> None:
+        nonlocal found
+        files = {p.stat().st_ino: p.stat().st_blocks for p in tmp_path.rglob("*") if p.is_file()}
+        found = max(found, 512 * sum(files.values()))
+        retain(*arguments)
+
+    monkeypatch.setattr(CheckpointDirectory, "retain", counted)
+    with tierstore.TierStore(tmp_path / "run") as store:
+        optimizer = muon.Muon([{"params": list(model.named_parameters())}], store=store)
+        for step in range(6):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            store.commit()
+            if step:
+                store.checkpoint(tmp_path / f"step-{step}", keep_last=kept)
+        state = store.stats().state_bytes
+    sets = 2 + kept + extra_sets(kept)
+    assert found / state == pytest.approx(sets, rel=0.05)

@@ -64,12 +64,23 @@ def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need
         "pages of the run": state,
         "their second slots": files - state,
         "published checkpoints": job.checkpoints * state,
+        "while one is published": extra_sets(job.checkpoints) * state,
     }
     needs = [Need(place="NVMe", parts=_without_zeros(in_nvme), limit=nvme_limit)]
     needs.insert(0, Need(place="host", parts=_without_zeros(in_host), limit=job.host_memory))
     if job.on_gpu:
         needs.insert(0, Need(place="GPU", parts=_without_zeros(in_gpu), limit=job.gpu_memory))
     return needs
+
+
+def extra_sets(checkpoints: int) -> int:
+    """Return how many sets of pages there are more while a checkpoint is published.
+
+    One is of the new page files for the slots that the checkpoint links. The oldest checkpoint goes
+    after that, and is one more than are kept, but for a single one two: the last one that is known
+    to be whole stays until the newest was read.
+    """
+    return 0 if checkpoints == 0 else 2 if checkpoints == 1 else 1
 
 
 def _host_parts(ranks: Ranks) -> dict[str, int]:

@@ -295,10 +295,11 @@ class _Planner:
                 yield text, partial(_with_memory, size=size)
         if "NVMe" in exceeded:
             need = exceeded["NVMe"]
-            kept = need.parts.get("published checkpoints", 0)
+            one = need.parts.get("published checkpoints", 0) // max(1, job.checkpoints)
+            kept = one * job.checkpoints + need.parts.get("while one is published", 0)
             room = (need.limit or 0) - (need.nbytes - kept)
             if kept and room >= 0:
-                count = room * job.checkpoints // kept
+                count = room // one - 1 if room >= 3 * one else 0
                 text = f"{count} published checkpoints instead of {job.checkpoints}"
                 yield text, lambda j: replace(j, checkpoints=count)
             if drives is not None:
