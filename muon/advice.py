@@ -39,13 +39,25 @@ def warn_of_other_rates(groups: Sequence[Mapping[str, Any]], restored: Sequence[
             return
 
 
+def scheduled_keys(group: Mapping[str, Any], *, is_scheduled: bool) -> set[str]:
+    """Return the keys of a group that a scheduler sets, and does not set again when it is loaded.
+
+    Args:
+        group: as restored.
+        is_scheduled: the commit has the state of a scheduler.
+    """
+    found = set()
+    if is_scheduled or "initial_lr" in group:
+        found |= {"lr", "initial_lr"}
+    if "max_momentum" in group:
+        found |= {"momentum", "betas"}
+    return found
+
+
 def warn_of_other_values(
     groups: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]], *, is_scheduled: bool
 ) -> None:
     """Warn if restored param groups have other values than the program gave them.
-
-    A scheduler changes the lr, and mostly keeps what the program gave as initial_lr; with
-    max_momentum it also changes momentum or betas.
 
     Args:
         groups: the groups as restored.
@@ -54,12 +66,9 @@ def warn_of_other_values(
     """
     found = []
     for index, (group, before) in enumerate(zip(groups, given, strict=False)):
-        names = {*keys.KEYS, "initial_lr"} - {"params", "param_names"}
+        names = keys.KEYS.keys() - {"params", "param_names"}
         names &= before.keys() & group.keys()
-        if is_scheduled or "initial_lr" in names:
-            names -= {"lr"}
-        if "max_momentum" in group:
-            names -= {"momentum", "betas"}
+        names -= scheduled_keys(group, is_scheduled=is_scheduled)
         found += [
             f"{name} of group {index} is {group[name]!r}, given {before[name]!r}"
             for name in sorted(names)
@@ -67,7 +76,7 @@ def warn_of_other_values(
         ]
     if found:
         warnings.warn(
-            f"restore() took the committed values of param groups: {'; '.join(found)}. "
+            f"restore() took the saved values of param groups: {'; '.join(found)}. "
             "restore(keep_hyperparameters=True) keeps the values that the program gave",
             stacklevel=4,
         )
@@ -78,7 +87,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     found = keys.number(value)
-    return value if found is None else found
+    # A tensor of float32 has the 0.01 of a program rounded.
+    return value if found is None else float(f"{found:.6g}")
 
 
 def warn_of_slow_bfloat16(store: tierstore.TierStore, groups: Sequence[Mapping[str, Any]]) -> None:

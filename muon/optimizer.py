@@ -15,7 +15,12 @@ from torch.optim.optimizer import ParamsT
 
 import tierstore
 from muon import newton_schulz, normuon
-from muon.advice import warn_of_other_rates, warn_of_other_values, warn_of_slow_bfloat16
+from muon.advice import (
+    scheduled_keys,
+    warn_of_other_rates,
+    warn_of_other_values,
+    warn_of_slow_bfloat16,
+)
 from muon.attached import AttachedGroups
 from muon.blocks import at_step
 from muon.checks import (
@@ -417,7 +422,7 @@ class Muon(torch.optim.Optimizer):
             rewind: go on from the step of the checkpoint in this run, which may have steps; see
                 ``TierStore.restore()``.
             keep_hyperparameters: param groups keep the values of this program, such as another
-                weight decay. A scheduler that is registered sets what it schedules nonetheless.
+                weight decay, but for what a scheduler has set: the lr, and momentum or betas.
 
         Returns:
             The step, or 0 for a new run.
@@ -447,12 +452,13 @@ class Muon(torch.optim.Optimizer):
                 del group[name]
         # Groups that were attached after the commit come last.
         restored = self.param_groups[: self.store.pages.groups_written]
+        states = self.store.committed.states.values()
+        is_scheduled = any(isinstance(s, Mapping) and "_last_lr" in s for s in states)
         if keep_hyperparameters:
             for group, values in zip(restored, given, strict=False):
-                group.update(values)
+                names = values.keys() - scheduled_keys(group, is_scheduled=is_scheduled)
+                group.update({name: values[name] for name in names})
         elif step:
-            states = self.store.committed.states.values()
-            is_scheduled = any(isinstance(s, Mapping) and "_last_lr" in s for s in states)
             warn_of_other_values(restored, given, is_scheduled=is_scheduled)
         self._restored_rates = [float(group["lr"]) for group in restored] if step else []
         return step

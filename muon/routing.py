@@ -17,7 +17,6 @@ from torch import nn
 
 from muon import newton_schulz
 from muon.checks import algorithm_of, check_matrices
-from muon.keys import KEYS
 from muon.matrices import Declaration, declared, matrices_of
 from muon.routing_rules import Use, rules_by_place, uses_named, uses_of
 
@@ -64,7 +63,7 @@ class ParamGroups(list[dict[str, Any]]):
                 if position == 0:
                     algorithm = algorithm_of(group, index)
                     rates = [
-                        f"{group.get(key, KEYS[key].defaults[algorithm]):g}"
+                        f"{group[key]:g}" if key in group else "default"
                         for key in ("lr", "weight_decay")
                     ]
                     heading = [str(index), algorithm, *rates]

@@ -128,6 +128,7 @@ def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Gro
                 for verb, names in (("lacks", absent), ("has further", new))
                 if names
             )
+            + ". Without param_names in its groups, states go by position"
         )
     found = []
     for number, names in enumerate(named):

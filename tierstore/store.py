@@ -357,18 +357,31 @@ class TierStore:
         session.given.require_unchanged()
         self._synchronize()
 
-    def _warn_of_changed_weights(self) -> bool:
-        """Return whether close() must keep the commit before; warn then."""
-        session, committer = self._session, self._session.committer
+    def _keeps_commit_before(self) -> bool:
+        """Return whether close() must not commit the last step, as parameters were changed since.
+
+        Without any commit to keep, it commits them as they are: better than to lose the run.
+        """
+        session = self._session
+        committer = session.require_committer("close()")
         with session.calls.together("close()"):
-            is_changed = session.left_was_changed()
+            is_changed = not committer.is_up_to_date and session.left_was_changed()
         if is_changed and session.ranks.rank == 0:
+            lost = committer.lost_commit
             warnings.warn(
                 f"parameters were changed since step {committer.step}, and a commit holds what its "
-                "step left: close() does not commit this step, and a restart finds step "
-                f"{self.committed.step}. Call synchronize() right after the last step()",
+                + (
+                    "step left. No other step is committed, so close() commits them as they are now"
+                    if lost
+                    else "step left: close() does not commit this step, and a restart finds step "
+                    f"{self.committed.step}"
+                )
+                + ". Call synchronize() right after the last step()",
                 stacklevel=4,
             )
+        if is_changed and committer.lost_commit:
+            session.accept_parameters()
+            return False
         return is_changed
 
     def _synchronize(self, *, begins: bool = True) -> None:
@@ -450,6 +463,7 @@ class TierStore:
                 page_files=page_files,
                 contents=lambda: contents_of(model, table.groups[: committer.groups_written]),
                 model_prefix=model_prefix,
+                is_rewind=committer.rewound_step == committer.step,
             )
 
             def keep(publication: Publication) -> None:
@@ -639,9 +653,9 @@ class TierStore:
                         # Called last, so that the last step is committed nevertheless.
                         released.callback(session.given.require_unchanged)
                     with session.calls.named("close()"):
-                        is_kept = committer.adds_parameters and self._warn_of_changed_weights()
-                        self._synchronize(begins=not is_kept)
-                    committer.marks_clean_end = not is_kept
+                        keeps = committer.adds_parameters and self._keeps_commit_before()
+                        self._synchronize(begins=not keeps)
+                    committer.marks_clean_end = not keeps
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import _version
 
 import muon
 import tierstore
@@ -216,6 +218,7 @@ def test_trained_parameters_that_the_model_lacks_are_named(
     assert "4 parameters ('2.bias', '2.weight', '3.bias', ...) that are in no param" in caplog.text
 
 
+_LAMB = {"grad_averaging": True, "max_grad_norm": 1.0}
 RULES = {
     "RAdam": (
         lambda p: torch.optim.RAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
@@ -234,7 +237,7 @@ RULES = {
     ),
     "LAMB": (
         lambda p: torch.optim.AdamW(p),
-        {"grad_averaging": True, "max_grad_norm": 1.0},
+        {**_LAMB, "decoupled_weight_decay": None, "amsgrad": None},
         "grad_averaging=True is of LAMB",
     ),
     "amsgrad": (
@@ -307,3 +310,60 @@ def test_momentum_that_is_summed_otherwise(
     ours = muon.Muon(muon_group(small_net(bias=False)))
     with pytest.raises(ValueError, match=match):
         ours.load_state_dict(stock.state_dict())
+
+
+def test_groups_in_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DCP of torch 2.3 and before saved them."""
+    model = small_net()
+    stock = stock_adamw(model, lr=0.03, weight_decay=0.3)
+    train(model, stock, range(2))
+    state, states = states_of(model, stock)
+    with monkeypatch.context() as patched:
+        patched.setattr(_version, "_derived_version", "2_3")
+        save({"model": state, "optimizer": states}, tmp_path / "checkpoint")
+    metadata = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata()
+    assert "optimizer.param_groups" in metadata.state_dict_metadata
+    other, optimizer = begun(tmp_path / "checkpoint", tmp_path / "run")
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert_trains_alike(other, optimizer, model, stock, range(2, 4))
+    optimizer.store.close()
+
+
+def test_states_without_names_or_groups_are_refused(tmp_path: Path) -> None:
+    """Names like numbers are not the positions that state_dict() of an optimizer has."""
+    model = nn.ParameterList([torch.ones(3, 3) * n for n in range(3)])
+    stock = torch.optim.AdamW(list(model.parameters())[::-1])
+    for parameter in model:
+        parameter.grad = parameter.detach().clone()
+    stock.step()
+    state, states = states_of(model, stock)
+    del states["param_groups"]
+    for number, held in enumerate((states, stock.state_dict())):
+        save({"model": state, "optimizer": held}, tmp_path / str(number))
+        other = nn.ParameterList([torch.zeros(3, 3) for _ in range(3)])
+        with pytest.raises(tierstore.CheckpointError, match="no param group of them"):
+            begun(tmp_path / str(number), tmp_path / f"run-{number}", other)
+
+
+@pytest.mark.parametrize("further", [{"epoch": torch.tensor(3)}, {"rng": torch.arange(9)}])
+def test_tensors_beside_a_model(further: dict[str, Any], tmp_path: Path) -> None:
+    model = small_net()
+    stock = stock_adamw(model)
+    train(model, stock, range(2))
+    state, states = states_of(model, stock)
+    save({"net": state, "optimizer": states, **further}, tmp_path / "checkpoint")
+    other, optimizer = begun(tmp_path / "checkpoint", tmp_path / "run")
+    assert_trains_alike(other, optimizer, model, stock, range(2, 4))
+    optimizer.store.close()
+
+
+def test_a_key_of_the_program_is_no_evidence(tmp_path: Path) -> None:
+    model = small_net()
+    stock = stock_adamw(model)
+    train(model, stock, range(2))
+    stock.param_groups[0] |= {"final_lr": 0.1, "max_grad_norm": 1.0}
+    state, states = states_of(model, stock)
+    save({"model": state, "optimizer": states}, tmp_path / "checkpoint")
+    other, optimizer = begun(tmp_path / "checkpoint", tmp_path / "run")
+    assert_trains_alike(other, optimizer, model, stock, range(2, 4))
+    optimizer.store.close()

@@ -302,6 +302,8 @@ def test_a_checkpoint_of_abandoned_steps_is_replaced(tmp_path: Path) -> None:
         toy.store.checkpoint(folder / f"step-{step}")
     toy.store.restore(folder / "step-2", rewind=True)
     before = {step: digests(folder / f"step-{step}") for step in (1, 2, 4)}
+    with pytest.raises(tierstore.CheckpointError, match="is there already"):
+        toy.store.checkpoint(folder / "step-2")  # Which the run has just gone back to.
     toy.step()
     toy.store.checkpoint(folder / "step-3")
     toy.step()

@@ -189,3 +189,18 @@ def test_values_that_the_program_changed_are_named_at_a_resume(tmp_path: Path) -
             with pytest.warns(UserWarning, match=text):
                 assert optimizer.restore() == 1
             assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("schedule", [warm_up, one_cycle, decay_on_plateaus])
+def test_values_that_are_kept_leave_a_schedule_as_it_was(
+    schedule: Schedule, tmp_path: Path
+) -> None:
+    lr = make_run(tmp_path, schedule)
+    weight = parameter()
+    store = tierstore.TierStore(tmp_path, resume=True)
+    optimizer = muon.Muon([("weight", weight)], store=store, lr=1.0, weight_decay=0.25)
+    with store:
+        store.register(scheduler=schedule(optimizer))
+        assert optimizer.restore(keep_hyperparameters=True) == 3
+        assert optimizer.param_groups[0]["lr"] == lr
+        assert optimizer.param_groups[0]["weight_decay"] == 0.25

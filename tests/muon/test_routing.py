@@ -222,10 +222,11 @@ def test_both_names_of_a_tied_parameter_are_accepted() -> None:
 def test_groups_print_after_an_optimizer_was_made_of_them() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
     groups = muon.param_groups(model)
-    before = str(groups)
-    assert "1.weight" in before
-    optimizer = muon.Muon(groups)
-    assert str(groups) == before
+    assert "1.weight" in str(groups)
+    assert "default" in str(groups)
+    optimizer = muon.Muon(groups, lr=0.5)
+    assert "default" not in str(groups)
+    assert "0.5" in str(groups)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
     assert "0.125" in str(groups)
 

@@ -252,6 +252,12 @@ class CheckpointSource:
                 )
         if self.is_weights_alone:
             return {}
+        if group.parameters and not first[1]:
+            raise CheckpointError(
+                f"{self._path} has states of {group.parameters[0].name!r} and the others of its "
+                "group, and no param group of them, which tells the rule: save the optimizer with "
+                "get_state_dict() of torch.distributed.checkpoint.state_dict"
+            )
         left_out = _NAMES | values.taken
         found = {key: value for key, value in first[1].items() if key not in left_out}
         try:
@@ -275,12 +281,15 @@ def _usual(entries: StoredEntries) -> StoredEntries:
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Return the first key whose values differ; None if there is none."""
-    keys = sorted((one.keys() | other.keys()) - _NAMES)
+    keys = sorted((one.keys() | other.keys()) - _NAMES - {"name"})  # A label says nothing.
     return next((key for key in keys if _text(one, key) != _text(other, key)), None)
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(tagged_json.encode(values.get(key)))
+    try:
+        return json.dumps(tagged_json.encode(values.get(key)))
+    except (TypeError, ValueError):  # A kind that no commit holds.
+        return repr(values.get(key))
 
 
 def _checked(path: Path, peers: Peers) -> tuple[Slices, Sequence[Commit]]:

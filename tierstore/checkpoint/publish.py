@@ -57,6 +57,8 @@ class Committed:
     """Returns the values of the model that are not paged, and all names."""
     model_prefix: str
     """Prefix of the names of the model: ends in a dot, or is empty."""
+    is_rewind: bool = False
+    """True if no step was done since a rewind to the committed step, which abandons later ones."""
     for_reshard: bool = False
     """True if other ranks begin from the checkpoint, which may then have RESHARDED_NAME."""
 
@@ -162,6 +164,7 @@ class _Publishing:
         self._page_files = committed.page_files
         self._contents = committed.contents()
         self._model_prefix = committed.model_prefix
+        self._is_rewind = committed.is_rewind
         self._keep_last = keep_last
         self._on_progress = on_progress
         self._manifest = self._page_files[0].commit.manifest
@@ -201,7 +204,7 @@ class _Publishing:
         # In the temporary name: an attempt never writes into what another one has left.
         self._token = tokens[0]
         assert self._folder is not None
-        age = self._manifest.epoch, self._manifest.step
+        age = self._manifest.epoch - self._is_rewind, self._manifest.step
         self._directory = CheckpointDirectory(
             self._folder, self._name, self._manifest.run_id, self._token, age
         )

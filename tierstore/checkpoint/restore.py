@@ -111,6 +111,7 @@ class Restore:
             table.allocate_files(table.pages)
             self._fill(source)
             commit()
+        committer.rewound_step = source.step
         return source.step
 
     def from_other_ranks(self, other: OtherRanks, commit: Callable[[], None]) -> int:

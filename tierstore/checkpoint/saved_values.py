@@ -166,6 +166,8 @@ class StockValues:
         number = self._number.get(name)
         if number is None:
             return self._read(name, self._of_parameter.get(name, {}))
+        if self._in_one_value:
+            return self._in_one_value[number]
         if number not in self._of_number:
             head = (*_GROUPS, number)
             found = {path[3:]: key for path, key in self._paths.items() if path[:3] == head}
@@ -209,15 +211,30 @@ class StockValues:
         return dict(found)
 
     @cached_property
+    def _in_one_value(self) -> Sequence[dict[str, Any]]:
+        """All groups, where they are one value, as torch saved them until 2.3."""
+        key = ".".join(_GROUPS)
+        value = self._entries.value(key) if key in self._entries.keys else None
+        groups = value if isinstance(value, list) else []
+        return groups if all(isinstance(group, dict) for group in groups) else []
+
+    @cached_property
     def _number(self) -> dict[str, int]:
         """Name -> number of its group."""
         found: dict[str, int] = {}
+        for number, group in enumerate(self._in_one_value):
+            names = group.get("params")
+            found |= {n: number for n in (names if isinstance(names, list) else ()) if _is_text(n)}
         for path, key in self._paths.items():
             if path[:2] == _GROUPS and path[3:] == ("params",) and isinstance(path[2], int):
                 value = self._entries.value(key)
                 names = value if isinstance(value, list) else []
                 found |= {name: path[2] for name in names if isinstance(name, str)}
         return found
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def as_number(value: Any) -> float | None:

@@ -45,7 +45,8 @@ def at_top(paths: Paths, tensors: Collection[str], where: Path) -> Paths:
     """
     optimizers = _optimizers(paths)
     is_bare = any(
-        len(paths[key]) == 1 and not _of_any(key, {"model", *optimizers}) for key in tensors
+        len(paths[key]) == 1 and "." in key and not _of_any(key, {"model", *optimizers})
+        for key in tensors
     )
     models = set() if is_bare else _models(paths, optimizers)
     renamed: dict[str, str] = {}
@@ -67,6 +68,8 @@ def _optimizers(paths: Paths) -> set[str]:
         head, *rest = path_text(path).split(".")
         parts = [head, *rest]
         for index, part in enumerate(rest, start=1):
+            if parts[index - 1] in MODELS:
+                continue
             if part == "param_groups" or (part == "state" and parts[-1] in MOMENTS):
                 found.add(".".join(parts[:index]))
                 break

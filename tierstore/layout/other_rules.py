@@ -49,8 +49,9 @@ def other_rule(saved: Mapping[str, Any]) -> str | None:
     """
     if "algorithm" in saved:
         return None
+    is_adamw = saved.get("decoupled_weight_decay") is not None and "amsgrad" in saved
     for rule, keys in _OTHERS.items():
-        for key in keys:
+        for key in () if is_adamw else keys:  # A program may have such a key of its own.
             if saved.get(key):
                 return f"{key}={saved[key]!r} is of {rule}"
     for key, of_adamw in _OF_ADAMW.items():

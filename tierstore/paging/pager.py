@@ -255,16 +255,22 @@ class Pager:
         adds = committer.adds_parameters and not committer.is_due
         return adds and page.layout.may_lack_parameters
 
-    def swap_out(self, page: Page, *, with_parameters: bool = False) -> None:
+    def may_leave_out_parameters(self, page: Page) -> bool:
+        """Return whether a commit can add the values of a page's parameters to its file."""
+        return self._committer.makes_commits and page.layout.may_lack_parameters
+
+    def swap_out(self, page: Page, *, lacks_parameters: bool | None = None) -> None:
         """Give back a held page that was changed.
 
         A page that stays in memory is written for commits only: now, if the next commit is due.
 
         Args:
             page: the page.
-            with_parameters: write the values of its parameters in any case.
+            lacks_parameters: leave the values of its parameters to the commit; None: as steps do.
         """
-        page.lacks_parameters = not with_parameters and self.leaves_out_parameters(page)
+        if lacks_parameters is None:
+            lacks_parameters = self.leaves_out_parameters(page)
+        page.lacks_parameters = lacks_parameters
         if page.is_empty:
             self._rest(page)
         elif page.tier is Tier.NVME or self._committer.is_due:

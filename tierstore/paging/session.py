@@ -80,14 +80,20 @@ class Session:
 
         All ranks call this.
         """
-        changed = any(page.lacks_parameters and page.left_was_changed for page in self.table.pages)
+        pages = [page for page in self.table.pages if page.lacks_parameters]
+        changed = any(page.left_was_changed is not None for page in pages)
         return any(agree(self.ranks, "look at the parameters", lambda: changed))
+
+    def accept_parameters(self) -> None:
+        """Let the next commit take parameters as they are now."""
+        for page in self.table.pages:
+            page.takes_parameters = True
 
     def _require_left(self) -> None:
         for page in self.table.pages:
-            if page.lacks_parameters and page.left_was_changed:
+            if page.lacks_parameters and (changed := page.left_was_changed):
                 raise ValueError(
-                    f"parameters, such as {min(page.left)!r}, were changed since step "
+                    f"parameters, such as {changed!r}, were changed since step "
                     f"{self.committer.step}, and a commit holds what its step left: nothing was "
                     "committed. Call synchronize() or checkpoint() right after step(), or at steps "
                     "that commit_every makes due, and change parameters after that"

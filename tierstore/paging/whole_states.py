@@ -263,12 +263,13 @@ def write_pages(
             # program may load the parameters after it.
             encoded = [p for p in page.parameters.values() if MASTER in p.encodings]
             keeps = keeps_parameters and bool(encoded)
-            stores = keeps or not table.pager.leaves_out_parameters(page)
+            lacks = keeps_parameters and not keeps and table.pager.may_leave_out_parameters(page)
+            stores = not lacks and (keeps or not table.pager.leaves_out_parameters(page))
             with view.keeping_parameters() if keeps else contextlib.nullcontext():
                 fill(view)
                 if stores:
                     view.read_parameters()
-            table.pager.swap_out(page, with_parameters=stores)
+            table.pager.swap_out(page, lacks_parameters=not stores)
     for name, values in scalars.items():
         table.committer.scalars[name] = dict(values)
     table.committer.note_written(len(table.groups))
@@ -277,6 +278,7 @@ def write_pages(
         page.note_parameters()
         if keeps_parameters:  # As if the parameters were written to.
             page.versions = dict.fromkeys(page.versions, -1)
+            page.takes_parameters = True
 
 
 def fill_states(view: PageView, values: States, names: Collection[str]) -> None:

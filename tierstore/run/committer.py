@@ -106,6 +106,11 @@ class Progress:
         return False
 
     @property
+    def makes_commits(self) -> bool:
+        """True if there is a directory, and so commits."""
+        return False
+
+    @property
     def adds_parameters(self) -> bool:
         """True if a commit writes the values of parameters that steps did not write."""
         return False
@@ -158,6 +163,8 @@ class Committer(Progress):
     ) -> None:
         super().__init__()
         self.identity = identity
+        self.rewound_step: int | None = None
+        """The step that this process has rewound to."""
         """The run."""
         self.committed: Manifest | None = None
         """The newest durable commit."""
@@ -236,6 +243,11 @@ class Committer(Progress):
     def was_begun(self) -> bool:
         """True if a commit of the last step was begun."""
         return self._begun is not None and self.step == self._begun.step
+
+    @property
+    @override
+    def makes_commits(self) -> bool:
+        return True
 
     @property
     @override

@@ -127,7 +127,8 @@ def whole_run(
         RunDirectoryError, RunLockedError, StorageError, CorruptionError: a directory cannot be
             used, or is of another run.
     """
-    ranks = (folder_rank(name) for name in os.listdir(directories[0]))
+    with looking_into(Path(directories[0])):
+        ranks = [folder_rank(name) for name in os.listdir(directories[0])]
     with contextlib.ExitStack() as opened:
         storages = {}
         for rank in sorted(rank for rank in ranks if rank is not None and rank >= first_rank):

@@ -65,6 +65,7 @@ def test_a_step_count_of_the_group(source: str, to: str, step: Any, tmp_path: Pa
         other = small_net()
         optimizer: torch.optim.Optimizer = stock_adamw(other)
         loaded = torch.load(tmp_path / "out", weights_only=True)
+        assert loaded["optimizer"]["param_groups"][0]["step"] == 50  # As FusedAdam needs it.
         other.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
     elif to == "dcp":
@@ -205,9 +206,14 @@ def test_files_that_are_parts_by_name(
         ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
         ("consolidated.00.pth",),
         ("weights_rank0.pt", "weights_rank1.pt"),
+        ("lora_rank8.safetensors",),
+        ("adapter-rank-16.safetensors",),
+        ("epoch-3-of-10.pt",),
     ],
 )
 def test_all_parts_together(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("lora_rank16.safetensors", "adapter-rank-32.safetensors"):
+        save_file({"other": torch.randn(3)}, tmp_path / name)
     for number, name in enumerate(names):
         write = save_file if name.endswith(".safetensors") else torch.save
         write({f"w{number}": torch.randn(3, 3)}, tmp_path / name)

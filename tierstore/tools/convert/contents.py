@@ -243,10 +243,14 @@ def _is_encoded(entry: Entry) -> bool:
     return entry.state == REMAINDER or entry.state.endswith(f"_{dtype_name(entry.dtype)}")
 
 
-def with_counts(contents: Contents) -> Contents:
+def with_counts(contents: Contents, *, of_group: bool) -> Contents:
     """Return contents in which each parameter with AdamW's moments has a step count.
 
     FusedAdam of Apex and of TransformerEngine has one count, in the param group.
+
+    Args:
+        contents: the contents.
+        of_group: leave the count in its group as well, where FusedAdam looks for it.
 
     Raises:
         CheckpointError: there is no count.
@@ -267,7 +271,7 @@ def with_counts(contents: Contents) -> Contents:
         taken.add(name)
 
     def without_count(group: Group) -> Group:
-        if taken.isdisjoint(group.parameters):
+        if of_group or taken.isdisjoint(group.parameters):
             return group
         others = {key: value for key, value in group.hyperparameters.items() if key != STEP}
         return replace(group, hyperparameters=others)

@@ -158,7 +158,7 @@ def convert(
         )
     contents = with_whole_values(contents)
     require_numbers(contents)
-    contents = as_average(with_counts(contents), momentum_convention)
+    contents = as_average(with_counts(contents, of_group=to == "torch"), momentum_convention)
     if to == "tierstore":
         contents = replace(contents, notes=[*contents.notes, *require_own_rules(contents)])
     options = Options(

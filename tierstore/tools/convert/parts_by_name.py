@@ -10,7 +10,10 @@ from pathlib import Path
 
 from tierstore.errors import CheckpointError
 
-_NUMBER = re.compile(r"(?:rank|consolidated)[-_.]?(\d+)|(\d+)(?=[-_]of[-_]\d+)")
+# Not an epoch "3-of-10", or the rank 8 of an adapter in "lora_rank8".
+_NUMBER = re.compile(
+    r"(?:^|[-_.])(?:rank|consolidated)[-_.]?(\d+)(?=[-_.])|(?<!\d)(\d{4,6})(?=[-_]of[-_]\d{4,6})"
+)
 _TOTAL = re.compile(r"[-_]of[-_](\d+)")
 
 
@@ -36,7 +39,10 @@ def require_all_parts(paths: Iterable[Path]) -> None:
         name = re.compile(f"{re.escape(before)}(\\d+){re.escape(after)}")
         beside = {int(match[1]) for file in os.listdir(folder) if (match := name.fullmatch(file))}
         total = _TOTAL.match(after)
-        missing = (int(total[1]) if total else len(beside | numbers)) - len(numbers)
+        everything = beside | numbers
+        are_ranks = everything == {*range(len(everything))}
+        count = int(total[1]) if total else len(everything if are_ranks else numbers)
+        missing = count - len(numbers)
         if missing > 0:
             raise CheckpointError(
                 f"{folder / before}*{after} is a checkpoint in parts, and {missing} of them are "
