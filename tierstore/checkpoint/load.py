@@ -252,7 +252,7 @@ class CheckpointSource:
                 )
         if self.is_weights_alone:
             return {}
-        if group.parameters and not first[1]:
+        if group.parameters and not first[1] and isinstance(values, StockValues):
             raise CheckpointError(
                 f"{self._path} has states of {group.parameters[0].name!r} and the others of its "
                 "group, and no param group of them, which tells the rule: save the optimizer with "
