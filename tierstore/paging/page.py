@@ -214,7 +214,7 @@ class Page:
         return _changed(self._samples, _samples_of(self.left))
 
     def _local_parameters(self) -> dict[str, torch.Tensor]:
-        return {name: local_tensor(p.tensor).detach() for name, p in self.parameters.items()}
+        return {name: local_tensor(p.tensor) for name, p in self.parameters.items()}
 
     def look_for_writes(self) -> None:
         """Find the parameters with encoded masters that were written to since they were noted."""
@@ -234,7 +234,9 @@ class Page:
 
 
 def _marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    return {name: (version_of(t), t.data_ptr()) for name, t in tensors.items()}
+    return {
+        name: (0 if t.is_inference() else t._version, t.data_ptr()) for name, t in tensors.items()
+    }
 
 
 _SAMPLED_MAX = 8  # Parameters of a page: each takes about 5 us in a step.
@@ -246,7 +248,8 @@ def _samples_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found = {}
     for name, tensor in list(tensors.items())[::step]:
         if tensor.numel() and tensor.untyped_storage().nbytes():
-            found[name] = torch.stack([tensor[(index,) * tensor.ndim] for index in (0, -1)])
+            values = tensor.detach()
+            found[name] = torch.stack([values[(index,) * values.ndim] for index in (0, -1)])
     return found
 
 
