@@ -105,7 +105,7 @@ def match(
 def _by_name(groups: Sequence[_Group], saved: Sequence[_Group]) -> Sequence[_Group]:
     """Return saved groups with their parameters in the order of groups that have the same names.
 
-    Without names on one side, the order is that of the state dict, as in ``torch.optim``.
+    Without names on one side, parameters are matched by position, as in ``torch.optim``.
 
     Raises:
         ValueError: the names are others, or the groups have parts of each other.

@@ -17,8 +17,8 @@ from tierstore.integrations.huggingface import StoreTrainer
 class MuonFactory:
     """Builds a Muon for the model of a Trainer.
 
-    For ``optimizer_cls_and_kwargs=(MuonFactory, {"store": store, "lr": 0.02})``; other keys are
-    those of ``muon_of``.
+    For ``optimizer_cls_and_kwargs=(MuonFactory, {"store": store, "lr": 0.02})``; ``muon_of``
+    has the other keys.
     """
 
     def __call__(self, model: torch.nn.Module, **options: Any) -> muon.Muon:

@@ -29,8 +29,8 @@ def muon_of(
         store: the store.
         lr: learning rate of matrices.
         adamw_lr: learning rate of the other parameters.
-        options: further arguments of ``muon.Muon``, and those of ``muon.param_groups`` that Muon
-            does not have, such as ``no_decay`` and ``betas``.
+        options: further arguments of ``muon.Muon``, and the arguments of ``muon.param_groups`` that
+            Muon does not have, such as ``no_decay`` and ``betas``.
     """
     of_groups = {name: options.pop(name) for name in _OF_GROUPS & options.keys()}
     groups = muon.param_groups(model, adamw_lr=adamw_lr, **of_groups)

@@ -386,7 +386,7 @@ def test_a_matrix_without_columns(muon_case: StockCase) -> None:
 
 
 def test_other_names_of_parameters_are_refused(case: StockCase) -> None:
-    """torch.optim replaces them by those of the state dict, and goes by position."""
+    """torch.optim goes by position, and takes the names in the state dict."""
     ours, stock = (build([("a", parameter(1, 3, 4))]) for build in (case.ours, case.stock))
     saved = [build([("b", parameter(1, 3, 4))]).state_dict() for build in (case.ours, case.stock)]
     with pytest.raises(ValueError, match=r"lacks 1, such as 'a' and has further 1, such as 'b'"):

@@ -337,7 +337,7 @@ def test_reading_states_leaves_float32_masters_as_they_are(tmp_path: Path, tier:
 def test_the_optimizer_may_be_loaded_before_the_model(
     master: str, first: str, every: int, tmp_path: Path
 ) -> None:
-    """The masters are those of the state dict, and the next step is the same."""
+    """Masters equal the state dict, and the next step is the same."""
 
     def made(seed: int, store: tierstore.TierStore | None) -> tuple[torch.nn.Module, muon.Muon]:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Where a DCP checkpoint has the model and the optimizer: found by content, whatever their keys."""
+"""Paths of the model and the optimizer in a DCP checkpoint, found by content under any key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Paths = Mapping[str, EntryPath]
 TRAINER = ("lr_scheduler", "dataloader", "train_state")
 """Keys of further values of a trainer, which are not of the model or its optimizer."""
 MODELS = ("model", "model_state_dict", "state_dict", "net", "module")
-"""What programs call the state dict of a model."""
+"""Usual keys of the state dict of a model."""
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "momentum_buffer", "moment1", "moment2"})
 """Names of states that tell an optimizer of the kinds that tierstore reads."""
 

@@ -1,4 +1,4 @@
-"""What the param groups of other optimizers tell about their rule: AdamW, Muon, or another."""
+"""Evidence in the param groups of other optimizers: their rule is AdamW, Muon, or another."""
 
 from __future__ import annotations
 

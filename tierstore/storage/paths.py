@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -132,17 +132,28 @@ def no_locks_error(where: str, error: OSError) -> RunDirectoryError:
     )
 
 
-def set_mode(path: Path, mode: int) -> None:
-    """Set the mode of a file or directory, where the filesystem has modes.
+def works(call: Callable[[], None], *, absent: Collection[int]) -> bool:
+    """Make a call; return False where the filesystem does not have it.
+
+    Args:
+        call: the call.
+        absent: the errors that say so, such as NO_LOCKS.
 
     Raises:
-        OSError: it has, and refuses.
+        OSError: another error.
     """
     try:
-        os.chmod(path, mode)
+        call()
     except OSError as error:
-        if error.errno not in NO_MODES:
+        if error.errno not in absent:
             raise
+        return False
+    return True
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Set the mode of a file or directory, where the filesystem has modes."""
+    works(lambda: os.chmod(path, mode), absent=NO_MODES)
 
 
 @contextmanager

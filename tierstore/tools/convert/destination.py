@@ -24,6 +24,7 @@ from tierstore.storage.paths import (
     set_mode,
     storage_errors,
     sync_path,
+    works,
 )
 from tierstore.tools.convert.replaceable import refuse_to_replace
 from tierstore.units import format_bytes
@@ -115,13 +116,7 @@ def _locked_directory(destination: Path) -> tuple[Path, int]:
 
 def _lock(fd: int, flags: int) -> bool:
     """Lock a directory; return False where the filesystem has no locks."""
-    try:
-        fcntl.flock(fd, flags)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return False
-    return True
+    return works(lambda: fcntl.flock(fd, flags), absent=NO_LOCKS)
 
 
 def _prefix(destination: Path) -> str:
@@ -227,21 +222,10 @@ def _rename_to_free(made: Path, destination: Path) -> None:
             raise
         if made.is_dir():
             os.rename(made, destination)  # Replaces nothing but an empty directory.
-        elif not _link(made, destination):
+        elif not works(lambda: os.link(made, destination), absent=NO_LINKS):
             if os.path.lexists(destination):
                 raise FileExistsError from error
             os.rename(made, destination)
-
-
-def _link(made: Path, destination: Path) -> bool:
-    """Give a file a second name; return False where the filesystem has no links."""
-    try:
-        os.link(made, destination)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        return False
-    return True
 
 
 def _renameat2(one: Path, other: Path, flags: int) -> None:
