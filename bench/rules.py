@@ -66,7 +66,7 @@ class State:
         self.chunk = tierstore.pages.Chunk((0, 0), shape)
         self.encoded = [
             self._encoded("master", "24bit", self.values),
-            self._encoded("exp_avg", "int8", self.means),
+            self._encoded("exp_avg", "int8_root", self.means),
             self._encoded("exp_avg_sq", "uint8_root", self.mean_sqs),
         ]
 

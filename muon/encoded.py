@@ -29,9 +29,9 @@ def encodings_of(parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str,
         found["master"] = group["master"]
     if has_blocks(parameter.shape):
         if group.get("momentum_dtype") == torch.int8:
-            found["momentum_buffer"] = "int8"
+            found["momentum_buffer"] = "int8_root"
         if group.get("moments_dtype") == torch.int8 and _wide(parameter) == torch.float32:
-            found |= {"exp_avg": "int8", "exp_avg_sq": "uint8_root"}
+            found |= {"exp_avg": "int8_root", "exp_avg_sq": "uint8_root"}
     return found
 
 

@@ -69,8 +69,8 @@ class Muon(torch.optim.Optimizer):
             ``ns_coefficients`` may also be the name of a table, such as "polar_express_1.01";
             ``adjust_lr_fn`` has further scales, see ``muon.scales.adjust_lr``.
             docs/reference/param-groups.md has all keys of groups.
-        momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: whole
-            numbers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
+        momentum_dtype: dtype of the momentum; None: the dtype of each parameter. torch.int8: fourth
+            powers with a scale for each 256 columns; bfloat16 for parameters with less than 128.
         master: the form in which pages keep the float32 masters of bfloat16 parameters, of AdamW
             groups too. None: float32. "remainder": 16 bits beside the parameter, which is part of
             the master and rounds halves away from zero; no bit is lost. "24bit": 8 bits, so that

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace nb = nanobind;
 
@@ -94,78 +95,64 @@ void encode_split(std::uintptr_t values, std::uintptr_t parameter, std::uintptr_
     });
 }
 
-// Int8State and RootState: the numbers of a block are those of its values divided by a scale.
+// RootState: fourth powers of whole numbers, with the sign of the number if its type has one.
 
-struct Int8 {
-    using Number = std::int8_t;
-    static constexpr float kLargest = 127;  // What the largest magnitude of a block becomes.
+template <class Number>
+struct Root {
+    static constexpr float kLast = std::is_signed_v<Number> ? 127 : 255;
+    static constexpr float kLargest = kLast * kLast * kLast * kLast;
 
-    static float decode(float number) { return number; }
+    static float decode(Number number) {
+        const float power = power_of(number);
+        return number < 0 ? -power : power;
+    }
 
-    static float nearest(float ratio) { return limited(std::nearbyint(ratio)); }
-
-    static float by_chance(float ratio, float chance) {
-        return limited(std::floor(ratio + chance));
+    static float encode(float ratio, float chance) {
+        const float size = std::abs(ratio);
+        const float below = std::min(std::floor(std::sqrt(std::sqrt(size))), kLast - 1);
+        const float low = power_of(below);
+        const float part = (size - low) / (power_of(below + 1) - low);
+        const float number = below + (part > chance ? 1.0f : 0.0f);
+        if constexpr (std::is_signed_v<Number>) return std::copysign(number, ratio);
+        return ratio > 0 ? std::max(number, 1.0f) : 0.0f;
     }
 
    private:
-    static float limited(float number) { return std::min(std::max(number, -127.0f), 127.0f); }
-};
-
-struct Root {
-    using Number = std::uint8_t;
-    static constexpr float kLargest = 255.0 * 255 * 255 * 255;
-
-    static float decode(float number) {
+    static float power_of(float number) {
         const float square = number * number;
         return square * square;
     }
-
-    static float nearest(float ratio) { return by_chance(ratio, 0.5f); }
-
-    static float by_chance(float ratio, float chance) {
-        const float below = std::min(std::floor(std::sqrt(std::sqrt(ratio))), 254.0f);
-        const float low = decode(below);
-        const float part = (ratio - low) / (decode(below + 1) - low);
-        const float number = std::max(below + (part > chance ? 1.0f : 0.0f), 1.0f);
-        return ratio > 0 ? number : 0.0f;
-    }
 };
 
-template <class Code>
-void decode_block(const typename Code::Number *numbers, float scale, float *values,
-                  std::int64_t count) {
-    for (std::int64_t i = 0; i < count; ++i) values[i] = Code::decode(numbers[i]) * scale;
+template <class Number>
+void decode_block(const Number *numbers, float scale, float *values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = Root<Number>::decode(numbers[i]) * scale;
 }
 
 // Returns the scale.
-template <class Code>
-float encode_block(const float *values, const float *chances, typename Code::Number *numbers,
-                   std::int64_t count) {
+template <class Number>
+float encode_block(const float *values, const float *chances, Number *numbers, std::int64_t count) {
     std::int32_t largest = 0;  // Magnitudes are in the order of their bits, NaNs last.
     for (std::int64_t i = 0; i < count; ++i) {
         largest = std::max(largest, bits_of(values[i]) & kMagnitude);
     }
     float scale;
     std::memcpy(&scale, &largest, sizeof scale);
-    scale = largest < kInfinity ? scale / Code::kLargest : std::numeric_limits<float>::quiet_NaN();
+    scale /= Root<Number>::kLargest;
+    if (largest >= kInfinity) scale = std::numeric_limits<float>::quiet_NaN();
     const float divisor = scale > 0 ? scale : 1.0f;
-    auto number = [=](std::int64_t i, auto rounded) {
-        const float ratio = values[i] / divisor;
-        const bool is_finite = (bits_of(ratio) & kMagnitude) < kInfinity;
-        const float code = rounded(is_finite ? ratio : 0.0f, i);
-        numbers[i] = static_cast<typename Code::Number>(static_cast<std::int32_t>(code));
+    auto encode = [=](auto chance) {
+        for (std::int64_t i = 0; i < count; ++i) {
+            const float ratio = values[i] / divisor;
+            const bool is_finite = (bits_of(ratio) & kMagnitude) < kInfinity;
+            const float number = Root<Number>::encode(is_finite ? ratio : 0.0f, chance(i));
+            numbers[i] = static_cast<Number>(static_cast<std::int32_t>(number));
+        }
     };
     if (chances == nullptr) {
-        for (std::int64_t i = 0; i < count; ++i) {
-            number(i, [](float ratio, std::int64_t) { return Code::nearest(ratio); });
-        }
+        encode([](std::int64_t) { return 0.5f; });
     } else {
-        for (std::int64_t i = 0; i < count; ++i) {
-            number(i, [=](float ratio, std::int64_t index) {
-                return Code::by_chance(ratio, chances[index]);
-            });
-        }
+        encode([=](std::int64_t i) { return chances[i]; });
     }
     return scale;
 }
@@ -181,23 +168,22 @@ void by_blocks(std::int64_t rows, std::int64_t columns, int threads, Body body) 
     }
 }
 
-template <class Code>
+template <class Number>
 void decode_blocks(std::uintptr_t numbers, std::uintptr_t scales, std::uintptr_t values,
                    std::int64_t rows, std::int64_t columns, int threads) {
     by_blocks(rows, columns, threads, [=](auto begin, auto count, auto index) {
-        decode_block<Code>(at<typename Code::Number>(numbers) + begin, at<float>(scales)[index],
-                           at<float>(values) + begin, count);
+        decode_block(at<Number>(numbers) + begin, at<float>(scales)[index],
+                     at<float>(values) + begin, count);
     });
 }
 
-template <class Code>
+template <class Number>
 void encode_blocks(std::uintptr_t values, std::uintptr_t chances, std::uintptr_t numbers,
                    std::uintptr_t scales, std::int64_t rows, std::int64_t columns, int threads) {
     by_blocks(rows, columns, threads, [=](auto begin, auto count, auto index) {
         const float *of_block = chances == 0 ? nullptr : at<float>(chances) + begin;
         at<float>(scales)[index] =
-            encode_block<Code>(at<float>(values) + begin, of_block,
-                               at<typename Code::Number>(numbers) + begin, count);
+            encode_block(at<float>(values) + begin, of_block, at<Number>(numbers) + begin, count);
     });
 }
 
@@ -209,8 +195,8 @@ NB_MODULE(_encodings, module) {
     module.def("decode_split_8", &decode_split<std::int8_t>, release());
     module.def("encode_split_16", &encode_split<std::int16_t>, release());
     module.def("encode_split_8", &encode_split<std::int8_t>, release());
-    module.def("decode_int8", &decode_blocks<Int8>, release());
-    module.def("decode_root", &decode_blocks<Root>, release());
-    module.def("encode_int8", &encode_blocks<Int8>, release());
-    module.def("encode_root", &encode_blocks<Root>, release());
+    module.def("decode_int8", &decode_blocks<std::int8_t>, release());
+    module.def("decode_uint8", &decode_blocks<std::uint8_t>, release());
+    module.def("encode_int8", &encode_blocks<std::int8_t>, release());
+    module.def("encode_uint8", &encode_blocks<std::uint8_t>, release());
 }

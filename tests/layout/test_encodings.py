@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.devices import needs_avx2
 from tierstore.layout import encoding_kernels
-from tierstore.layout.encodings import EncodedState, Int8State, RootState, SplitMaster
+from tierstore.layout.encodings import EncodedState, RootState, SplitMaster
 
 # The largest numbers, zeros, infinities, NaNs of few bits, ties, and numbers below the normal ones.
 AWKWARD = [
@@ -98,40 +98,78 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     assert torch.equal(SplitMaster(*split(values, torch.int16)).read(), values)
 
 
-def int8_state(values: torch.Tensor) -> Int8State:
+def root_state(values: torch.Tensor, dtype: torch.dtype = torch.int8) -> RootState:
     blocks = (*values.shape[:-1], -(-values.shape[-1] // 256))
-    state = Int8State("m", torch.zeros(values.shape, dtype=torch.int8), torch.zeros(blocks))
+    state = RootState("m", torch.zeros(values.shape, dtype=dtype), torch.zeros(blocks))
     state.write(values)
     return state
 
 
-@given(st.integers(0, 3), st.integers(1, 700), st.integers(0, 99), st.floats(-44, 37))
-def test_int8_is_the_formula(rows: int, columns: int, seed: int, exponent: float) -> None:
-    """Against numpy in float64, block by block: the nearest of 255 numbers, by largest / 127."""
+@given(st.integers(0, 3), st.integers(1, 700), st.integers(0, 99), st.floats(-30, 37))
+def test_roots_with_a_sign_are_the_formula(
+    rows: int, columns: int, seed: int, exponent: float
+) -> None:
+    """Against numpy in float64, block by block: the nearest of 255 values."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator) * 10**exponent
-    read = int8_state(values).read().numpy().astype(np.float64)
+    read = root_state(values).read().numpy().astype(np.float64)
+    powers_of_sign = np.sign(np.arange(-127, 128)) * np.arange(-127.0, 128.0) ** 4 / 127.0**4
     for start in range(0, columns, 256):
         block = values[:, start : start + 256].numpy().astype(np.float64)
-        scale = (np.abs(block).max(-1, keepdims=True, initial=0) / 127).astype(np.float32)
+        largest = np.abs(block).max(-1, keepdims=True, initial=0)
+        distances = np.abs(block[..., None] - powers_of_sign * largest[..., None])
         error = np.abs(read[:, start : start + 256] - block)
-        # Half a number, and rounding of the quotient and the product.
-        assert (error <= scale.astype(np.float64) * (0.5 + 127 * 2**-22) + 127 * 2**-149).all()
+        assert (error <= distances.min(-1) + np.abs(block) * 2**-20).all()
 
 
-def test_int8_keeps_what_it_can_hold() -> None:
+def test_roots_keep_what_they_can_hold() -> None:
     numbers = torch.arange(-127, 128, dtype=torch.float32)
-    state = int8_state(numbers[None] * 0.25)
-    assert torch.equal(state.read(), numbers[None] * 0.25)
-    assert torch.equal(state.stored["m_int8"], numbers[None].to(torch.int8))
+    values = (numbers**2) ** 2 * numbers.sign() * 0.25
+    state = root_state(values[None])
+    assert torch.equal(state.read(), values[None])
+    assert torch.equal(state.stored["m_int8_root"], numbers[None].to(torch.int8))
     assert state.stored["m_scale"].item() == 0.25
+
+
+def dynamic_codes() -> np.ndarray:
+    """Return the 256 values of bitsandbytes' dynamic codes, from Dettmers et al. 2022, section 2.
+
+    A sign, an exponent of ten in unary, and a fraction of the bits that are left: the middles of
+    equal parts of 0.1 to 1. Checked with create_dynamic_map() of bitsandbytes 0.49.
+    """
+    edges = [np.linspace(0.1, 1, 2**i + 1) for i in range(7)]
+    sizes = [10.0 ** (i - 6) * (edge[:-1] + edge[1:]) / 2 for i, edge in enumerate(edges)]
+    found: np.ndarray = np.sort(np.concatenate([*sizes, *(-size for size in sizes), [0, 1]]))
+    return found
+
+
+@pytest.mark.parametrize(("outlier", "most"), [(1.0, 0.012), (1000.0, 0.05)])
+def test_an_element_does_not_spoil_its_neighbours(outlier: float, most: float) -> None:
+    """One column of 256 is larger: errors of the others, no more than those of other 8-bit codes.
+
+    Whole numbers times a scale err by 0.7% without such a column, and by 83% with it.
+    """
+    values = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).double()
+    values[:, 7] *= outlier
+    block, codes = values.numpy(), dynamic_codes()
+    largest = np.abs(block).max(-1, keepdims=True)
+    middles = (codes[:-1] + codes[1:]) / 2
+    theirs = codes[np.searchsorted(middles, block / largest)] * largest
+    ours = root_state(values.float()).read().double().numpy()
+    others = np.delete(np.arange(256), 7)
+    error, beside = (
+        np.abs(found - block)[:, others].sum() / np.abs(block[:, others]).sum()
+        for found in (ours, theirs)
+    )
+    assert error < beside
+    assert error < most
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_makes_its_block_nan(value: float) -> None:
     values = torch.ones(2, 600)
     values[0, 300] = value
-    state = int8_state(values)
+    state = root_state(values)
     expected = torch.zeros(2, 600, dtype=torch.bool)
     expected[0, 256:512] = True
     assert torch.equal(state.read().isnan(), expected)
@@ -140,9 +178,9 @@ def test_a_number_that_is_not_finite_makes_its_block_nan(value: float) -> None:
     assert torch.equal(state.read(), torch.zeros(2, 600))
 
 
-def test_int8_is_read_and_written_by_blocks() -> None:
+def test_roots_are_read_and_written_by_blocks() -> None:
     values = torch.randn(6, 600, generator=torch.Generator().manual_seed(0))
-    state = int8_state(values)
+    state = root_state(values)
     whole = state.read()
     for part in (
         (slice(1, 5, 2), slice(256, 600)),
@@ -159,10 +197,10 @@ def test_int8_is_read_and_written_by_blocks() -> None:
 
 def test_blocks_are_selected_as_from_a_tensor() -> None:
     values = torch.randn(3, 2, 700, generator=torch.Generator().manual_seed(0))
-    state = int8_state(values)
+    state = root_state(values)
     for part in ((..., slice(256, 512)), (slice(0, 2), ...), slice(1, 3), ..., (slice(1, 2),)):
         assert torch.equal(state[part].read(), state.read()[part])
-    line = int8_state(values[0, 0])
+    line = root_state(values[0, 0])
     assert torch.equal(line[256:512].read(), line.read()[256:512])
     for cut in (line.__getitem__, lambda part: state[..., part]):
         with pytest.raises(ValueError, match=r"columns 100 to 512 in steps of 1 cut a block"):
@@ -179,56 +217,66 @@ def test_remainders_of_elements_that_were_changed_are_dropped() -> None:
     assert not bool(state.drop_remainders(parameter.clone()))
 
 
-def powers() -> np.ndarray:
-    """Return the values of RootState in a block of scale 1: whole numbers to the fourth."""
-    squares = np.arange(256, dtype=np.float32) ** 2
+def powers(last: int) -> np.ndarray:
+    """Return the sizes in a block of scale 1: whole numbers to the fourth."""
+    squares = np.arange(last + 1, dtype=np.float32) ** 2
     found: np.ndarray = squares * squares
     return found
 
 
-def root_numbers(ratios: np.ndarray, chances: np.ndarray | None) -> np.ndarray:
-    """Return the numbers of ratios by the definition, without a root."""
-    bounds = powers()
-    below = np.clip(np.searchsorted(bounds, ratios, "right") - 1, 0, 254)
-    parts = (ratios - bounds[below]) / (bounds[below + 1] - bounds[below])
-    rises = parts > (np.float32(0.5) if chances is None else chances)
-    found: np.ndarray = np.where(ratios > 0, np.maximum(below + rises, 1), 0)
+def root_numbers(sizes: np.ndarray, chances: np.ndarray | None, last: int) -> np.ndarray:
+    """Return the numbers of sizes by the definition, without a root."""
+    bounds = powers(last)
+    below = np.clip(np.searchsorted(bounds, sizes, "right") - 1, 0, last - 1)
+    parts = (sizes - bounds[below]) / (bounds[below + 1] - bounds[below])
+    found: np.ndarray = below + (parts > (np.float32(0.5) if chances is None else chances))
     return found
 
 
 @pytest.mark.parametrize("by_kernel", [pytest.param(True, marks=needs_avx2), False])
 @pytest.mark.parametrize("chance", [None, 0.0, 0.5, 65535 / 65536])
+@pytest.mark.parametrize(
+    ("dtype", "last", "sign"), [(torch.uint8, 255, 1), (torch.int8, 127, 1), (torch.int8, 127, -1)]
+)
 def test_a_root_beside_a_whole_number_is_the_formula(
-    chance: float | None, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    last: int,
+    sign: int,
+    chance: float | None,
+    by_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some roots of torch are a unit off, which must not change what they are cut off to."""
     if not by_kernel:
         monkeypatch.setattr(encoding_kernels, "fit", lambda *tensors: False)
     steps = np.arange(-8, 9, dtype=np.int32)[:, None]
-    near = (powers()[1:].view(np.int32) + steps).view(np.float32)
-    ratios = np.minimum(near, powers()[-1]).T.copy()  # (255, 17)
-    ratios[:, -1] = powers()[-1]  # So the scale is 1.
-    state = RootState("v", torch.zeros(ratios.shape, dtype=torch.uint8), torch.zeros(255, 1))
-    chances = None if chance is None else np.full(ratios.shape, chance, np.float32)
-    state.write(torch.from_numpy(ratios), None if chances is None else torch.from_numpy(chances))
-    assert (state.stored["v_scale"] == 1).all()
-    assert np.array_equal(state.stored["v_uint8"].numpy(), root_numbers(ratios, chances))
+    near = (powers(last)[1:].view(np.int32) + steps).view(np.float32)
+    sizes = np.minimum(near, powers(last)[-1]).T.copy()  # (last, 17)
+    sizes[:, -1] = powers(last)[-1]  # So the scale is 1.
+    state = RootState("v", torch.zeros(sizes.shape, dtype=dtype), torch.zeros(last, 1))
+    chances = None if chance is None else np.full(sizes.shape, chance, np.float32)
+    values = torch.from_numpy(sign * sizes)
+    state.write(values, None if chances is None else torch.from_numpy(chances))
+    numbers, scales = state.stored.values()
+    assert (scales == 1).all()
+    expected = root_numbers(sizes, chances, last)
+    if dtype == torch.uint8:
+        expected = np.maximum(expected, 1)  # Adam divides by the root of it.
+    assert np.array_equal(numbers.numpy(), sign * expected)
 
 
 def encoded_state(kind: str, shape: tuple[int, ...]) -> EncodedState:
     """Return a state with zeros."""
     blocks = torch.zeros((*shape[:-1], -(-shape[-1] // 256)))
-    if kind == "int8":
-        return Int8State("m", torch.zeros(shape, dtype=torch.int8), blocks)
-    if kind == "root":
-        return RootState("m", torch.zeros(shape, dtype=torch.uint8), blocks)
+    if kind in ("int8", "uint8"):
+        return RootState("m", torch.zeros(shape, dtype=getattr(torch, kind)), blocks)
     remainder = torch.zeros(shape, dtype=torch.int8 if kind == "split 8" else torch.int16)
     return SplitMaster(torch.zeros(shape, dtype=torch.bfloat16), remainder)
 
 
 @pytest.mark.quick(2)
 @needs_avx2
-@pytest.mark.parametrize("kind", ["int8", "root", "split 8", "split 16"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "split 8", "split 16"])
 @settings(max_examples=200)
 @given(
     rows=st.integers(0, 5),
@@ -249,7 +297,7 @@ def test_kernels_have_the_bits_of_operations(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn((rows, columns), generator=generator) * 10**exponent
-    if kind == "root":
+    if kind == "uint8":
         values.square_()
     flat = values.view(-1)
     count = min(len(awkward), values.numel())
@@ -274,7 +322,7 @@ def test_kernels_have_the_bits_of_operations(
 
 
 @needs_avx2
-@pytest.mark.parametrize("kind", ["int8", "root", "split 8", "split 16"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "split 8", "split 16"])
 def test_kernels_run(kind: str) -> None:
     values, state = torch.ones(3, 300), encoded_state(kind, (3, 300))
     chances = None if "split" in kind else torch.zeros(3, 300)

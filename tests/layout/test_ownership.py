@@ -412,7 +412,7 @@ def encoded_groups(draw: st.DrawFn) -> tuple[int, list[SharedParameter]]:
             elementwise=kind == "elementwise",
             flat=draw(st.booleans()),
         )
-        spec = replace(shared.spec, encodings=(("momentum_buffer", "int8"),))
+        spec = replace(shared.spec, encodings=(("momentum_buffer", "int8_root"),))
         parameters.append(replace(shared, spec=spec))
     return world_size, parameters
 

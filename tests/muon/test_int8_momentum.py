@@ -21,12 +21,16 @@ from tests.support.encoded_training import (
 
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
-    """The nearest of 255 numbers in each block of 256 columns, in numpy's float32."""
+    """The nearest of 255 fourth powers in each block of 256 columns, in numpy's float32."""
     found = values.numpy().copy()
+    powers = (np.arange(128, dtype=np.float32) ** 2) ** 2
     for start in range(0, found.shape[1], 256):
         block = found[:, start : start + 256]
-        scale = np.abs(block).max(1, keepdims=True) / np.float32(127)
-        block[:] = np.rint(block / np.where(scale > 0, scale, 1)) * scale
+        scale = np.abs(block).max(1, keepdims=True) / powers[-1]
+        sizes = np.abs(block / np.where(scale > 0, scale, np.float32(1)))
+        below = np.clip(np.searchsorted(powers, sizes, "right") - 1, 0, 126)
+        parts = (sizes - powers[below]) / (powers[below + 1] - powers[below])
+        block[:] = np.copysign(powers[below + (parts > 0.5)], block) * scale
     return torch.from_numpy(found)
 
 
@@ -46,6 +50,21 @@ def test_a_step_computes_with_the_new_momentum_and_rounds_it_afterwards() -> Non
         buffer = stock.state[expected]["momentum_buffer"]
         buffer.copy_(rounded(buffer))
         assert torch.equal(optimizer.state[parameter]["momentum_buffer"], buffer)
+
+
+def test_a_large_column_leaves_the_others_their_direction() -> None:
+    factors = torch.ones(256)
+    factors[7] = 1000
+    momenta = []
+    for dtype in (torch.float32, torch.int8):
+        parameter = torch.nn.Parameter(torch.zeros(64, 256))
+        optimizer = muon.Muon([("w", parameter)], momentum_dtype=dtype, ns_steps=0)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(20):
+            parameter.grad = torch.randn(64, 256, generator=generator) * factors
+            optimizer.step()
+        momenta.append(optimizer.state[parameter]["momentum_buffer"][:, factors == 1].flatten())
+    assert torch.cosine_similarity(*momenta, dim=0) > 0.98
 
 
 def test_short_rows_stay_bfloat16() -> None:
@@ -131,13 +150,17 @@ def test_gradients_of_zeros_leave_a_momentum_of_zeros() -> None:
 def test_what_is_not_a_state_of_float32_is_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, 300))
     for states, encodings, message in (
-        ({"m": torch.bfloat16}, {"m": "int8"}, r"'int8' for 'm', which must be a float32 state"),
-        ({}, {"m": "int8"}, r"'int8' for 'm', which must be a float32 state"),
+        (
+            {"m": torch.bfloat16},
+            {"m": "int8_root"},
+            r"'int8_root' for 'm', which must be a float32 state",
+        ),
+        ({}, {"m": "int8_root"}, r"'int8_root' for 'm', which must be a float32 state"),
         ({"m": torch.float32}, {"m": "int4"}, r"'int4' for the encoding of 'm'; it can have: 'i"),
         (
-            {"m": torch.float32, "m_int8": torch.float32},
-            {"m": "int8"},
-            r"a state 'm_int8', which is the name of a tensor of an encoded state",
+            {"m": torch.float32, "m_int8_root": torch.float32},
+            {"m": "int8_root"},
+            r"a state 'm_int8_root', which is the name of a tensor of an encoded state",
         ),
     ):
         with pytest.raises(ValueError, match=message):

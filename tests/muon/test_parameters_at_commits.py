@@ -161,7 +161,7 @@ def test_a_commit_has_what_its_step_left(
     tmp_path: Path, dtype: torch.dtype, commit_every: int | None, write: str, tier: str
 ) -> None:
     """Averages that are swapped in for a validation are in no commit; or it is refused."""
-    memory = {"nvme": "400KiB", "both": "2MiB", "host": "16MiB"}[tier]
+    memory = {"nvme": "300KiB", "both": "600KiB", "host": "16MiB"}[tier]
     parameters = parameters_of(dtype)
     options: dict[str, Any] = {"commit_every": commit_every, "host_memory": memory}
     store = tierstore.TierStore(tmp_path, page_bytes=16384, **options)

@@ -134,7 +134,7 @@ def test_states_and_dtypes() -> None:
         for group in optimizer.paged_groups()
         for paged in group.parameters
     }
-    assert {"exp_avg_int8", "exp_avg_scale", "exp_avg_sq_uint8"} < stored["embedding"]
+    assert {"exp_avg_int8_root", "exp_avg_scale", "exp_avg_sq_uint8_root"} < stored["embedding"]
     assert {"exp_avg", "exp_avg_sq"} < stored["bias"]
     states = optimizer.store.pages.read_states()
     assert {states["embedding"][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {

@@ -32,7 +32,7 @@ ITEM_BYTES = {
 
 
 # Encoding -> dtype of its numbers.
-BLOCK_DTYPES = {"int8": "int8", "uint8_root": "uint8"}
+BLOCK_DTYPES = {"int8_root": "int8", "uint8_root": "uint8"}
 
 
 class FormatError(Exception):
@@ -292,14 +292,10 @@ def decoded(parameter: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             found = bits.astype(np.uint32).view(np.float32)
             states[state] = np.where(np.isnan(found), tensors["master"], found)
         else:
-            numbers = tensors[f"{state}_{BLOCK_DTYPES[encoding]}"].astype(np.float32)
+            numbers = tensors[f"{state}_{encoding}"].astype(np.float32)
             scales = tensors[f"{state}_scale"]
             of_columns = np.repeat(scales, 256, axis=-1)[..., : numbers.shape[-1]]
-            states[state] = (
-                (numbers**2) ** 2 * of_columns
-                if encoding == "uint8_root"
-                else (numbers * of_columns)
-            )
+            states[state] = np.copysign((numbers**2) ** 2, numbers) * of_columns
     return states
 
 
@@ -435,8 +431,8 @@ def tensors_of(parameter: dict[str, Any]) -> dict[str, str]:
     for state, dtype in parameter["states"].items():
         if state in parameter.get("encodings", {}):
             require(dtype == "float32", "only float32 states are encoded")
-            numbers = BLOCK_DTYPES[parameter["encodings"][state]]
-            states |= {f"{state}_{numbers}": numbers, f"{state}_scale": "float32"}
+            encoding = parameter["encodings"][state]
+            states |= {f"{state}_{encoding}": BLOCK_DTYPES[encoding], f"{state}_scale": "float32"}
         else:
             states[state] = dtype
     return {**master, **states}

@@ -1,7 +1,8 @@
 """Make golden files of encoded states: ``python -m tests.support.make_golden_encoded DIRECTORY``.
 
 A run and a checkpoint as this version writes them, and beside them the values, computed with numpy
-alone. tests/golden/encoded-1 was made by version 0.1 and is never made again.
+alone. tests/golden/encoded-1 was made by version 0.1. After its release it is never made
+again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STEPS = 2
 SHAPES = {"remainder": (7, 30), "24bit": (2, 300), "moments": (3, 300)}
 ENCODINGS = {
     "remainder": {"master": "remainder"},
-    "24bit": {"master": "24bit", "momentum": "int8"},
-    "moments": {"first": "int8", "second": "uint8_root"},
+    "24bit": {"master": "24bit", "momentum": "int8_root"},
+    "moments": {"first": "int8_root", "second": "uint8_root"},
 }
 STATES = {"remainder": ("momentum",), "24bit": ("momentum",), "moments": ("first", "second")}
 
@@ -48,10 +49,10 @@ def expected_states(step: int) -> dict[str, dict[str, np.ndarray]]:
             values["master"] = (numbers(name, step, 97) / 8).astype(np.float32)
         for state in STATES[name]:
             if encodings.get(state) == "uint8_root":
-                squares = numbers(name, step, 256).astype(np.float32) ** 2
-                values[state] = squares**2 * np.float32(2.0**-40)
+                whole = numbers(name, step, 256).astype(np.float32)
             else:
-                values[state] = ((numbers(name, step, 255) - 127) * 2.0**-step).astype(np.float32)
+                whole = (numbers(name, step, 255) - 127).astype(np.float32)
+            values[state] = np.copysign((whole**2) ** 2, whole) * np.float32(2.0**-40)
         found[name] = values
     return found
 

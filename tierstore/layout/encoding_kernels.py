@@ -59,29 +59,27 @@ def encode_split(values: torch.Tensor, parameter: torch.Tensor, remainder: torch
     torch.autograd.graph.increment_version(parameter)
 
 
-def decode_blocks(code: str, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the values of numbers with a scale for each block of columns.
+def decode_blocks(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the values of fourth powers with a scale for each block of columns.
 
     Args:
-        code: "int8" or "root".
-        numbers: of 8 bits, shape (..., columns).
+        numbers: int8 or uint8, shape (..., columns).
         scales: float32, shape (..., blocks).
     """
     values = torch.empty(numbers.shape, dtype=torch.float32, device="cpu")
-    decode = getattr(_kernels(), f"decode_{code}")
+    decode = getattr(_kernels(), f"decode_{_name_of(numbers)}")
     decode(numbers.data_ptr(), scales.data_ptr(), values.data_ptr(), *_sizes(values))
     return values
 
 
 def encode_blocks(
-    code: str,
     values: torch.Tensor,
     chances: torch.Tensor | None,
     numbers: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
     """Encode float32 values, with chances at random; see decode_blocks()."""
-    getattr(_kernels(), f"encode_{code}")(
+    getattr(_kernels(), f"encode_{_name_of(numbers)}")(
         values.data_ptr(),
         0 if chances is None else chances.data_ptr(),
         numbers.data_ptr(),
@@ -105,6 +103,10 @@ def _kernels() -> Any:
 
 def _of_bits(name: str, remainder: torch.Tensor) -> Any:
     return getattr(_kernels(), f"{name}_{8 * remainder.itemsize}")
+
+
+def _name_of(numbers: torch.Tensor) -> str:
+    return "int8" if numbers.dtype == torch.int8 else "uint8"
 
 
 def _sizes(values: torch.Tensor) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -205,22 +205,28 @@ class SplitMaster(EncodedState):
         return 16 - 8 * self._remainder.itemsize
 
 
-class _BlockState(EncodedState):
-    """A state of whole numbers, with a scale for each block of columns.
+class RootState(EncodedState):
+    """Values as the fourth powers of whole numbers, times a scale for each block of columns.
 
-    The scale is what the largest magnitude in the block makes of it. A block with a number that is
-    not finite is NaN.
+    The scale is the largest magnitude in the block by the fourth power of the largest number. The
+    distance of neighbours is a part of their own size, so that one large element does not spoil the
+    small ones beside it. With a sign, numbers are -127 to 127: the distance is 3.1% of the largest
+    magnitude there, 10% of a hundredth of it, and 56% of a hundred-thousandth. Without one they are
+    0 to 255: 1.6%, 5% and 28%. Such a value above 0 is never rounded to 0, by whose root Adam would
+    divide, unless the largest value in its block is about 1e-35 or less.
+
+    A value has one number wherever it is computed: all operations but roots are exact or rounded as
+    IEEE 754 says, and roots may be a few units too large, since a value just below a fourth power
+    is rounded to it either way, with chances of 16 bits. A block with a number that is not finite
+    is NaN.
 
     Args:
         name: of the state.
-        numbers: of 8 bits, shape (..., columns).
+        numbers: int8 for values with a sign, uint8 for values from 0 on; shape (..., columns).
         scales: float32, shape (..., blocks): of each BLOCK_COLUMNS columns.
     """
 
     __slots__ = ("_name", "_numbers", "_scales")
-
-    _CODE: ClassVar[str]
-    """Name for ``tierstore.layout.encoding_kernels``."""
 
     def __init__(self, name: str, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         blocks = (*numbers.shape[:-1], -(-numbers.shape[-1] // BLOCK_COLUMNS))
@@ -238,8 +244,9 @@ class _BlockState(EncodedState):
     @override
     def read(self) -> torch.Tensor:
         if encoding_kernels.fit(self._numbers, self._scales):
-            return encoding_kernels.decode_blocks(self._CODE, self._numbers, self._scales)
-        values = self._decoded(self._numbers.to(torch.float32))
+            return encoding_kernels.decode_blocks(self._numbers, self._scales)
+        values = self._numbers.to(torch.float32)
+        values = values.square().square_().copysign_(values)
         for of_blocks, scales in _blocks(values, self._scales):
             of_blocks.mul_(scales)
         return values
@@ -248,20 +255,22 @@ class _BlockState(EncodedState):
     def write(self, values: torch.Tensor, chances: torch.Tensor | None = None) -> None:
         given = [values] if chances is None else [values, chances]
         if _fit(given, self._numbers) and encoding_kernels.fit(self._scales):
-            encoding_kernels.encode_blocks(self._CODE, values, chances, self._numbers, self._scales)
+            encoding_kernels.encode_blocks(values, chances, self._numbers, self._scales)
             return
+        # A tensor: a GPU would multiply by the reciprocal of a number.
+        top = torch.full((), self._largest**4, dtype=torch.float32, device=values.device)
         ratios = torch.empty_like(values)
         pairs = zip(_blocks(values, self._scales), _blocks(ratios, self._scales), strict=True)
         for (of_blocks, scales), (target, _) in pairs:
             largest = of_blocks.abs().amax(-1, keepdim=True)  # (..., blocks, 1)
-            scale = self._scale(largest).masked_fill_(~largest.isfinite(), torch.nan)
+            scale = (largest / top).masked_fill_(~largest.isfinite(), torch.nan)
             scales.copy_(scale)
             # A block of zeros has the scale 0, and so have numbers too small for a scale.
             torch.div(of_blocks, torch.where(scale > 0, scale, 1), out=target)
         self._numbers.copy_(self._encoded(ratios.nan_to_num_(0, 0, 0), chances))
 
     @override
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: Any) -> RootState:
         parts = list(index) if isinstance(index, tuple) else [index]
         absent = [slice(None)] * (self._numbers.ndim - len(parts) + (... in parts))
         at = parts.index(...) if ... in parts else len(parts)
@@ -275,83 +284,29 @@ class _BlockState(EncodedState):
             )
         blocks = slice(start // BLOCK_COLUMNS, -(-stop // BLOCK_COLUMNS))
         scales = self._scales[(*rows, blocks)]
-        return type(self)(self._name, self._numbers[(*rows, columns)], scales)
+        return RootState(self._name, self._numbers[(*rows, columns)], scales)
 
     @override
     def zero_(self) -> None:
         self._numbers.zero_()
         self._scales.zero_()
 
-    @abstractmethod
-    def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return new scales of blocks with these largest magnitudes.
+    @property
+    def _largest(self) -> int:
+        """The number of the largest magnitude in a block."""
+        return 127 if self._numbers.dtype == torch.int8 else 255
 
-        Divides by a tensor: a GPU would multiply by the reciprocal of a number.
-        """
-
-    @abstractmethod
-    def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the values of float32 numbers in blocks of scale 1; may overwrite them."""
-
-    @abstractmethod
     def _encoded(self, values: torch.Tensor, chances: torch.Tensor | None) -> torch.Tensor:
-        """Return the float32 numbers of values in blocks of scale 1; may overwrite them."""
-
-
-class Int8State(_BlockState):
-    """Whole numbers from -127 to 127 times a scale, which is the largest magnitude by 127.
-
-    The error of an element is half a scale at most, or less than a scale at random.
-    """
-
-    __slots__ = ()
-
-    _CODE = "int8"
-
-    @override
-    def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        return largest / torch.full((), 127.0, dtype=torch.float32, device=largest.device)
-
-    @override
-    def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
-
-    @override
-    def _encoded(self, values: torch.Tensor, chances: torch.Tensor | None) -> torch.Tensor:
-        rounded = values.round_() if chances is None else values.add_(chances).floor_()
-        return rounded.clamp_(-127, 127)
-
-
-class RootState(_BlockState):
-    """Values from 0 on, as the fourth powers of whole numbers from 0 to 255, times a scale.
-
-    The scale is the largest value by 255^4. The distance of neighbours is 1.6% of the largest
-    value there, 5% of a hundredth of it, and 28% of a hundred-thousandth. A value above 0 is never
-    rounded to 0, by whose root Adam would divide, unless the largest value in its block is about
-    1e-35 or less. A value has one number wherever it is computed: all operations but roots are
-    exact or rounded as IEEE 754 says, and roots may be a few units too large, since a value just
-    below a fourth power is rounded to it either way, with chances of 16 bits.
-    """
-
-    __slots__ = ()
-
-    _CODE = "root"
-
-    @override
-    def _scale(self, largest: torch.Tensor) -> torch.Tensor:
-        return largest / torch.full((), 255.0**4, dtype=torch.float32, device=largest.device)
-
-    @override
-    def _decoded(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.square_().square_()
-
-    @override
-    def _encoded(self, values: torch.Tensor, chances: torch.Tensor | None) -> torch.Tensor:
-        below = values.sqrt().sqrt_().floor_().clamp_(0, 254)
+        """Return the float32 numbers of values in blocks of scale 1."""
+        sizes = values.abs()
+        below = sizes.sqrt().sqrt_().floor_().clamp_(0, self._largest - 1)
         low, high = below.square().square_(), (below + 1).square_().square_()
-        parts = values.sub(low).div_(high.sub_(low))  # Between the two neighbours, in [0, 1].
+        parts = sizes.sub_(low).div_(high.sub_(low))  # Between the two neighbours, in [0, 1].
         rises = parts.gt_(0.5 if chances is None else chances)  # 0 or 1.
-        return below.add_(rises).clamp_min_(1).mul_(values.gt_(0))
+        numbers = below.add_(rises)
+        if self._numbers.dtype == torch.int8:
+            return numbers.copysign_(values)
+        return numbers.clamp_min_(1).mul_(values.gt_(0))
 
 
 def _fit(given: Sequence[torch.Tensor], *stored: torch.Tensor) -> bool:
@@ -366,7 +321,7 @@ def _fit(given: Sequence[torch.Tensor], *stored: torch.Tensor) -> bool:
 def _block_tensors(state: str, dtype: torch.dtype) -> Sequence[StoredTensor]:
     bits = str(dtype).removeprefix("torch.")
     return [
-        StoredTensor(f"{state}_{bits}", dtype),
+        StoredTensor(f"{state}_{bits}_root", dtype),
         StoredTensor(f"{state}_scale", torch.float32, BLOCK_COLUMNS),
     ]
 
@@ -384,11 +339,10 @@ def _blocks(
         yield values[..., None, full * BLOCK_COLUMNS :], scales[..., full:, None]
 
 
-class _Blocks(Encoding):
-    """A _BlockState with numbers of one dtype."""
+class _Root(Encoding):
+    """RootState with numbers of one dtype."""
 
-    def __init__(self, view: type[_BlockState], dtype: torch.dtype) -> None:
-        self._view = view
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     @override
@@ -396,9 +350,9 @@ class _Blocks(Encoding):
         return _block_tensors(state, self._dtype)
 
     @override
-    def over(self, state: str, tensors: Mapping[str, torch.Tensor]) -> _BlockState:
+    def over(self, state: str, tensors: Mapping[str, torch.Tensor]) -> RootState:
         numbers, scales = (stored.name for stored in self.stored(state))
-        return self._view(state, tensors[numbers], tensors[scales])
+        return RootState(state, tensors[numbers], tensors[scales])
 
 
 class _Split(Encoding):
@@ -419,15 +373,15 @@ class _Split(Encoding):
 ENCODINGS: Mapping[str, Encoding] = {
     "remainder": _Split(torch.int16),
     "24bit": _Split(torch.int8),
-    "int8": _Blocks(Int8State, torch.int8),
-    "uint8_root": _Blocks(RootState, torch.uint8),
+    "int8_root": _Root(torch.int8),
+    "uint8_root": _Root(torch.uint8),
 }
 """Name -> encoding."""
 
 
 def encodings_of(state: str) -> Sequence[str]:
     """Return the names of the encodings that a state may have."""
-    return ("remainder", "24bit") if state == MASTER else ("int8", "uint8_root")
+    return ("remainder", "24bit") if state == MASTER else ("int8_root", "uint8_root")
 
 
 def whole_blocks(shape: Sequence[int], chunk: Chunk) -> Chunk:

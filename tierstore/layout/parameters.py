@@ -204,8 +204,8 @@ class PagedParameter:
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Name of a state -> its form in pages, if that is not its values. For "master" of a bfloat16
     parameter: "remainder", the 16 bits that rounding takes away, or "24bit", the upper 8 of them.
-    For a float32 state, with a scale for each 256 columns of a row: "int8", or "uint8_root", the
-    fourth powers of whole numbers, for values from 0 on."""
+    For a float32 state, with a scale for each 256 columns of a row: "int8_root" or,
+    for values from 0 on, "uint8_root": the fourth powers of whole numbers."""
 
     elementwise: bool = False
     """True if the update of an element depends on that element alone. The store may then cut the

@@ -240,7 +240,7 @@ def require_numbers(contents: Contents) -> None:
 
 def _is_encoded(entry: Entry) -> bool:
     """Return whether an entry is a tensor of an encoded state; see layout/encodings.py."""
-    return entry.state == REMAINDER or entry.state.endswith(f"_{dtype_name(entry.dtype)}")
+    return entry.state == REMAINDER or entry.state.endswith(f"_{dtype_name(entry.dtype)}_root")
 
 
 def with_counts(contents: Contents, *, of_group: bool) -> Contents:
