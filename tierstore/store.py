@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +39,7 @@ from tierstore.run.committer import Committer, Progress
 from tierstore.run.directories import open_directories
 from tierstore.run.opening import close_storage, open_committer
 from tierstore.run.registered import CommittedStep, Stateful, committed_step
+from tierstore.run.releases import Releases
 from tierstore.run.unclosed import Unclosed
 from tierstore.run.usability import Usability
 from tierstore.storage.base import Storage
@@ -139,8 +141,8 @@ class TierStore:
         self._other_ranks: OtherRanks | None = None  # The run that restore() begins from.
         self._publication: Publication | None = None  # A checkpoint that is being copied.
         self._opened_at = time.monotonic()
-        with contextlib.ExitStack() as opened:
-            opened.callback(ranks.close)
+        with Releases() as opened:
+            opened.add(ranks.close)
             rank_checks.require_same_options(ranks, options)
             if free_gradients == "backward" and ranks.world_size > 1:
                 raise ValueError(
@@ -179,7 +181,7 @@ class TierStore:
             awaits_restore = other is not None
             run_id = ""
             if storage is not None:
-                opened.callback(close_storage, storage)
+                opened.add(partial(close_storage, storage))
                 progress = committer = open_committer(
                     storage,
                     ranks,
@@ -191,9 +193,9 @@ class TierStore:
                 )
                 run_id, page_size = committer.identity.run_id, committer.identity.page_bytes
                 awaits_restore = awaits_restore or committer.committed is not None
-            opened.callback(progress.close)
+            opened.add(progress.close)
             self._verifier = verifier = Verifier()
-            opened.callback(verifier.close)
+            opened.add(verifier.close)
             usability = Usability(
                 ranks, has_directory=storage is not None, awaits_restore=awaits_restore
             )
@@ -210,14 +212,14 @@ class TierStore:
                 on_host=compute == "host",
                 offloads=free_gradients == "backward",
             )
-            opened.callback(table.close)
+            opened.add(table.close)
             if storage is not None:
                 files.start_threads()
             if directories and not awaits_restore:
                 remove_other_ranks(directories, ranks, overwrite=overwrite)
             if isinstance(progress, Committer):
                 unclosed = Unclosed(self, progress, usability, verifier.cancel)
-                opened.callback(unclosed.cancel)
+                opened.add(unclosed.cancel)
             self._session = Session(
                 ranks,
                 Calls(ranks),
@@ -231,7 +233,7 @@ class TierStore:
             )
             self.pages = Pages(self._session)
             """The pages, for optimizers: see ``tierstore.pages``."""
-            self._opened = opened.pop_all()
+            self._opened = opened
 
     # -- Parameters and steps.
 
@@ -621,7 +623,7 @@ class TierStore:
 
     @not_compiled
     def close(self) -> None:
-        """Synchronize, then release files, lock and buffers. May be called again.
+        """Synchronize, then release files, lock and buffers. Call it again after an interrupt.
 
         Waits until the last checkpoint was read. A failed store is released without a commit, and
         so, with a warning, is a step that was not due and after which parameters were changed. An
@@ -632,14 +634,17 @@ class TierStore:
     def _close(self, *, synchronize: bool) -> None:
         session = self._session
         usability = session.usability
-        if usability.closed or usability.is_forked:
+        if usability.is_forked:
+            return
+        if usability.closed:
+            self._opened.close()  # What an interrupt has left.
             return
         if usability.sweeping:
             usability.fail(SweepError("the store was closed in the middle of a step"))
         # Both call all, the last one first, whatever fails.
         with contextlib.ExitStack() as released, contextlib.ExitStack() as stack:
-            stack.callback(setattr, usability, "closed", True)
             stack.callback(self._opened.close)
+            stack.callback(setattr, usability, "closed", True)
             if synchronize:
                 stack.callback(self._finish_verification)
             # After an error in the program, the log alone says what became of the copy.

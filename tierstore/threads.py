@@ -1,11 +1,25 @@
-"""Start of threads, which the system may refuse."""
+"""Threads, which the system may refuse, and calls on them, which an interrupt leaves in order.
+
+``threading.Event`` and ``Condition``, and ``Future`` and ``ThreadPoolExecutor``, which are made of
+them, take their lock in Python code: an interrupt that comes before the ``with`` statement has the
+lock leaves it taken, and the other thread waits for it forever. The classes here have locks and a
+queue of C alone.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from tierstore.errors import ThreadError
+
+_T = TypeVar("_T")
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -20,28 +34,179 @@ def start_thread(thread: threading.Thread) -> None:
         raise ThreadError(str(error)) from error
 
 
-def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads have all been started.
+class Latch:
+    """What threads wait for until one thread has set it."""
 
-    A pool that starts threads later may keep a call that it refused for want of a thread, and make
-    the call once it has one.
+    def __init__(self) -> None:
+        self.is_set = False
+        self._unset = [True]  # Taken by the one call that sets the latch.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let all threads go on. May be called again."""
+        self.is_set = True
+        while self._unset:
+            self._unset.pop()
+            self._lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the latch is set, or for ``timeout_s``, which one thread alone may pass.
+
+        Returns:
+            Whether the latch is set.
+        """
+        if self.is_set:
+            return True
+        if timeout_s is None:
+            with self._lock:
+                pass
+        elif self._lock.acquire(timeout=timeout_s):
+            # An interrupt here leaves the lock taken, which a latch that is set does not look at.
+            self._lock.release()
+        return self.is_set
+
+
+class Result(Latch, Generic[_T]):
+    """What a call returns or raises, once it has ended.
+
+    Attributes:
+        error: what the call has raised, or None.
+    """
+
+    _value: _T
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def settle(self, act: Callable[[], _T]) -> None:
+        """Make the call. Called once."""
+        try:
+            self._value = act()
+        except BaseException as error:
+            self.error = error
+        self.set()
+
+    def result(self) -> _T:
+        """Wait for the end of the call; return or raise what it did."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
+_Calls: TypeAlias = SimpleQueue[tuple[Result[Any], Callable[[], Any]] | None]
+
+
+class Threads:
+    """Threads that make calls in the order in which they are submitted.
+
+    All are started at once, so that a system without room for them refuses them here. They end with
+    close(), or when this object is dropped, after the calls that were submitted. A process that
+    ends waits for them.
 
     Args:
-        threads: number of threads.
+        count: number of threads.
         name: prefix of their names.
 
     Raises:
         ThreadError: the system does not start all of them.
     """
-    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    all_started = threading.Barrier(threads)  # No thread takes two of the calls.
-    try:
-        for _ in range(threads):
-            pool.submit(all_started.wait)
-    except BaseException as error:
-        all_started.abort()
-        pool.shutdown(wait=False, cancel_futures=True)
-        if isinstance(error, RuntimeError):
-            raise ThreadError(str(error)) from error
-        raise
-    return pool
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: _Calls = SimpleQueue()
+        self._mutex = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._ends: list[Result[None]] = [Result() for _ in range(count)]
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        try:
+            for index, end in enumerate(self._ends):
+                work = partial(end.settle, partial(_work, self._calls))
+                # A daemon, because an interrupt in start() may leave a thread that never begins.
+                start_thread(threading.Thread(target=work, name=f"{name}_{index}", daemon=True))
+        except BaseException:
+            self._calls.put(None)
+            raise
+        _all.add(self)
+
+    def submit(self, act: Callable[..., _T], *arguments: Any) -> Result[_T]:
+        """Let a thread call ``act(*arguments)``.
+
+        Raises:
+            RuntimeError: close() was called, for example because the process ends.
+        """
+        result: Result[_T] = Result()
+        with self._mutex:
+            if self._closed:
+                raise RuntimeError("the threads have ended")
+            self._calls.put((result, partial(act, *arguments)))
+        return result
+
+    def close(self, *, cancel: bool = False) -> None:
+        """End the threads after all calls, and wait for that. Call it again after an interrupt.
+
+        Args:
+            cancel: drop the calls that have not begun; nobody may wait for them.
+        """
+        if self._pid != os.getpid():  # A forked child has none of the threads.
+            return
+        with self._mutex:
+            self._closed = True
+            while cancel:
+                try:
+                    self._calls.get_nowait()
+                except Empty:
+                    break
+            self._calls.put(None)
+        for end in self._ends:
+            end.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def at_once(calls: Sequence[Callable[[], _T]], name: str) -> list[_T]:
+    """Make calls on a thread each, and return what they return.
+
+    Args:
+        calls: the calls.
+        name: prefix of the names of the threads.
+
+    Raises:
+        ThreadError: the system starts no further thread. No call was made.
+        Exception: of the first call that failed, after all have ended.
+    """
+    with Threads(len(calls), name) as threads:
+        made = [threads.submit(call) for call in calls]
+    return [call.result() for call in made]
+
+
+def _work(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        result, act = call
+        result.settle(act)
+        del call, result, act  # Kept alive by the next call otherwise.
+    calls.put(None)  # For the next thread.
+
+
+_all: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for threads in list(_all):
+        threads.close()
+
+
+# Not atexit: its hooks come later, after those of torch. Of these hooks the one that was registered
+# first comes last: what commits as the process ends, and imports this module, has threads.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]

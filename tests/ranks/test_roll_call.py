@@ -16,6 +16,7 @@ from tests.rank_programs import job as programs
 from tests.rank_programs.job import running
 from tierstore.errors import RollCallError
 from tierstore.ranks.roll_call import RollCalls
+from tierstore.threads import Latch
 
 # Nobody waits for as long in a test that passes.
 PATIENCE_S = 30.0
@@ -44,11 +45,11 @@ class Call:
         self._pool = pool
         self._calls = calls
         self.keys = keys
-        self.interrupted = threading.Event()
+        self.interrupted = Latch()
 
     def __call__(self, call: str, timeout_s: float = PATIENCE_S) -> Future[str]:
         """Make a call; its result is "" if all ranks make it, else why no rank does."""
-        self.interrupted.clear()
+        self.interrupted = Latch()
 
         def take_part() -> str:
             options: Any = {"timeout_s": timeout_s, "interrupted": self.interrupted}
@@ -94,7 +95,7 @@ def test_keys_do_not_accumulate() -> None:
     calls = RollCalls(store, rank=0, world_size=1)
     counts = []
     for _ in range(10):
-        assert calls.take_part("step()", timeout_s=1.0, interrupted=threading.Event())
+        assert calls.take_part("step()", timeout_s=1.0, interrupted=Latch())
         calls.remove_keys()
         counts.append(store.num_keys())
     assert counts[1:] == counts[1:2] * 9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from tests.support.toy import FIRST, RANK, SECOND, THIRD, Toy, resumed
 from tierstore.run.committer import Committer
 from tierstore.run.layout_file import RankLayout
 from tierstore.storage.select import open_storage
+from tierstore.threads import Threads
 
 CALLS: list[Callable[[tierstore.TierStore], Any]] = [
     lambda store: store.commit(),
@@ -128,7 +128,7 @@ def test_an_interrupt_when_a_commit_begins(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", interrupted)
+        patch.setattr(Threads, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             toy.store.commit()
     with pytest.raises(tierstore.StoreFailedError, match="never made"):

@@ -1,24 +1,22 @@
-"""A pool that makes each call at once, in the thread that submits it."""
+"""Threads that make each call at once, in the thread that submits it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 from tierstore.paging.page import PageFiles
+from tierstore.threads import Result
 
 
-class InlinePool(Executor):
-    """Takes the place of a ThreadPoolExecutor where the order of operations must be one."""
+class InlinePool:
+    """Takes the place of Threads where the order of operations must be one."""
 
-    def submit(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*arguments, **options))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
+    def submit(self, act: Callable[..., Any], *arguments: Any) -> Result[Any]:
+        result: Result[Any] = Result()
+        result.settle(partial(act, *arguments))
+        return result
 
 
 class _InlineFiles(PageFiles):

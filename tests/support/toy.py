@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Collection, Iterator, Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def verified(store: tierstore.TierStore) -> None:
     """Wait until the last checkpoint was read, whatever was found."""
     verification = store._verifier._verification
     if verification is not None:  # No call has raised what it found.
-        futures.wait([verification])
+        verification.wait()
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
+from tierstore.threads import Result
 
 
 class Publication:
@@ -20,11 +20,11 @@ class Publication:
         self.path = path
         self.step = step
         self.bytes_total = self.bytes_copied = self.bytes_linked = 0
-        self.outcome: Future[None] = Future()
+        self.outcome: Result[None] = Result()
 
     def done(self) -> bool:
         """Return whether wait() returns or raises at once."""
-        return self.outcome.done()
+        return self.outcome.is_set
 
     def wait(self) -> None:
         """Block until the checkpoint is published.
@@ -36,4 +36,4 @@ class Publication:
 
     def settle(self) -> None:
         """Block until publishing has ended; do not raise the error of a failure."""
-        wait([self.outcome])
+        self.outcome.wait()

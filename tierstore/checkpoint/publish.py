@@ -39,7 +39,7 @@ from tierstore.run.file_names import (
 )
 from tierstore.run.sealed import seal
 from tierstore.storage.base import Folder
-from tierstore.threads import start_thread
+from tierstore.threads import Latch, Threads
 
 logger = logging.getLogger("tierstore")
 
@@ -120,7 +120,7 @@ def publish(
         publishing.give_up()
         raise
     publishing.close()
-    publishing.publication.outcome.set_result(None)
+    publishing.publication.outcome.settle(lambda: None)
     return publishing.publication
 
 
@@ -172,8 +172,9 @@ class _Publishing:
         self._folder: Folder | None = None
         self._parts: Parts | None = None
         self._metadata = self._marker = b""
-        self._copying = threading.Event()
+        self._copying = Latch()
         """Set when the background thread owns this attempt and the caller knows it."""
+        self._owner = threading.Lock()  # Taken once, by the thread that finishes or gives up.
         self.publication = Publication(path, self._manifest.step)
 
     def agree_on_call(self) -> None:
@@ -300,33 +301,30 @@ class _Publishing:
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
         """Start a thread that copies and finishes, and return when it has begun."""
-        start_thread(
-            threading.Thread(
-                target=self._finish_alone, args=(on_copying,), name="tierstore-publish"
-            )
-        )
+        self._thread = Threads(1, "tierstore-publish")
+        self._thread.submit(self._finish_alone, on_copying)
         self._copying.wait()
 
     def _finish_alone(self, on_copying: Callable[[Publication], None]) -> None:
-        outcome = self.publication.outcome
-        if not outcome.set_running_or_notify_cancel():
+        if not self._owner.acquire(blocking=False):
             return  # give_up() came first.
         on_copying(self.publication)
         self._copying.set()
+        self.publication.outcome.settle(self._finish_or_undo)
+
+    def _finish_or_undo(self) -> None:
         try:
             self.finish(copying=True)
         except BaseException as error:
             self._undo()
             # The caller may never ask for the outcome.
             logger.error("the checkpoint %s was not published: %s", self.publication.path, error)
-            outcome.set_exception(error)
-        else:
-            self.close()
-            outcome.set_result(None)
+            raise
+        self.close()
 
     def give_up(self) -> None:
         """Remove and release everything, unless the background thread owns this attempt."""
-        if self.publication.outcome.cancel():
+        if self._owner.acquire(blocking=False):
             self._undo()
         else:
             self._copying.wait()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from tierstore.run.file_names import (
     published_page,
 )
 from tierstore.storage.base import Folder
-from tierstore.threads import started_pool
+from tierstore.threads import Result, Threads
 from tierstore.units import SECTOR_BYTES, Extent
 
 logger = logging.getLogger("tierstore")
@@ -55,10 +53,10 @@ class Verifier:
     """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
-        self._verification: Future[None] | None = None
-        self._forgotten: Future[None] | None = None
-        self._cancelled = threading.Event()
+        self._thread: Threads | None = None
+        self._verification: Result[None] | None = None
+        self._forgotten: Result[None] | None = None
+        self._cancelled = False
         self._page: CommittedPage | None = None  # The thread reads its file.
 
     def start(self) -> None:
@@ -68,10 +66,10 @@ class Verifier:
             ThreadError: the system starts no further thread.
             BudgetError: the machine has not enough memory.
         """
-        if self._executor is None:
+        if self._thread is None:
             # Not closed: after an error a traceback may still refer to it.
             self._buffer = memoryview(map_memory(_PIECE_BYTES))
-            self._executor = started_pool(1, "tierstore-verify")
+            self._thread = Threads(1, "tierstore-verify")
 
     def begin(
         self,
@@ -91,14 +89,14 @@ class Verifier:
             is_in_run: returns whether the committed step has the same file of a page; called on
                 the thread.
         """
-        assert self._executor is not None, "start() comes first"
+        assert self._thread is not None, "start() comes first"
         path = Path(publication.path).absolute()
         try:  # Now: later there may be another directory at this path, or none, which is made.
             folder = page_files.storage.folder(str(path.parent))
         except (StorageError, RunDirectoryError) as error:
             logger.warning("the checkpoint %s is not verified: %s", path, error)
             return
-        self._verification = self._executor.submit(
+        self._verification = self._thread.submit(
             self._verify, page_files, publication, folder, path.name, is_in_run
         )
 
@@ -108,7 +106,7 @@ class Verifier:
         Raises:
             CorruptionError, StorageError: as wait().
         """
-        if self._verification is not None and self._verification.done():
+        if self._verification is not None and self._verification.is_set:
             self.wait()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -124,7 +122,7 @@ class Verifier:
         verification = self._verification
         if verification is not None:
             # An interrupt leaves the outcome to the next call.
-            if wait([verification], timeout_s).not_done:
+            if not verification.wait(timeout_s):
                 return False
             self._verification = None
             if verification is not self._forgotten:
@@ -137,13 +135,13 @@ class Verifier:
 
     def cancel(self) -> None:
         """Stop a verification in progress; the checkpoint is not marked."""
-        self._cancelled.set()
+        self._cancelled = True
 
     def close(self) -> None:
         """End the thread. A verification in progress stops, and the checkpoint is not marked."""
         self.cancel()
-        if self._executor is not None:
-            self._executor.shutdown()
+        if self._thread is not None:
+            self._thread.close()
 
     def _verify(
         self,
@@ -156,7 +154,7 @@ class Verifier:
         """Read the files of this rank and mark the checkpoint; runs on the thread."""
         try:
             publication.settle()
-            if publication.outcome.exception() is None:
+            if publication.outcome.error is None:
                 self._page = None
                 try:
                     if self._read(page_files, folder, child):
@@ -200,7 +198,7 @@ class Verifier:
             fault = self._page_fault(
                 self._page, folder, child, published_page(rank, self._page.number)
             )
-            if self._cancelled.is_set():
+            if self._cancelled:
                 return False
             if fault is not None:
                 raise CorruptionError(
@@ -213,7 +211,7 @@ class Verifier:
         names = [published_manifest(rank), published_layout(rank)]
         for name in names if rank else [*names, METADATA_NAME, UNPAGED_NAME]:
             nbytes, digest = self._digest(folder, child, name)
-            if self._cancelled.is_set():
+            if self._cancelled:
                 return False
             if {"nbytes": nbytes, "xxh3_128": digest} != files.get(name):
                 raise CorruptionError(f"{where}/{name} is not what was published")
@@ -222,7 +220,7 @@ class Verifier:
     def _page_fault(self, page: CommittedPage, folder: Folder, child: str, name: str) -> str | None:
         """Return the fault of a page file in words; None if it has none, or if close() came."""
         for index, block in enumerate(page.layout.blocks):
-            if self._cancelled.is_set():
+            if self._cancelled:
                 return None
             fault = page.block_fault(index, self._pieces(folder, child, name, block))
             if fault is not None:
@@ -242,7 +240,7 @@ class Verifier:
     def _digest(self, folder: Folder, child: str, name: str) -> tuple[int, str]:
         """Return the length and the checksum of a file; of a part of it if close() came first."""
         found, nbytes = xxhash.xxh3_128(), 0
-        while not self._cancelled.is_set():
+        while not self._cancelled:
             count = folder.read(child, name, nbytes, self._buffer)
             found.update(self._buffer[:count])
             nbytes += count

@@ -6,7 +6,6 @@ import enum
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,7 +26,7 @@ from tierstore.run.checksums import block_checksums
 from tierstore.run.file_names import page_file
 from tierstore.run.manifest import PageEntry
 from tierstore.storage.base import Storage, Transfer
-from tierstore.threads import started_pool
+from tierstore.threads import Result, Threads
 from tierstore.units import Extent
 
 
@@ -105,7 +104,7 @@ class Page:
     """The copy in flight between ``buffer`` and the device."""
     sections: list[Section] = field(default_factory=list)
     """The sections that were last read into ``buffer``."""
-    arrival: Future[None] | None = None
+    arrival: Result[None] | None = None
     """The reading and checking of ``sections``, until the page has arrived."""
     versions: dict[str, int] = field(default_factory=dict)
     """Parameters with encoded masters -> version when the page last had their values."""
@@ -292,7 +291,7 @@ class PageFiles:
         """Start the threads, so that a system without room for them refuses the store."""
         _ = self._in, self._out
 
-    def read(self, page: Page) -> Future[None] | None:
+    def read(self, page: Page) -> Result[None] | None:
         """Start to read ``page.sections`` into the page's buffer, and to check them.
 
         The result may be CorruptionError: a block has another checksum than its commit says.
@@ -392,8 +391,8 @@ class PageFiles:
 
     def drain(self) -> None:
         """Block until nothing is in flight. Ignores errors."""
-        # A call waits for transfers that were begun, or begins one. It may be one whose future an
-        # interrupt has lost. And an interpreter that exits takes no further calls.
+        # A call waits for transfers that were begun, or begins one. It may be one whose result an
+        # interrupt has lost.
         self._end_threads()
         self._storage.drain()
 
@@ -406,18 +405,18 @@ class PageFiles:
     def _end_threads(self) -> None:
         """Make all calls that the threads were given, and end them. The next call starts others."""
         for name in {"_in", "_out"} & vars(self).keys():
-            getattr(self, name).shutdown()
+            getattr(self, name).close()
             del vars(self)[name]  # After an interrupt above, the next drain() waits for the rest.
 
     # Threads of a direction may wait for transfers and copies, and not for the other direction.
 
     @cached_property
-    def _in(self) -> ThreadPoolExecutor:
-        return started_pool(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-in")
+    def _in(self) -> Threads:
+        return Threads(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-in")
 
     @cached_property
-    def _out(self) -> ThreadPoolExecutor:
-        return started_pool(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-out")
+    def _out(self) -> Threads:
+        return Threads(checksum_threads(len(os.sched_getaffinity(0))), "tierstore-out")
 
     def _start_write(self, page: Page, entry: PageEntry, sections: Sequence[Section]) -> _Started:
         """Start a write once the copy from the device has ended; on a thread.
@@ -477,7 +476,7 @@ class PageWrite:
         start: yields the entry that is written and the transfers, once they have started.
     """
 
-    def __init__(self, start: Future[_Started]) -> None:
+    def __init__(self, start: Result[_Started]) -> None:
         self._start = start
 
     def started(self) -> _Started:
@@ -491,9 +490,9 @@ class PageWrite:
 
     def done(self) -> bool:
         """Return whether wait() would not block."""
-        if not self._start.done():
+        if not self._start.is_set:
             return False
-        if self._start.exception() is not None:
+        if self._start.error is not None:
             return True
         return all(transfer.done() for transfer in self.started()[1])
 

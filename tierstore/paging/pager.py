@@ -232,7 +232,7 @@ class Pager:
             while waiting or ahead:
                 self._read_ahead(waiting, ahead, needed)
                 if (arrival := ahead[0].arrival) is not None:
-                    self._wait(arrival.done, arrival.result)
+                    self._wait(arrival.is_set, arrival.result)
                 # Writes that ended meanwhile have freed buffers: the disk should not wait while
                 # this thread steps the page.
                 self._read_ahead(waiting, ahead, needed)
@@ -552,7 +552,7 @@ class Pager:
         page = page or next(iter(self._writing))
         write = self._writing[page]
         try:
-            self._wait(write.done, write.wait)
+            self._wait(write.done(), write.wait)
         except StorageError:
             self.lost_write = True
             raise
@@ -571,7 +571,7 @@ class Pager:
             page.arrival = None
             self.release(page)
 
-    def _wait(self, done: Callable[[], bool], wait: Callable[[], object]) -> None:
+    def _wait(self, done: bool, wait: Callable[[], object]) -> None:
         # To measure the wait takes longer than to see that there is none.
-        with contextlib.nullcontext() if done() else self.stalled():
+        with contextlib.nullcontext() if done else self.stalled():
             wait()

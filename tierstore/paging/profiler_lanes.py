@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 from torch.autograd import profiler
 
 from tierstore.errors import TierstoreError
 from tierstore.storage.base import Transfer
+from tierstore.threads import Threads
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
@@ -32,7 +33,6 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierstore-{name}")
 
     def show(self, what: str, transfers: Sequence[Transfer]) -> None:
         """Show the time that these transfers take as one range, if a profiler runs."""
@@ -41,7 +41,12 @@ class Lane:
 
     def close(self) -> None:
         """End the thread."""
-        self._thread.shutdown()
+        if "_thread" in vars(self):
+            self._thread.close()
+
+    @cached_property
+    def _thread(self) -> Threads:
+        return Threads(1, f"tierstore-{self._name}")
 
     def _follow(self, name: str, transfers: Sequence[Transfer]) -> None:
         with profiler.record_function(name):

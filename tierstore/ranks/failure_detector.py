@@ -36,7 +36,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from tierstore.errors import PeerFailed
-from tierstore.threads import start_thread
+from tierstore.threads import Latch, start_thread
 
 THREAD_NAME = "tierstore-failures"
 
@@ -89,7 +89,7 @@ class FailureDetector:
         # Two connections: the listener sleeps in a call while another thread publishes.
         self._publishing, self._listening = clone(store), clone(store)
         self._failure: tuple[int, str] | None = None
-        self._known = threading.Event()
+        self._known = Latch()
         self._store_answers = True
         self._closing = False
         self._threads: list[threading.Thread] = []

@@ -18,7 +18,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -39,7 +38,7 @@ from tierstore.ranks.failure_detector import (
 )
 from tierstore.ranks.peers import Alone, Peers, Ranks
 from tierstore.ranks.roll_call import RollCalls
-from tierstore.threads import start_thread
+from tierstore.threads import Latch, Result, start_thread
 
 logger = logging.getLogger("tierstore")
 
@@ -143,7 +142,7 @@ class ProcessGroupRanks(Ranks):
     def roll_call(self, call: str) -> None:
         self._require_open()
         self.check()  # A failed rank must not seem to go on.
-        interrupted = threading.Event()
+        interrupted = Latch()
         # A rank that is stuck in the collective before is found first, and named to all ranks.
         timeout_s = self._timeout_s + ACCUSE_S
 
@@ -152,17 +151,15 @@ class ProcessGroupRanks(Ranks):
             while not self._roll_calls.take_part(call, **options):
                 pass
 
-        done = threading.Event()
         watched_from = time.monotonic() + _WATCH_S
 
         def is_done() -> bool:
-            if time.monotonic() > watched_from and not done.is_set():
+            if time.monotonic() > watched_from and not came.is_set:
                 self._connections.watch()
-            return done.wait(_PAUSE_S_MAX)
+            return came.wait(_PAUSE_S_MAX)
 
         came = self._submit(take_part)
         try:
-            came.add_done_callback(lambda came: done.set())
             # The roll call ends itself, if the key-value store answers.
             self._poll(is_done, "training", timeout_s=timeout_s + ACCUSE_S)
         except Exception:
@@ -271,7 +268,7 @@ class ProcessGroupRanks(Ranks):
             # A rank that opens the same store is on its way to this meeting.
             return opened is not None and me in opened and (has_met or opened != ours)
 
-        interrupted = threading.Event()
+        interrupted = Latch()
 
         def come_to_meeting() -> tuple[RollCalls, Store] | None:
             number = meetings.compare_set("number", "", "0").decode()
@@ -302,15 +299,14 @@ class ProcessGroupRanks(Ranks):
 
         met = self._submit(meet)
         try:
-            return met.result(self._timeout_s + ACCUSE_S)
-        except TimeoutError as error:
-            raise PeerFailed(self._host, f"{KEY_VALUE_STORE} does not answer") from error
-        except Exception:
-            raise
+            answered = met.wait(self._timeout_s + ACCUSE_S)
         except BaseException:
             interrupted.set()
             _was_refused(met)
             raise
+        if not answered:
+            raise PeerFailed(self._host, f"{KEY_VALUE_STORE} does not answer")
+        return met.result()
 
     def _waits(self) -> dict[str, float]:
         now = time.monotonic()
@@ -328,23 +324,16 @@ class ProcessGroupRanks(Ranks):
     def _connect(self, connect: Callable[[], T]) -> T:
         """Make a call into torch that cannot be interrupted, with the timeout of a collective."""
         result = self._submit(connect)
-        self._wait_until(result.done, "training")
+        self._wait_until(lambda: result.is_set, "training")
         try:
             return result.result()
         except RuntimeError as error:
             raise self._failures.connection_lost(error) from error
 
-    def _submit(self, act: Callable[[], T]) -> Future[T]:
+    def _submit(self, act: Callable[[], T]) -> Result[T]:
         """Call a function in the worker thread."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(act())
-            except BaseException as error:
-                result.set_exception(error)
-
-        self._tasks.put(run)
+        result: Result[T] = Result()
+        self._tasks.put(lambda: result.settle(act))
         return result
 
     def _work(self) -> None:
@@ -444,12 +433,9 @@ class _Channel(Peers):
         return [memoryview(row.numpy()) for row in everyone]
 
 
-def _was_refused(roll_call: Future[Any]) -> bool:
+def _was_refused(roll_call: Result[Any]) -> bool:
     """Return whether a roll call that is being left was refused on all ranks."""
-    try:
-        return isinstance(roll_call.exception(TELL_S), RollCallError)
-    except TimeoutError:
-        return False
+    return roll_call.wait(TELL_S) and isinstance(roll_call.error, RollCallError)
 
 
 def ranks_of(group: dist.ProcessGroup | Ranks | None, *, timeout_s: float) -> Ranks:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -36,6 +35,7 @@ from torch._C._distributed_c10d import Store
 
 from tierstore.errors import RollCallError
 from tierstore.ranks.peers import Ranks
+from tierstore.threads import Latch
 
 logger = logging.getLogger("tierstore")
 
@@ -84,7 +84,7 @@ class RollCalls:
         self._newest: list[str] = []  # The keys of the last roll call, if all ranks came.
         self._unused: list[str] = []
 
-    def take_part(self, call: str, *, timeout_s: float, interrupted: threading.Event) -> bool:
+    def take_part(self, call: str, *, timeout_s: float, interrupted: Latch) -> bool:
         """Announce a call, and return when all ranks announced it.
 
         Args:
@@ -132,7 +132,7 @@ class RollCalls:
         self._unused = []
 
     def _await_outcome(
-        self, call: str, *, is_first: bool, timeout_s: float, interrupted: threading.Event
+        self, call: str, *, is_first: bool, timeout_s: float, interrupted: Latch
     ) -> Outcome:
         began, look_s = time.monotonic(), _LOOK_S
         key = f"{self._number}/outcome"
@@ -140,7 +140,7 @@ class RollCalls:
             waited = time.monotonic() - began
             if self.closing:
                 raise RollCallError(f"the store was closed in {call}")
-            if interrupted.is_set():
+            if interrupted.is_set:
                 self._settle(f"rank {self._rank} was interrupted in {call}", self._absent())
             elif is_first and waited > timeout_s and (absent := self._absent()):
                 self._settle(

@@ -14,7 +14,7 @@ from functools import partial
 from tierstore.errors import RunDirectoryError, StorageError
 from tierstore.storage.base import Storage, Transfer
 from tierstore.storage.paths import FULL
-from tierstore.threads import started_pool
+from tierstore.threads import at_once
 from tierstore.units import SECTOR_BYTES, Extent, align_up
 
 _TRANSFERS_MAX = 8
@@ -36,8 +36,8 @@ def measured_bandwidths(storages: Sequence[Storage], page_bytes: int) -> list[fl
     nbytes = min(align_up(page_bytes, SECTOR_BYTES), _TRANSFER_BYTES_MAX)
     data = mmap.mmap(-1, nbytes)
     data[:] = os.urandom(nbytes)  # Some disks write zeros faster.
-    with started_pool(len(storages), "tierstore-bandwidth") as executor:
-        return list(executor.map(partial(_measured, data=memoryview(data)), storages))
+    calls = [partial(_measured, storage, memoryview(data)) for storage in storages]
+    return at_once(calls, "tierstore-bandwidth")
 
 
 def _measured(storage: Storage, data: memoryview) -> float:

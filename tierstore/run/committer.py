@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from torch.profiler import record_function
@@ -38,7 +37,7 @@ from tierstore.run.manifest import Manifest, PageEntry, RunIdentity, pack_scalar
 from tierstore.run.page_files import create_all, create_files, remove_other_files
 from tierstore.run.sealed import checksum_of, parse_json
 from tierstore.storage.base import Storage, Transfer
-from tierstore.threads import started_pool
+from tierstore.threads import Result, Threads
 from tierstore.units import format_bytes
 
 
@@ -172,7 +171,7 @@ class Committer(Progress):
         """The rank's files."""
         self._peers = peers
         self._commit_every = commit_every
-        self._executor = started_pool(1, "tierstore-commit")
+        self._thread = Threads(1, "tierstore-commit")
         self._layout: RankLayout | None = None  # The layout of the last commit that was begun.
         self._layout_data = b""
         self.is_clean = True
@@ -195,7 +194,7 @@ class Committer(Progress):
         self._spares: set[str] = set()
         self._dirty = self._renamed = False
         self._replaces_files = not self.is_clean
-        self._pending: Future[None] | None = None
+        self._pending: Result[None] | None = None
 
     def restore(
         self, manifest: Manifest, groups: Sequence[PagedGroup], renamed: Mapping[str, str]
@@ -465,7 +464,7 @@ class Committer(Progress):
         self._needed = manifest.entries
         self._files_written, self._dirty = set(), False
         renamed, self._renamed = self._renamed, False
-        self._pending = self._executor.submit(
+        self._pending = self._thread.submit(
             self._commit, before, manifest, self._layout_data, writes, files, renamed
         )
         self.changed = False
@@ -486,12 +485,12 @@ class Committer(Progress):
 
     def settle(self) -> None:
         """Block until the thread is idle, even if the commit failed."""
-        self._executor.submit(lambda: None).result()
+        self._thread.submit(lambda: None).result()
 
     @override
     def close(self) -> None:
         """End the thread, after the commit in flight."""
-        self._executor.shutdown()
+        self._thread.close()
         if self.marks_clean_end and self.committed is not None:
             mark_clean(self.storage, self.committed.revision)
 

@@ -23,7 +23,7 @@ from tierstore.run.committer import write_durably
 from tierstore.run.file_names import IDENTITY_NAME, STRIPING_NAME, manifest_revision, page_number
 from tierstore.run.striping import NamedDirectory, Striping, match, stripe, weights_of
 from tierstore.storage.base import Folder, Storage, Transfer
-from tierstore.threads import started_pool
+from tierstore.threads import at_once
 from tierstore.units import Extent
 
 _log = logging.getLogger("tierstore")
@@ -199,10 +199,7 @@ class StripedStorage(Storage):
         if len(calls) == 1:
             calls[0]()
         elif calls:
-            with started_pool(len(calls), "tierstore-disks") as executor:
-                made = [executor.submit(call) for call in calls]
-            for call in made:
-                call.result()
+            at_once(calls, "tierstore-disks")
 
     def _in_each(self, call: Callable[[Storage], None]) -> None:
         """Call every part, from the last to the first, even if a call raises."""

@@ -87,7 +87,6 @@ def _end_all() -> None:
         store.end()
 
 
-# Not atexit: its hooks come after the threads of concurrent.futures have ended, which commit and
-# which move bytes. These hooks come before that, the last one that was registered first; so this
-# module comes after the import of concurrent.futures.thread in committer.py.
+# Not atexit: its hooks come after the threads have ended that commit and move bytes. This hook
+# comes before the one of tierstore.threads, which is registered first: committer.py imports it.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -12,14 +12,17 @@ import errno
 import os
 import selectors
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiofiles
 from typing_extensions import override
 
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.threaded_engine import ThreadedEngine, ThreadedTicket
+from tierstore.threads import Threads
 
 
 class AiofilesTicket(ThreadedTicket):
@@ -28,6 +31,27 @@ class AiofilesTicket(ThreadedTicket):
     move: Callable[[], Awaitable[tuple[int, int]]]
     """The transfer; gives the outcome that Engine.wait returns."""
     task: asyncio.Task[None]  # The loop itself keeps only a weak reference.
+
+
+class _Pool(ThreadPoolExecutor):
+    """The engine's threads, as asyncio takes them. Used by the engine's thread alone."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__(1)  # Its thread would begin with the first call, and gets none.
+        self._of_engine = threads
+
+    @override
+    def submit(self, act: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(act(*arguments, **options))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._of_engine.submit(run)
+        return future
 
 
 class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
@@ -61,7 +85,7 @@ class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
 
     @override
     def _run(self) -> None:
-        self._loop.set_default_executor(self._pool)
+        self._loop.set_default_executor(_Pool(self._pool))
         self._loop.run_forever()
 
     @override

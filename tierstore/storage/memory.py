@@ -43,7 +43,9 @@ class MemoryFiles:
     def __init__(self, folders: Folders | None = None) -> None:
         self.contents: dict[str, bytearray] = {}
         self.folders: Folders = {} if folders is None else folders
-        self.changed = threading.Condition()
+        # Taken itself: __enter__ of a Condition is not code of C. See tierstore.threads.
+        self.mutex = threading.RLock()
+        self.changed = threading.Condition(self.mutex)
         self.holder: MemoryStorage | None = None
         self.holder_text = ""
 
@@ -82,7 +84,7 @@ class MemoryStorage(Storage):
     def lock(self, timeout_s: float) -> None:
         self._check_usable()
         files = self.files
-        with files.changed:
+        with files.mutex:
             if not files.changed.wait_for(lambda: files.holder in (None, self), timeout_s):
                 raise locked_error(self.location, files.holder_text, timeout_s)
             files.holder = self
@@ -126,7 +128,7 @@ class MemoryStorage(Storage):
     def write(self, name: str, extent: Extent, buffer: memoryview) -> Transfer:
         memory = checked_bytes(buffer, extent, written_to=False)
         content = self._content("write", name, extent)
-        with self.files.changed:
+        with self.files.mutex:
             # As in a file, bytes between the old end and the extent are zero.
             content.extend(bytes(max(0, extent.offset - len(content))))
             content[extent.offset : extent.offset + extent.nbytes] = memory.data
@@ -144,7 +146,7 @@ class MemoryStorage(Storage):
         self._check_usable()
         if len(data) > WHOLE_FILE_BYTES_MAX:
             raise self._error("put", name, errno.EFBIG)
-        with self.files.changed:
+        with self.files.mutex:
             self.files.contents[check_name(name)] = bytearray(data)
 
     @override
@@ -154,14 +156,14 @@ class MemoryStorage(Storage):
     @override
     def rename(self, name: str, new_name: str) -> None:
         check_name(new_name)
-        with self.files.changed:
+        with self.files.mutex:
             content = self._content("rename", name)
             del self.files.contents[name]
             self.files.contents[new_name] = content
 
     @override
     def link(self, name: str, new_name: str) -> None:
-        with self.files.changed:
+        with self.files.mutex:
             content = self._content("link", name)
             if check_name(new_name) in self.files.contents:
                 raise self._error("link", new_name, errno.EEXIST)
@@ -170,7 +172,7 @@ class MemoryStorage(Storage):
     @override
     def is_shared(self, name: str) -> bool:
         content = self._content("is_shared", name)
-        with self.files.changed:
+        with self.files.mutex:
             # Copies, because another thread may put a file into a folder meanwhile.
             folders = list(self.files.folders.values())
             children = [child for folder in folders for child in list(folder.values())]
@@ -195,7 +197,7 @@ class MemoryStorage(Storage):
 
     @override
     def unlink(self, name: str) -> None:
-        with self.files.changed:
+        with self.files.mutex:
             self._content("unlink", name)
             del self.files.contents[name]
 
@@ -215,7 +217,7 @@ class MemoryStorage(Storage):
     @override
     def close(self) -> None:
         if not self._closed and os.getpid() == self._owner_pid:
-            with self.files.changed:
+            with self.files.mutex:
                 if self.files.holder is self:
                     self.files.holder = None
                     self.files.changed.notify_all()

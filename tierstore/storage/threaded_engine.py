@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from tierstore.errors import ThreadError
 from tierstore.storage.engine import THREAD_NAME, Engine
-from tierstore.threads import start_thread, started_pool
+from tierstore.threads import Latch, Threads, start_thread
 
 # Several files are synced at a time, so that their data reaches the device together.
 _POOL_THREADS = 8
@@ -28,12 +28,12 @@ class ThreadedTicket:
         self.fds: list[int] | None = None  # Of a sync.
         self.started = False  # Set by the engine's thread.
         self.outcome = (0, 0)
-        self.end = threading.Event()
+        self.end = Latch()
 
     @property
     def ended(self) -> bool:
         """True when the kernel has stopped using the memory and the descriptors."""
-        return self.end.is_set()
+        return self.end.is_set
 
 
 ThreadedTicketT = TypeVar("ThreadedTicketT", bound=ThreadedTicket)
@@ -54,23 +54,23 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         self._mutex = threading.Lock()
         self._stopping = False
         self._can_wake = True
-        self._thread_ended = threading.Event()
+        self._thread_ended = Latch()
         self._thread = threading.Thread(target=self._run_thread, name=THREAD_NAME, daemon=True)
         try:
-            self._pool = started_pool(_POOL_THREADS, THREAD_NAME)
+            self._pool = Threads(_POOL_THREADS, THREAD_NAME)
         except BaseException:
             self._release_wake_up()
             raise
         try:
             start_thread(self._thread)
         except ThreadError:
-            self._pool.shutdown()
+            self._pool.close()
             self._release_wake_up()
             raise
         except BaseException:  # An interrupt. The thread may run already, and releases everything.
             self._stopping = True
             self._wake()
-            self._pool.shutdown(wait=False)
+            self._pool.close()
             raise
 
     @override
@@ -168,7 +168,7 @@ class ThreadedEngine(Engine[ThreadedTicketT], ABC):
         try:
             self._run()
         finally:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.close()
             with self._mutex:
                 self._stopping, self._can_wake = True, False
                 self._release_wake_up()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 
 from tierstore.errors import BudgetError
 from tierstore.layout.chunks import Chunk
-from tierstore.threads import started_pool
+from tierstore.threads import Result, Threads
 from tierstore.tools.convert.entries import Entry, pieces
 from tierstore.units import format_bytes
 
@@ -60,15 +59,15 @@ def stream(entries: Iterable[Entry], memory: int, put: Callable[[Piece], None]) 
         for entry in entries
         for chunk in pieces(entry.shape, entry.dtype.itemsize, piece_bytes)
     )
-    reading: deque[tuple[Piece, torch.Tensor, Future[None]]] = deque()
-    writing: deque[tuple[torch.Tensor, Future[None]]] = deque()
+    reading: deque[tuple[Piece, torch.Tensor, Result[None]]] = deque()
+    writing: deque[tuple[torch.Tensor, Result[None]]] = deque()
     with ExitStack() as stack:
-        readers = started_pool(_READERS, "tierstore-convert-read")
-        stack.callback(readers.shutdown, cancel_futures=True)
-        writer = started_pool(1, "tierstore-convert-write")
-        stack.callback(writer.shutdown, cancel_futures=True)
+        readers = Threads(_READERS, "tierstore-convert-read")
+        stack.callback(readers.close, cancel=True)
+        writer = Threads(1, "tierstore-convert-write")
+        stack.callback(writer.close, cancel=True)
         while True:
-            while writing and (writing[0][1].done() or not (free or reading)):
+            while writing and (writing[0][1].is_set or not (free or reading)):
                 buffer, written = writing.popleft()
                 written.result()
                 free.append(buffer)

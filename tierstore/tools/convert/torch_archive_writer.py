@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import torch
 from typing_extensions import override
 
-from tierstore.threads import started_pool
+from tierstore.threads import Threads
 from tierstore.tools.convert.entries import Entry
 from tierstore.tools.convert.pipeline import Piece, bytes_of
 from tierstore.tools.convert.written_file import open_written
@@ -138,13 +138,13 @@ class _Members:
         self._entries = entries
         self._number = -1
         self._member: zipfile.ZipInfo | None = None
-        self._checksums = started_pool(1, "tierstore-convert-checksum")
+        self._checksums = Threads(1, "tierstore-convert-checksum")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._checksums.shutdown()
+        self._checksums.close()
 
     def put(self, piece: Piece) -> None:
         """Append the next piece."""

@@ -24,7 +24,7 @@ from tierstore.run.sealed import seal
 from tierstore.storage.base import Transfer
 from tierstore.storage.engine_storage import EngineStorage
 from tierstore.storage.select import choose_storage
-from tierstore.threads import started_pool
+from tierstore.threads import Threads
 from tierstore.tools.probe.drives import alignment, drives_below
 from tierstore.tools.probe.result import Bandwidths, DirectoryProbe, Rate, Sustained
 from tierstore.tools.probe.rounds import ROUNDS, measured, rate_of
@@ -225,10 +225,14 @@ class _Measurer:
 
 def _bandwidths(measurers: Sequence[_Measurer]) -> Bandwidths:
     """Return the bandwidths of directories that are busy at once."""
-    with started_pool(len(measurers), "tierstore-probe") as executor:
+    with Threads(len(measurers), "tierstore-probe") as threads:
 
         def rate(act: Callable[[_Measurer], int]) -> Rate:
-            return measured(lambda: sum(executor.map(act, measurers)))
+            def moved() -> int:
+                calls = [threads.submit(act, measurer) for measurer in measurers]
+                return sum(call.result() for call in calls)
+
+            return measured(moved)
 
         write = rate(_Measurer.write)
         if not all(measurer.storage.direct for measurer in measurers):
