@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -457,4 +456,4 @@ def settle(store: TierStore) -> None:
     """Wait until the threads of a store are idle, whatever they have found."""
     store._session.committer.settle()
     if store._verifier._verification is not None:
-        futures.wait([store._verifier._verification])
+        store._verifier._verification.wait()

@@ -16,7 +16,6 @@ import mmap
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from tierstore.paging import page, page_table, views
 from tierstore.paging.device import CudaDevice
+from tierstore.threads import Result
 
 GARBAGE = 205
 
@@ -222,7 +222,7 @@ class FakeCuda:
     def run_late(self) -> None:
         """Run the tasks of late threads that were not waited for."""
         for thread in self.threads:
-            thread.shutdown()
+            thread.close()
 
     def issue(self, stream: _Stream, source: torch.Tensor, target: torch.Tensor) -> None:
         with self.mutex:
@@ -281,28 +281,29 @@ class FakeCuda:
                 self.hazards.append("memory was unmapped while it was page-locked")
 
 
-class _Task(Future[Any]):
+class _Task(Result[Any]):
     def __init__(self, thread: _LateThread, call: Callable[[], Any]) -> None:
+        self._thread = thread
         super().__init__()
         self.call = call
-        self._thread = thread
 
-    def done(self) -> bool:
-        if self._thread.cuda.chance():
+    @property  # type: ignore[override]
+    def is_set(self) -> bool:
+        if not self._has_ended and self._thread.cuda.chance():
             self._thread.run_to(self)
-        return super().done()
+        return self._has_ended
 
-    def result(self, timeout: float | None = None) -> Any:
-        self._thread.run_to(self)
-        return super().result(timeout)
+    @is_set.setter
+    def is_set(self, value: bool) -> None:
+        self._has_ended = value
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
+    def wait(self, timeout_s: float | None = None) -> bool:
         self._thread.run_to(self)
-        return super().exception(timeout)
+        return super().wait(timeout_s)
 
 
 class _LateThread:
-    """A ThreadPoolExecutor of one thread that runs a task when it is waited for."""
+    """Threads, of which one runs a task when it is waited for."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -320,17 +321,14 @@ class _LateThread:
             while last in self._tasks:
                 self._run_first()
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         with self.cuda.mutex:
             while self._tasks:
                 self._run_first()
 
     def _run_first(self) -> None:
         task = self._tasks.pop(0)
-        try:
-            task.set_result(task.call())
-        except BaseException as error:
-            task.set_exception(error)
+        task.settle(task.call)
 
 
 @contextlib.contextmanager
@@ -375,7 +373,7 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
         # Changes of parameters on a device are not known before the sweep ends.
         stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
         if not real_thread:
-            threads = mock.patch.object(page, "ThreadPoolExecutor")
+            threads = mock.patch.object(page, "Threads")
             stack.enter_context(threads).side_effect = lambda *_, **__: _LateThread(cuda)
         yield cuda
     assert not cuda.hazards
