@@ -6,6 +6,7 @@ import contextlib
 import gc
 import pickle
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -37,6 +38,25 @@ def test_calls_are_made_by_all_threads() -> None:
         threads.submit(int)
     for thread in running:
         thread.join()
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    class Kept:
+        def fail(self) -> None:
+            raise ValueError("failed")
+
+    kept = Kept()
+    dropped = weakref.ref(kept)
+    gc.disable()
+    try:
+        with Threads(1, "test") as threads:
+            call = threads.submit(kept.fail)
+            with pytest.raises(ValueError, match="failed"):
+                call.result()
+        del call, kept
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_that_are_dropped_end_after_their_calls() -> None:

@@ -86,13 +86,19 @@ class Result(Latch, Generic[_T]):
             self._value = act()
         except BaseException as error:
             self.error = error
-        self.set()
+            self.set()
+            del self, act  # Kept alive in a cycle otherwise: the error has this frame.
+        else:
+            self.set()
 
     def result(self) -> _T:
         """Wait for the end of the call; return or raise what it did."""
         self.wait()
         if self.error is not None:
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                del self  # As in settle().
         return self._value
 
 
