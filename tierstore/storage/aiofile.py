@@ -43,15 +43,16 @@ class _Pool(ThreadPoolExecutor):
     @override
     def submit(self, act: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(act(*arguments, **options))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._of_engine.submit(run)
+        self._of_engine.submit(_settle, future, partial(act, *arguments, **options))
         return future
+
+
+def _settle(future: Future[Any], act: Callable[[], Any]) -> None:
+    try:
+        future.set_result(act())
+    except BaseException as error:
+        future.set_exception(error)
+        del future, act  # As in Result.settle().
 
 
 class AiofilesEngine(ThreadedEngine[AiofilesTicket]):
