@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from functools import partial
@@ -141,3 +143,25 @@ def test_a_thread_error_names_the_limits_in_every_process(monkeypatch: pytest.Mo
     with pytest.raises(tierstore.ThreadError) as caught:
         start_thread(threading.Thread())
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_process_that_ends_waits_for_the_last_threads_first(is_dropped: bool) -> None:
+    """Calls of later threads may need the earlier ones, as commits need an engine."""
+    program = f"""
+import time
+from tierstore.threads import Threads
+
+first = [Threads(1, "first") for _ in range(20)]
+last = Threads(1, "last")
+
+def need() -> None:
+    time.sleep(0.2)
+    print(sum(threads.submit(int, "1").result() for threads in first))
+
+last.submit(need)
+if {is_dropped}:
+    del last
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("20\n", "")

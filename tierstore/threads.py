@@ -44,7 +44,10 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Let all threads go on. May be called again."""
+        """Let all threads go on. May be called again.
+
+        Where threads wait without a timeout, a thread calls it that interrupts do not reach.
+        """
         self.is_set = True
         while self._unset:
             self._unset.pop()
@@ -135,7 +138,7 @@ class Threads:
         except BaseException:
             self._calls.put(None)
             raise
-        _all.add(self)
+        _note(self, self._ends)
 
     def submit(self, act: Callable[..., _T], *arguments: Any) -> Result[_T]:
         """Let a thread call ``act(*arguments)``.
@@ -205,12 +208,26 @@ def _work(calls: _Calls) -> None:
     calls.put(None)  # For the next thread.
 
 
-_all: weakref.WeakSet[Threads] = weakref.WeakSet()
+_all: dict[int, tuple[weakref.ref[Threads], Sequence[Result[None]]]] = {}
+"""All that may run, also of Threads that were dropped, in the order in which they were started."""
+
+os.register_at_fork(after_in_child=_all.clear)
+
+
+def _note(threads: Threads, ends: Sequence[Result[None]]) -> None:
+    for key, (_, of_others) in list(_all.items()):
+        if all(end.is_set for end in of_others):
+            _all.pop(key, None)
+    _all[id(ends)] = weakref.ref(threads), ends
 
 
 def _end_all() -> None:
-    for threads in list(_all):
-        threads.close()
+    # The last ones first: a commit needs the threads of its engine, which were started before.
+    for reference, ends in reversed(list(_all.values())):
+        if (threads := reference()) is not None:
+            threads.close()
+        for end in ends:
+            end.wait()
 
 
 # Not atexit: its hooks come later, after those of torch. Of these hooks the one that was registered

@@ -301,8 +301,7 @@ class _Publishing:
 
     def finish_in_background(self, on_copying: Callable[[Publication], None]) -> None:
         """Start a thread that copies and finishes, and return when it has begun."""
-        self._thread = Threads(1, "tierstore-publish")
-        self._thread.submit(self._finish_alone, on_copying)
+        Threads(1, "tierstore-publish").submit(self._finish_alone, on_copying)
         self._copying.wait()
 
     def _finish_alone(self, on_copying: Callable[[Publication], None]) -> None:

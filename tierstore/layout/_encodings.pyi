@@ -15,7 +15,7 @@ def encode_split_16(
 def decode_int8(
     numbers: int, scales: int, values: int, rows: int, columns: int, threads: int
 ) -> None: ...
-def decode_root(
+def decode_uint8(
     numbers: int, scales: int, values: int, rows: int, columns: int, threads: int
 ) -> None: ...
 def encode_int8(
@@ -27,7 +27,7 @@ def encode_int8(
     columns: int,
     threads: int,
 ) -> None: ...
-def encode_root(
+def encode_uint8(
     values: int,
     chances: int,
     numbers: int,
