@@ -149,14 +149,16 @@ def test_a_thread_error_names_the_limits_in_every_process(monkeypatch: pytest.Mo
 def test_a_process_that_ends_waits_for_the_last_threads_first(is_dropped: bool) -> None:
     """Calls of later threads may need the earlier ones, as commits need an engine."""
     program = f"""
-import time
-from tierstore.threads import Threads
+import threading
+from tierstore.threads import Latch, Threads
 
 first = [Threads(1, "first") for _ in range(20)]
 last = Threads(1, "last")
+ends = Latch()
+threading._register_atexit(ends.set)  # Called before the hook that ends the threads.
 
 def need() -> None:
-    time.sleep(0.2)
+    ends.wait()
     print(sum(threads.submit(int, "1").result() for threads in first))
 
 last.submit(need)

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from tierstore.errors import ThreadError
@@ -35,7 +34,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class Latch:
-    """What threads wait for until one thread has set it."""
+    """An event that one thread sets, and others wait for."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -71,7 +70,7 @@ class Latch:
 
 
 class Result(Latch, Generic[_T]):
-    """What a call returns or raises, once it has ended.
+    """The result of a call, once it has ended: a value or an error.
 
     Attributes:
         error: what the call has raised, or None.
@@ -175,12 +174,7 @@ class Threads:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -230,6 +224,6 @@ def _end_all() -> None:
             end.wait()
 
 
-# Not atexit: its hooks come later, after those of torch. Of these hooks the one that was registered
-# first comes last: what commits as the process ends, and imports this module, has threads.
+# Not atexit: its hooks come later, after the hooks of torch. Here the hook registered first comes
+# last: a module that commits as the process ends imports this one, and so finds threads.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]

@@ -145,7 +145,7 @@ def dynamic_codes() -> np.ndarray:
 
 @pytest.mark.parametrize(("outlier", "most"), [(1.0, 0.012), (1000.0, 0.05)])
 def test_an_element_does_not_spoil_its_neighbours(outlier: float, most: float) -> None:
-    """One column of 256 is larger: errors of the others, no more than those of other 8-bit codes.
+    """One column of 256 is larger: the other columns err less than with other 8-bit codes.
 
     Whole numbers times a scale err by 0.7% without such a column, and by 83% with it.
     """

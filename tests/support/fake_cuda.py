@@ -303,7 +303,7 @@ class _Task(Result[Any]):
 
 
 class _LateThread:
-    """Threads, of which one runs a task when it is waited for."""
+    """One thread, which runs a task when the task is waited for."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda

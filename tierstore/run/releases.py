@@ -1,9 +1,8 @@
-"""What a store releases when it is closed."""
+"""Resources that a store releases when it is closed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 
@@ -35,11 +34,6 @@ class Releases:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
             self.close()
