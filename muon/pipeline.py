@@ -212,12 +212,13 @@ class Pipeline:
                     "all ranks step one model, so give them the same options"
                 )
         self._gather_memory = min(memories)
+        # Before ranks connect: a rank that is refused closes connections that others still make.
+        self._plan(pages, groups)  # Steps of blocks would find out late.
         # The backend of a GPU does not send tensors that lie on the CPU.
         backend = "gloo" if device.type == "cpu" else None
         process_group = ranks.new_group(range(ranks.world_size), backend=backend)
         assert process_group is not None
         self._exchange = Exchange(process_group, wait=ranks.wait, device=device)
-        self._plan(pages, groups)  # Steps of blocks would find out late.
 
     def step_pages(
         self,
