@@ -190,7 +190,7 @@ def make_contenders(
         "in host memory": contender(open_in_memory(plan.page_bytes, "host")),
         "on NVMe": contender(open_streamed("nvme")),
         "on NVMe, stepped on the host": contender(
-            open_streamed("host", compute="host", free_gradients="backward"),
+            open_streamed("host", step_on="cpu", offload_gradients="backward", free_gradients=True),
             ns_dtype="auto",
         ),
     }

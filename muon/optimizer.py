@@ -167,6 +167,7 @@ class Muon(torch.optim.Optimizer):
         self._use_store(tierstore.TierStore(None) if store is None else store)
         self._prefetches = store is not None
         self._prefetched = False
+        self._reads_hook: weakref.finalize[..., Any] | None = None  # Removes the hook.
         self._may_be_slow = True
         self._restored_rates: list[float] = []  # Of each attached group, until the next step.
         # The names in the groups so far, until all groups of the constructor are added: collecting
@@ -223,12 +224,6 @@ class Muon(torch.optim.Optimizer):
             self.defaults.pop("betas", None)
         elif count == 0:
             self.defaults["betas"] = KEYS["betas"].defaults["adamw"]
-        if self._prefetches:
-            prefetch = _prefetcher(weakref.ref(self))
-            for parameter in param_group["params"]:
-                if parameter.requires_grad:
-                    hook = parameter.register_post_accumulate_grad_hook(prefetch)
-                    weakref.finalize(self, hook.remove)
 
     def _is_cycled_without_muon(self, group: Mapping[str, Any]) -> bool:
         """True if a scheduler that was made for AdamW groups alone cycles a new Muon group."""
@@ -345,8 +340,7 @@ class Muon(torch.optim.Optimizer):
         """Scale all gradients down so that their norm together is at most ``max_norm``.
 
         The operations are those of ``torch.nn.utils.clip_grad_norm_``, on the gradients that a step
-        takes: also those that ``gradient`` gives, and those that left the device during backward.
-        The norm of these is computed on the host, where its last bits may differ.
+        takes: also those that ``gradient`` gives.
 
         Args:
             max_norm: the largest norm.
@@ -681,6 +675,22 @@ class Muon(torch.optim.Optimizer):
         self.store.pages.attach(paged)
         self._attached.extend(paged, self.param_groups)
         self._begin_counts()
+        if self._prefetches:
+            self._hook_reads()
+
+    def _hook_reads(self) -> None:
+        """Let the gradient of one small parameter start the reads of the next step.
+
+        One alone: FSDP2 copies gradients of parameters with a hook to pageable host memory, and
+        waits for each. Of the smallest parameters the last one, whose gradient comes first.
+        """
+        tensors = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if tensors:
+            if self._reads_hook is not None:
+                self._reads_hook()
+            smallest = min(reversed(tensors), key=torch.Tensor.numel)
+            hook = smallest.register_post_accumulate_grad_hook(_prefetcher(weakref.ref(self)))
+            self._reads_hook = weakref.finalize(self, hook.remove)
 
     def _begin_counts(self) -> None:
         """Count the steps of parameters of AdamW that have no count yet."""

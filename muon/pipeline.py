@@ -341,4 +341,4 @@ def _end(stages: Iterator[None]) -> None:
 
 def compute_device(store: tierstore.TierStore, parameter: torch.Tensor) -> torch.device:
     """Return the device that a parameter is stepped on."""
-    return torch.device("cpu") if store.pages.compute == "host" else parameter.device
+    return store.pages.step_on or parameter.device

@@ -76,7 +76,7 @@ def test_computing_on_the_host_gives_what_the_cpu_gives(
 ) -> None:
     expected = train(training.make_parameters(dtype), tierstore.TierStore(None))
     with tierstore.TierStore(
-        tmp_path if directory else None, page_bytes=PAGE_BYTES, compute="host"
+        tmp_path if directory else None, page_bytes=PAGE_BYTES, step_on="cpu"
     ) as store:
         training.assert_identical(train(on_device(dtype), store), expected)
         assert store.stats().device_bytes_peak == 0
@@ -159,17 +159,19 @@ def test_moving_between_all_tiers(tmp_path: Path) -> None:
 
 
 @needs_cuda
-def test_gradients_leave_the_gpu_during_backward() -> None:
+@pytest.mark.parametrize("step_on", [None, "cpu"])
+def test_gradients_leave_the_gpu_during_backward(step_on: str | None) -> None:
     """A few are on their way at a time. Two backwards make one gradient."""
     layers, width, steps = 24, 4096, 3
 
-    def train(free_gradients: bool | str) -> tuple[list[torch.Tensor], int]:
+    def train(offload_gradients: str | None) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
         linears = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
         model = torch.nn.Sequential(*linears).to("cuda", torch.bfloat16)
         inputs = torch.randn(16, width, device="cuda", dtype=torch.bfloat16)
         group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
-        with tierstore.TierStore(None, compute="host", free_gradients=free_gradients) as store:
+        options = {"offload_gradients": offload_gradients, "step_on": step_on}
+        with tierstore.TierStore(None, free_gradients=True, **options) as store:
             optimizer = muon.Muon([group], store=store)
             for _ in range(steps):  # The first lays out pages, and its gradients stay.
                 before = torch.cuda.memory_allocated()
@@ -182,7 +184,7 @@ def test_gradients_leave_the_gpu_during_backward() -> None:
         return [parameter.detach().cpu() for parameter in model.parameters()], peak
 
     gradients = layers * width * width * 2
-    stays, stays_peak = train(True)
+    stays, stays_peak = train(None)
     leaves, leaves_peak = train("backward")
     assert all(torch.equal(a, b) for a, b in zip(leaves, stays, strict=True))
     assert stays_peak >= gradients

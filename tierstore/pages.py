@@ -15,7 +15,6 @@ import torch
 from tierstore.compiling import not_compiled
 from tierstore.errors import SweepError
 from tierstore.layout.chunks import Chunk
-from tierstore.layout.dtensors import is_dtensor
 from tierstore.layout.encodings import EncodedState
 from tierstore.layout.other_rules import refuse_other_rule
 from tierstore.layout.ownership import SharedShard, SharedSubgroup
@@ -94,8 +93,9 @@ class Pages:
             BudgetError: ``host_memory`` cannot hold the fewest buffers that work; the
                 message names the smallest budget that does.
             ValueError, TypeError: two parameters have one name, no commit can hold a
-                hyperparameter, or ``free_gradients`` and a parameter whose gradient is not
-                ``.grad``, or "backward" and a DTensor.
+                hyperparameter, or ``free_gradients`` or ``offload_gradients`` and a parameter
+                whose gradient is not ``.grad``; or ``offload_gradients`` and a plain tensor that
+                several ranks hold; or ``step_on`` and the parameters are two GPUs.
             RunMismatchError: the ranks have different parameters; the message names the first.
             PeerFailed: any of these on another rank.
         """
@@ -106,11 +106,6 @@ class Pages:
                 raise ValueError(
                     f"free_gradients=True frees `.grad`, and {parameter.name!r} has its "
                     "gradient elsewhere: leave it out, and free the gradients after the step"
-                )
-            if session.free_gradients == "backward" and is_dtensor(parameter.tensor):
-                raise ValueError(
-                    "free_gradients='backward' takes plain tensors, and parameter "
-                    f"{parameter.name!r} is a DTensor: pass free_gradients=True"
                 )
         with session.calls.together("attach()"):
             session.table.attach(groups)
@@ -187,12 +182,11 @@ class Pages:
                 table.groups,
                 table.specs,
                 table.partition,
-                table.device,
+                table.places,
                 nonfinite=nonfinite,
                 missing=missing,
                 waits=nonfinite == "skip"
-                or table.device.is_host
-                or session.free_gradients == "backward"
+                or table.places.parameters.is_host
                 or not session.committer.keeps_commit,
                 compares=session.steps_begun % _COMPARE_EVERY == 0,
             )
@@ -218,14 +212,14 @@ class Pages:
         session.given.forget()
         sweep = Sweep(
             table,
-            free_gradients=bool(session.free_gradients),
+            free_gradients=session.free_gradients,
             present=gradients.present,
             window=window,
             unread=gradients.unread,
         )
         with sweep.run() as pages:
             yield pages
-        self._changes.note(sweep.changed, table.step_device)
+        self._changes.note(sweep.changed, table.places.step)
         self._changes.warn(wait=False)  # Or the next sweep warns, so that nobody waits now.
 
     @not_compiled
@@ -254,9 +248,9 @@ class Pages:
         return self._session.table.window_max
 
     @property
-    def compute(self) -> str:
-        """The place of computation: "device" (the parameters' device) or "host"."""
-        return self._session.compute
+    def step_on(self) -> torch.device | None:
+        """The device that pages are stepped on; None: the parameters' device."""
+        return self._session.step_on
 
     @property
     def group_count(self) -> int:

@@ -22,6 +22,7 @@ from tierstore.checkpoint.restore import Restore
 from tierstore.checkpoint.verification import Verifier
 from tierstore.compiling import not_compiled
 from tierstore.errors import StorageError, SweepError, TierstoreError
+from tierstore.layout.parameters import PARAMETER_DTYPES
 from tierstore.pages import Pages
 from tierstore.paging import rank_checks
 from tierstore.paging.fsdp import reshard as drop_gathered_copies
@@ -30,7 +31,13 @@ from tierstore.paging.page_table import PageTable
 from tierstore.paging.pager import Pager
 from tierstore.paging.session import Session
 from tierstore.paging.stats import Stats
-from tierstore.paging.tier_plan import Budget, Tier, check_page_options, default_page_bytes
+from tierstore.paging.tier_plan import (
+    Budget,
+    Tier,
+    check_page_options,
+    default_page_bytes,
+    step_device,
+)
 from tierstore.ranks.job import ranks_of
 from tierstore.ranks.peers import Ranks, agree, together
 from tierstore.ranks.roll_call import Calls
@@ -62,7 +69,7 @@ class TierStore:
             computes unless move() says otherwise; nothing is read, written or committed.
         host_memory: most bytes of host memory for page buffers and pages together: an int, or a
             string such as "16GiB". Memory that the buffers leave keeps as many pages as fit.
-        device_memory: most bytes for pages on the parameters' device.
+        device_memory: most bytes for pages on the GPU that steps them.
         page_bytes: about how much state one page holds. None: ``host_memory / (8 + 2 * buffers)``,
             with 4 for ``buffers=None``, and at most 256 MiB; the smallest of all ranks. A run keeps
             its first value.
@@ -76,12 +83,17 @@ class TierStore:
             is laid out anew by restore(), with pages of ``page_bytes``. A directory without a
             commit begins a new run.
         overwrite: delete the run in the directory and begin a new one.
-        compute: where steps are computed: on the parameters' "device", or on the "host", to
-            which gradients are then copied.
-        free_gradients: set each ``.grad`` to None after its use. "backward", with
-            ``compute="host"`` in one process: each gradient leaves the device during backward, once
-            pages are laid out by restore() or the first step. All gradients are then in
-            ``host_memory``, and ``.grad`` refuses to be computed with.
+        step_on: the device that pages are stepped on. None: where the parameters are. "cpu" beside
+            parameters on a GPU, or a GPU beside parameters in page-locked host memory: what a step
+            needs is copied there and back.
+        offload_gradients: "backward": each gradient leaves the GPU as soon as backward has it, once
+            pages are laid out by restore() or the first step, for page-locked memory that counts
+            towards ``host_memory``. Gradients of several ranks must be sharded by FSDP2. ``.grad``
+            can then be added to, clipped with ``torch.nn.utils.clip_grad_norm_``, and set to None;
+            it refuses all else.
+        gradient_dtype: dtype of gradients that the store copies, and of their sums over several
+            backwards if they are offloaded; None: the dtype of each parameter.
+        free_gradients: set each ``.grad`` to None after its use.
         process_group: the ranks that own the parameters together; None: all ranks if
             torch.distributed is initialized, else this process alone. ``Ranks`` are used as
             they are.
@@ -114,8 +126,10 @@ class TierStore:
         engine: str = "auto",
         resume: bool = False,
         overwrite: bool = False,
-        compute: str = "device",
-        free_gradients: bool | str = False,
+        step_on: torch.device | str | None = None,
+        offload_gradients: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        free_gradients: bool = False,
         process_group: dist.ProcessGroup | Ranks | None = None,
         timeout: float = 600.0,
     ) -> None:
@@ -127,8 +141,9 @@ class TierStore:
         page_size = default_page_bytes(budget) if page_bytes is None else parse_bytes(page_bytes)
         paths = [directory] if isinstance(directory, str | os.PathLike) else directory
         directories = [Path(path) for path in paths] if isinstance(paths, Sequence) else []
-        check_page_options(page_size, commit_every, compute, budget)
-        _check_free_gradients(free_gradients, compute)
+        device = step_device(step_on)
+        check_page_options(page_size, commit_every, device, budget)
+        _check_gradients(offload_gradients, gradient_dtype)
         _check_modes(resume=resume, overwrite=overwrite)
         modes = {"resume": resume, "overwrite": overwrite}
         options = {
@@ -144,12 +159,6 @@ class TierStore:
         with Releases() as opened:
             opened.add(ranks.close)
             rank_checks.require_same_options(ranks, options)
-            if free_gradients == "backward" and ranks.world_size > 1:
-                raise ValueError(
-                    "free_gradients='backward' is for one process, here are "
-                    f"{ranks.world_size} ranks, which reduce gradients after backward has them: "
-                    "pass free_gradients=True"
-                )
             page_size = min(ranks.gather(page_size))
             if directories:
                 self._other_ranks, directories = look_for_other_ranks(directories, ranks, **modes)
@@ -209,8 +218,9 @@ class TierStore:
                 usability,
                 budget=budget,
                 page_bytes=page_size,
-                on_host=compute == "host",
-                offloads=free_gradients == "backward",
+                step_on=device,
+                offloads=offload_gradients is not None,
+                gradient_dtype=gradient_dtype,
             )
             opened.add(table.close)
             if storage is not None:
@@ -228,7 +238,7 @@ class TierStore:
                 pager,
                 table,
                 verifier.check,
-                compute=compute,
+                step_on=device,
                 free_gradients=free_gradients,
             )
             self.pages = Pages(self._session)
@@ -700,15 +710,13 @@ class TierStore:
             self._publication.settle()
 
 
-def _check_free_gradients(free_gradients: bool | str, compute: str) -> None:
-    if not isinstance(free_gradients, bool) and free_gradients != "backward":
+def _check_gradients(offload_gradients: str | None, gradient_dtype: torch.dtype | None) -> None:
+    if offload_gradients not in (None, "backward"):
+        raise ValueError(f"offload_gradients must be None or 'backward', got {offload_gradients!r}")
+    if gradient_dtype not in (None, *PARAMETER_DTYPES):
         raise ValueError(
-            f"free_gradients must be False, True or 'backward', got {free_gradients!r}"
-        )
-    if free_gradients == "backward" and compute != "host":
-        raise ValueError(
-            "free_gradients='backward' brings gradients to where steps are computed: pass "
-            "compute='host', too"
+            "gradient_dtype must be None, bfloat16, float16, float32 or float64, got "
+            f"{gradient_dtype!r}"
         )
 
 

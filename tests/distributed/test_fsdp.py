@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 @pytest.mark.parametrize(
     ("settings", "store"),
     [
-        ("fp32", {"compute": "host", "free_gradients": True}),
+        ("fp32", {"step_on": "cpu", "free_gradients": True}),
         ("bf16", {}),
         ("offloaded", {"free_gradients": True}),
         ("kept", {}),
@@ -32,6 +33,24 @@ def test_fsdp_gets_what_one_process_gets_of_its_gradients(
 ) -> None:
     """Parameters of which some ranks have no rows; clipped and accumulated gradients."""
     pool.run(3, "tests.rank_programs.fsdp:train", settings, tmp_path, store)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("settings", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 1)], ids=str)
+def test_gradients_that_leave_during_backward(
+    shape: tuple[int, ...],
+    settings: str,
+    max_norm: float | None,
+    backwards: int,
+    pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    """FSDP2, and HSDP, whose two replicas own half of the states."""
+    program = "tests.rank_programs.fsdp:leaving"
+    pool.run(math.prod(shape), program, shape, settings, backwards, max_norm, tmp_path)
 
 
 @pytest.mark.quick(1)

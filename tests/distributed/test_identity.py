@@ -123,7 +123,7 @@ def test_without_a_directory(pool: RankPool, expected: tuple[Tensors, States], l
 def test_gradients_and_parameters_that_are_copied_to_the_host(
     pool: RankPool, tmp_path: Path, expected: tuple[Tensors, States]
 ) -> None:
-    store = {**STREAMED, "compute": "host", "free_gradients": True}
+    store = {**STREAMED, "step_on": "cpu", "free_gradients": True}
     case = Case(layout="hsdp", directory=tmp_path / "run", store=store)
     of_ranks = pool.run(4, "tests.rank_programs.training:train", case)
     assert_as_one_process(of_ranks, SHAPES, expected)

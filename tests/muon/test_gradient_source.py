@@ -90,8 +90,15 @@ def test_gradients_in_float32_of_a_device_are_stepped_on_the_host(tmp_path: Path
     other = optimizer_of(theirs, gradient=main_grad)
     with fake_cuda():
         ours = pair(torch.bfloat16)
-        options = {"host_memory": "64KiB", "page_bytes": 16384}
-        with tierstore.TierStore(tmp_path, compute="host", **options) as store:
+        options = {"host_memory": "64KiB", "page_bytes": 16384, "step_on": "cpu"}
+        with tierstore.TierStore(tmp_path / "narrow", **options) as store:
+            wide = torch.ones(SHAPE)
+            narrow = optimizer_of(ours, store=store, gradient=lambda p: wide)
+            with pytest.raises(ValueError, match=r"open it with gradient_dtype=torch\.float32"):
+                narrow.step()
+            assert store.step == 0
+        options |= {"gradient_dtype": torch.float32}
+        with tierstore.TierStore(tmp_path / "wide", **options) as store:
             optimizer = optimizer_of(ours, store=store, gradient=main_grad)
             for step in range(STEPS):
                 for index, (mine, its) in enumerate(zip(ours, theirs, strict=True)):

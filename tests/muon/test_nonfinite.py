@@ -238,14 +238,14 @@ def test_other_values_are_refused() -> None:
 # ------------------------------------------------------------------- gradients on a device
 
 
-@pytest.mark.parametrize("compute", ["device", "host"])
+@pytest.mark.parametrize("step_on", [None, "cpu"])
 @pytest.mark.parametrize("pace", [0, 0.3])
 def test_a_step_on_a_device_fails_before_its_commit(
-    pace: float, compute: str, tmp_path: Path
+    pace: float, step_on: str | None, tmp_path: Path
 ) -> None:
     """The gradients are not waited for, so the step has begun when the error is known."""
     with fake_cuda(pace=pace):
-        store = tierstore.TierStore(tmp_path, compute=compute, free_gradients=True)
+        store = tierstore.TierStore(tmp_path, step_on=step_on, free_gradients=True)
         twins = Twins(store=store)
         twins.step()
         store.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import muon
 import tierstore
+from tests.support.fake_cuda import fake_cuda
 from tests.support.thread_ranks import ThreadJob
 from tierstore.paging.tier_plan import Budget, default_page_bytes
 from tierstore.ranks.peers import Ranks
@@ -55,24 +57,27 @@ def test_page_bytes_follows_the_host_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host_memory", "buffers", "compute"),
+    ("host_memory", "buffers", "step_on"),
     [
-        *product(["1MiB", "16MiB"], [None, 2, 4], ["device", "host"]),
+        *product(["1MiB", "16MiB"], [None, 2, 4], [None, "cpu"]),
         # With more, the sectors of the sections of one page take more than the budget.
-        *product(["64KiB"], [None, 2], ["device"]),
+        *product(["64KiB"], [None, 2], [None]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_budget_works(
-    dtype: torch.dtype, compute: str, buffers: int | None, host_memory: str, tmp_path: Path
+    dtype: torch.dtype, step_on: str | None, buffers: int | None, host_memory: str, tmp_path: Path
 ) -> None:
     groups = table(300, 100, dtype)
     vector = nn.Parameter(torch.zeros(2000, dtype=dtype))
     vector.grad = torch.ones_like(vector)
     groups.append({"params": [("vector", vector)], "algorithm": "adamw"})
-    with tierstore.TierStore(
-        tmp_path, host_memory=host_memory, buffers=buffers, compute=compute
-    ) as store:
+    with (
+        contextlib.nullcontext() if step_on is None else fake_cuda(),
+        tierstore.TierStore(
+            tmp_path, host_memory=host_memory, buffers=buffers, step_on=step_on
+        ) as store,
+    ):
         muon.Muon(groups, store=store).step()
         assert store.stats().host_bytes_peak <= parse_bytes(host_memory)
 
@@ -120,7 +125,7 @@ def suggestions(error: BaseException) -> dict[str, Any]:
             {"host_memory", "page_bytes", "buffers"},
         ),
         (
-            {"host_memory": "1MiB", "page_bytes": "1MiB", "compute": "host"},
+            {"host_memory": "1MiB", "page_bytes": "1MiB", "step_on": "cpu"},
             {"host_memory", "page_bytes"},
         ),
     ],

@@ -102,7 +102,7 @@ def test_results_and_resumed_state_are_the_same_in_every_tier(
 def test_compute_on_the_host(options: dict[str, Any], pace: float, tmp_path: Path) -> None:
     with fake_cuda(pace=pace):
         options = {"directory": tmp_path, **options}
-        trained = Trained(**options, compute="host", free_gradients=True)
+        trained = Trained(**options, step_on="cpu", free_gradients=True)
         for _ in range(STEPS):
             trained.step()
         trained.assert_right()
@@ -251,12 +251,12 @@ class History:
 
 BUDGETED = {name: budget for name, budget in BUDGETS.items() if name != "host"}
 OPTIONS = [
-    {"compute": compute, "free_gradients": free, **budget}
+    {"step_on": step_on, "free_gradients": free, **budget}
     for budget in (*BUDGETED.values(), MOVABLE)
-    for compute in ("device", "host")
+    for step_on in (None, "cpu")
     for free in (False, True)
-    if compute == "device" or "device_memory" not in budget
-] + [{"compute": "host", "host_memory": "2MiB"}]
+    if step_on is None or "device_memory" not in budget
+] + [{"step_on": "cpu", "host_memory": "2MiB"}]
 CALLS = ["step", "step", "prefetch", "commit", "synchronize", "read", "write", "restore", "reopen"]
 CALLS += ["device", "host", "nvme", "fail"]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import muon
 import tierstore
@@ -37,18 +39,22 @@ def _has_grad(twins: dict[str, torch.nn.Parameter], name: str) -> bool:
 
 
 class Run:
-    """A model, and an optimizer that steps it on the host."""
+    """A model on a GPU, and an optimizer that steps it.
 
-    def __init__(self, directory: Path | None, free_gradients: bool | str, **options: Any) -> None:
+    Args:
+        directory: of the store.
+        options: arguments of the store.
+        of_optimizer: arguments of Muon.
+    """
+
+    def __init__(
+        self, directory: Path | None, options: dict[str, Any], **of_optimizer: Any
+    ) -> None:
         self.parameters = training.make_parameters(torch.bfloat16)
-        self.store = tierstore.TierStore(
-            directory,
-            page_bytes=PAGE_BYTES,
-            compute="host",
-            free_gradients=free_gradients,
-        )
+        self.store = tierstore.TierStore(directory, page_bytes=PAGE_BYTES, **options)
         groups = training.make_groups(self.parameters)
-        self.optimizer = muon.Muon(groups, store=self.store, ns_dtype=torch.float32, **options)
+        of_optimizer = {"ns_dtype": torch.float32, **of_optimizer}
+        self.optimizer = muon.Muon(groups, store=self.store, **of_optimizer)
         if directory is not None:
             self.optimizer.restore()
 
@@ -64,13 +70,24 @@ class Run:
         return training.snapshot(self.optimizer, self.parameters)
 
 
-def train(run: Run, *, backwards: int = 1, max_norm: float | None = None) -> list[torch.Tensor]:
+LEAVES: dict[str, Any] = {"offload_gradients": "backward", "free_gradients": True}
+STAYS: dict[str, Any] = {"free_gradients": True}
+CLIPPERS: dict[str, Callable[[Run, float], torch.Tensor]] = {
+    "optimizer": lambda run, limit: run.optimizer.clip_grad_norm_(limit),
+    "torch": lambda run, limit: nn.utils.clip_grad_norm_(run.parameters.values(), limit),
+    "largest": lambda run, limit: nn.utils.clip_grad_norm_(with_gradients(run), limit, math.inf),
+}
+
+
+def train(
+    run: Run, *, backwards: int = 1, max_norm: float | None = None, clipper: str = "torch"
+) -> list[torch.Tensor]:
     norms = []
-    for step in range(1, STEPS + 1):
+    for step in range(run.store.step + 1, run.store.step + STEPS + 1):
         for number in range(backwards):
             backward(run.parameters, step * backwards + number)
         if max_norm is not None:
-            norms.append(run.optimizer.clip_grad_norm_(max_norm))
+            norms.append(CLIPPERS[clipper](run, max_norm))
         run.optimizer.step()
         left = [p for p in run.parameters.values() if p.grad is not None]
         assert not any(parameter.numel() for parameter in left)
@@ -79,17 +96,35 @@ def train(run: Run, *, backwards: int = 1, max_norm: float | None = None) -> lis
 
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("clipper", [None, *CLIPPERS])
 @pytest.mark.parametrize("pace", [0, 0.3])
 @pytest.mark.parametrize("in_directory", [True, False])
+@pytest.mark.parametrize("step_on", [None, "cpu"])
 def test_results_are_those_of_gradients_that_stay(
-    in_directory: bool, pace: float, max_norm: float | None, backwards: int, tmp_path: Path
+    step_on: str | None,
+    in_directory: bool,
+    pace: float,
+    clipper: str | None,
+    backwards: int,
+    tmp_path: Path,
 ) -> None:
-    stays = Run(None, True)
-    expected = train(stays, backwards=backwards, max_norm=max_norm)
+    """Bit for bit, clipped by torch's function, and after a resume."""
+    max_norm = None if clipper is None else 0.5
+    by_torch = "largest" if clipper == "largest" else "torch"
+    stays = Run(None, STAYS)
+    expected = train(stays, backwards=backwards, max_norm=max_norm, clipper=by_torch)
+    middle = copy.deepcopy(stays.snapshot())
+    expected += train(stays, backwards=backwards, max_norm=max_norm, clipper=by_torch)
     with fake_cuda(pace=pace):
-        leaves = Run(tmp_path if in_directory else None, "backward")
-        norms = train(leaves, backwards=backwards, max_norm=max_norm)
+        options = {**LEAVES, "step_on": step_on}
+        leaves = Run(tmp_path if in_directory else None, options)
+        clip = clipper or "torch"
+        norms = train(leaves, backwards=backwards, max_norm=max_norm, clipper=clip)
+        training.assert_identical(leaves.snapshot(), middle)
+        if in_directory:
+            leaves.store.close()
+            leaves = Run(tmp_path, {**options, "resume": True})
+        norms += train(leaves, backwards=backwards, max_norm=max_norm, clipper=clip)
         assert norms == expected
         training.assert_identical(leaves.snapshot(), stays.snapshot())
         leaves.store.close()
@@ -97,7 +132,7 @@ def test_results_are_those_of_gradients_that_stay(
 
 def test_all_gradients_leave_during_backward(tmp_path: Path) -> None:
     with fake_cuda():
-        run = Run(tmp_path, "backward")
+        run = Run(tmp_path, LEAVES)
         backward(run.parameters, 1)
         assert run.on_host()
         assert all(run.on_host().values())
@@ -106,7 +141,7 @@ def test_all_gradients_leave_during_backward(tmp_path: Path) -> None:
             if grad is not None and parameter.numel():
                 assert (grad.shape, grad.dtype) == (parameter.shape, parameter.dtype)
                 with pytest.raises(RuntimeError, match=f"gradient of '{name}' is in host memory"):
-                    grad.norm()
+                    grad.sum()
         run.optimizer.zero_grad()
         assert not run.on_host()
         backward(run.parameters, 2)
@@ -116,50 +151,87 @@ def test_all_gradients_leave_during_backward(tmp_path: Path) -> None:
         assert not any(run.on_host().values())
 
 
-def test_norm_and_clipped_gradients_are_those_of_torch(tmp_path: Path) -> None:
-    parameters = training.make_parameters(torch.bfloat16)
+def test_a_gradient_is_clipped_once(tmp_path: Path) -> None:
+    """What would compute with a clipped gradient is refused, and the step is as if it was not."""
+    stays = Run(None, STAYS)
+    backward(stays.parameters, 1)
+    nn.utils.clip_grad_norm_(stays.parameters.values(), 0.5)
+    stays.optimizer.step()
     with fake_cuda():
-        run = Run(tmp_path, "backward")
+        run = Run(tmp_path, LEAVES)
         backward(run.parameters, 1)
-        backward(parameters, 1)
-        norm = run.optimizer.clip_grad_norm_(0.5)
-        assert norm == torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5) > 0.5
-        found = {
-            paged.name: paged.grad
-            for group in run.optimizer.paged_groups()
-            for paged in group.parameters
-        }
-        for name, parameter in parameters.items():
-            assert (found[name] is None) == (parameter.grad is None)
-            assert parameter.grad is None or torch.equal(found[name], parameter.grad)
+        for _ in range(3):  # A loop that logs norms.
+            nn.utils.get_total_norm([p.grad.detach() for p in with_gradients(run)])
+        run.optimizer.clip_grad_norm_(0.5)
+        for again in (
+            lambda: run.optimizer.clip_grad_norm_(0.5),
+            lambda: nn.utils.clip_grad_norm_(run.parameters.values(), 0.5),
+            lambda: with_gradients(run)[0].grad.mul_(torch.tensor(0.5)),
+        ):
+            with pytest.raises(RuntimeError, match="clip once for each step"):
+                again()
+        with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before backward\(\)"):
+            backward(run.parameters, 2)
+        run.optimizer.step()
+        training.assert_identical(run.snapshot(), stays.snapshot())
+        backward(run.parameters, 2)
+        run.optimizer.zero_grad()
+        backward(run.parameters, 2)
+        run.optimizer.clip_grad_norm_(0.5)
         run.store.close()
 
 
-def test_another_clipper_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+def with_gradients(run: Run) -> list[Any]:
+    return [p for p in run.parameters.values() if p.grad is not None and p.numel()]
+
+
+def test_another_norm_is_refused(tmp_path: Path) -> None:
     with fake_cuda():
-        run = Run(tmp_path, "backward")
+        run = Run(tmp_path, LEAVES)
         backward(run.parameters, 1)
-        with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_norm_\(\)"):
-            torch.nn.utils.clip_grad_norm_(run.parameters.values(), 1.0)
-        run.optimizer.step()
-        stays = Run(None, True)
-        backward(stays.parameters, 1)
-        stays.optimizer.step()
-        training.assert_identical(run.snapshot(), stays.snapshot())
-        stays.store.close()
+        with pytest.raises(RuntimeError, match=r"norm of order 1\.0 .* order 2 and infinity"):
+            run.optimizer.clip_grad_norm_(1.0, 1.0)
+        run.store.close()
+
+
+@pytest.mark.parametrize("step_on", [None, "cpu"])
+def test_sums_in_float32(step_on: str | None, tmp_path: Path) -> None:
+    """gradient_dtype: of three backwards, as sums that a program keeps itself."""
+    sums: dict[torch.Tensor, torch.Tensor] = {}
+    kept = Run(None, {}, gradient=sums.get)
+    with fake_cuda():
+        options = {**LEAVES, "gradient_dtype": torch.float32, "step_on": step_on}
+        run = Run(tmp_path, options)
+        for step in range(1, STEPS + 1):
+            sums.clear()
+            for number in range(3):
+                backward(run.parameters, step * 3 + number)
+                backward(kept.parameters, step * 3 + number)
+                for parameter in kept.parameters.values():
+                    if parameter.grad is None:
+                        continue
+                    wide = parameter.grad.float()
+                    sums[parameter] = sums[parameter] + wide if parameter in sums else wide
+                    parameter.grad = None
+            norm = nn.utils.get_total_norm(list(sums.values()))
+            assert run.optimizer.clip_grad_norm_(0.5) == norm
+            for total in sums.values():
+                total.mul_((0.5 / (norm + 1e-6)).clamp(max=1.0))
+            run.optimizer.step()
+            kept.optimizer.step()
+        training.assert_identical(run.snapshot(), kept.snapshot())
+        kept.store.close()
         run.store.close()
 
 
 def test_gradients_that_were_assigned_are_stepped(tmp_path: Path) -> None:
     """And those of the first step, before pages are laid out."""
     with fake_cuda():
-        store = tierstore.TierStore(
-            tmp_path, page_bytes=PAGE_BYTES, compute="host", free_gradients="backward"
-        )
+        store = tierstore.TierStore(tmp_path, page_bytes=PAGE_BYTES, **LEAVES)
         parameters = training.make_parameters(torch.bfloat16)
         groups = training.make_groups(parameters)
         optimizer = muon.Muon(groups, store=store, ns_dtype=torch.float32)
-        stays = Run(None, True)
+        stays = Run(None, STAYS)
         for step in (1, 2):
             for each in (parameters, stays.parameters):
                 training.set_gradients(each, step)
@@ -172,7 +244,7 @@ def test_gradients_that_were_assigned_are_stepped(tmp_path: Path) -> None:
 
 def test_gradients_that_are_not_finite_are_found_on_the_host(tmp_path: Path) -> None:
     with fake_cuda():
-        run = Run(tmp_path, "backward", nonfinite="skip")
+        run = Run(tmp_path, LEAVES, nonfinite="skip")
         backward(run.parameters, 1)
         (run.parameters["wide"] * float("inf")).sum().backward()
         with pytest.warns(UserWarning, match="'wide'"):
@@ -184,9 +256,9 @@ def test_gradients_that_are_not_finite_are_found_on_the_host(tmp_path: Path) -> 
 
 def test_gradients_count_towards_host_memory(tmp_path: Path) -> None:
     peaks = []
-    for number, free_gradients in enumerate((True, "backward")):
+    for number, options in enumerate((STAYS, LEAVES)):
         with fake_cuda():
-            run = Run(tmp_path / str(number), free_gradients)
+            run = Run(tmp_path / str(number), options)
             backward(run.parameters, 1)
             run.optimizer.step()
             peaks.append(run.store.stats().host_bytes_peak)
@@ -198,25 +270,22 @@ def test_gradients_count_towards_host_memory(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_too_little_host_memory_is_refused(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000, 1000))
-    store = tierstore.TierStore(
-        tmp_path,
-        page_bytes=PAGE_BYTES,
-        host_memory="3MiB",
-        buffers=2,
-        compute="host",
-        free_gradients="backward",
-    )
     group = {"params": [("embedding", parameter)], "algorithm": "adamw"}
-    with store, pytest.raises(tierstore.BudgetError, match="host_memory"):
+    options = {"page_bytes": PAGE_BYTES, "host_memory": "3MiB", "buffers": 2, **LEAVES}
+    with (
+        fake_cuda(),
+        tierstore.TierStore(tmp_path, **options) as store,
+        pytest.raises(tierstore.BudgetError, match="host_memory"),
+    ):
         muon.Muon([group], store=store).restore()
 
 
 def test_gradients_of_another_dtype_are_refused(tmp_path: Path) -> None:
     with fake_cuda():
-        run = Run(tmp_path, "backward")
+        run = Run(tmp_path, LEAVES)
         parameter = run.parameters["wide"]
         parameter.grad_dtype = torch.float32
-        with pytest.raises(ValueError, match=r"'wide' is torch\.float32"):
+        with pytest.raises(ValueError, match=r"'wide' is .* gradient_dtype=torch\.float32"):
             parameter.sum().backward()
         run.store.close()
 
@@ -224,8 +293,9 @@ def test_gradients_of_another_dtype_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"free_gradients": "backward"}, "compute='host', too"),
-        ({"free_gradients": "forward", "compute": "host"}, "True or 'backward', got 'forward'"),
+        ({"offload_gradients": "forward"}, "None or 'backward', got 'forward'"),
+        ({"gradient_dtype": torch.int8}, "float32 or float64, got torch.int8"),
+        ({"step_on": "xpu"}, "step_on must be 'cpu', a GPU such as 'cuda:0', or None, got 'xpu'"),
     ],
 )
 def test_refused_options(options: dict[str, Any], message: str) -> None:
@@ -233,14 +303,18 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         tierstore.TierStore(None, **options)
 
 
+@pytest.fixture
+def _on_gpu() -> Iterator[None]:
+    with fake_cuda():
+        yield
+
+
 def small_run(directory: Path | None, *, freeze: bool = False) -> tuple[Any, Any, Any]:
     """Return a model of two layers after a step, its optimizer, and its store."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
     model[1].requires_grad_(not freeze)
-    store = tierstore.TierStore(
-        directory, page_bytes=PAGE_BYTES, compute="host", free_gradients="backward"
-    )
+    store = tierstore.TierStore(directory, page_bytes=PAGE_BYTES, **LEAVES)
     group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
     optimizer = muon.Muon([group], store=store)
     loss_of(model).backward()
@@ -255,7 +329,9 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
 
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": lambda grad: grad + torch.ones_like(grad, device="cpu"),
-    "sum in place": lambda grad: grad.add_(torch.ones(8, 8)),
+    "product": lambda grad: grad.mul_(torch.ones(8, 8)),
+    "number": lambda grad: grad.mul_(0.5),
+    "norms of rows": lambda grad: grad.norm(dim=0),
     "sum with a number": lambda grad: grad + 1,
     "argument": lambda grad: torch.add(torch.ones(8, 8), 1, out=grad),
     "address": lambda grad: grad.data_ptr(),
@@ -267,18 +343,20 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.usefixtures("_on_gpu")
 @pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
 def test_all_else_is_refused_and_changes_nothing(use: Callable[[torch.Tensor], object]) -> None:
     model, optimizer, store = small_run(None)
     loss_of(model).backward()
     [weight, *_] = optimizer.paged_groups()[0].parameters
-    before = weight.grad.clone()
+    before = weight.grad.left.host.clone()
     with pytest.raises(RuntimeError):
         use(weight.tensor.grad)
-    assert torch.equal(weight.grad, before)
+    assert torch.equal(weight.grad.left.host, before)
     store.close()
 
 
+@pytest.mark.usefixtures("_on_gpu")
 def test_a_backward_that_makes_a_graph() -> None:
     model, optimizer, store = small_run(None)
     for _ in range(2):
@@ -288,6 +366,7 @@ def test_a_backward_that_makes_a_graph() -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("_on_gpu")
 def test_copies_that_ended_are_forgotten() -> None:
     def count() -> int:
         gc.collect()
@@ -304,6 +383,7 @@ def test_copies_that_ended_are_forgotten() -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("_on_gpu")
 def test_parameters_that_are_unfrozen_later() -> None:
     model, optimizer, store = small_run(None, freeze=True)
     model.requires_grad_(True)
@@ -318,7 +398,7 @@ def test_parameters_that_are_unfrozen_later() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     with fake_cuda():
-        run = Run(tmp_path, "backward")
+        run = Run(tmp_path, LEAVES)
         backward(run.parameters, 1)
         run.optimizer.step()
         run.store.synchronize()
@@ -327,6 +407,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(tierstore.NonFiniteGradientError, match="'wide'"):
             run.optimizer.step()
         run.optimizer.zero_grad()
+        assert run.optimizer.restore() == 1  # A GPU is not waited for before the step.
         backward(run.parameters, 2)
         run.optimizer.step()
         assert run.store.step == 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.support.toy import Spec, Toy
-from tierstore.paging import buffers
+from tierstore.paging import buffers, page_table
 from tierstore.paging.device import Device, DeviceBuffer
 from tierstore.paging.tier_plan import Budget, Tier, place
 from tierstore.storage.memory import MemoryStorage
@@ -74,8 +74,13 @@ class Ledger:
 
 
 @contextlib.contextmanager
-def counting(*, apart: bool = False) -> Iterator[Ledger]:
-    """Count all memory that stores allocate; ``apart``: pages are stepped on a separate device."""
+def counting(*, apart: bool = False, beside: bool = False) -> Iterator[Ledger]:
+    """Count all memory that stores allocate.
+
+    Args:
+        apart: pages are stepped on a separate device.
+        beside: parameters are on a separate device, and ``step_on="cpu"`` steps pages.
+    """
     ledger = Ledger()
     map_arena, populate, allocate = buffers.map_memory, buffers._populate, Device.allocate
 
@@ -98,9 +103,14 @@ def counting(*, apart: bool = False) -> Iterator[Ledger]:
         patch.setattr(buffers, "map_memory", counted_map)
         patch.setattr(buffers, "_populate", counted_populate)
         patch.setattr(Device, "allocate", counted_allocate)
+        patch.setattr(buffers, "_lock_pages", lambda *args: None)
         if apart:
             patch.setattr(Device, "is_host", False)
-            patch.setattr(buffers, "_lock_pages", lambda *args: None)
+        if beside:
+            other = type("Other", (Device,), {"is_host": False})()
+            patch.setattr(page_table, "device_of", lambda groups: torch.device("cuda"))
+            open_device = {"cuda": other, "cpu": Device()}
+            patch.setattr(page_table, "open_device", lambda device: open_device[device.type])
         yield ledger
 
 
@@ -201,10 +211,10 @@ def test_attaching_a_group_swaps_pages_between_tiers() -> None:
         toy.store.close()
 
 
-@pytest.mark.parametrize("compute", ["device", "host"])
-def test_moving_to_the_current_tier_allocates_nothing(compute: str) -> None:
-    with counting() as ledger:
-        toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, compute=compute)
+@pytest.mark.parametrize("step_on", [None, "cpu"])
+def test_moving_to_the_current_tier_allocates_nothing(step_on: str | None) -> None:
+    with counting(beside=step_on == "cpu") as ledger:
+        toy = Toy(MemoryStorage(), [matrices(4)], page_bytes=SMALL_PAGES, step_on=step_on)
         toy.step()
         taken = ledger.arenas_taken
         assert taken
@@ -216,15 +226,15 @@ def test_moving_to_the_current_tier_allocates_nothing(compute: str) -> None:
         toy.store.close()
 
 
-def test_mirrors_of_a_late_group_replace_buffers() -> None:
+def test_slabs_of_a_late_group_replace_buffers() -> None:
     host_memory = 3_000 * KIB
-    with counting() as ledger:
+    with counting(beside=True) as ledger:
         toy = Toy(
             MemoryStorage(),
             [matrices(40)],
             page_bytes=SMALL_PAGES,
             buffers=None,
-            compute="host",
+            step_on="cpu",
             host_memory=host_memory,
         )
         toy.step()
@@ -241,30 +251,30 @@ def test_mirrors_of_a_late_group_replace_buffers() -> None:
 @pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, tierstore.BudgetError])
 @pytest.mark.parametrize(
-    ("call", "compute"),
+    ("call", "step_on"),
     [
-        *itertools.product(["nvme to host", "host to nvme", "late group"], ["device", "host"]),
-        ("device to host", "device"),
-        ("host to device", "device"),
+        *itertools.product(["nvme to host", "host to nvme", "late group"], [None, "cpu"]),
+        ("device to host", None),
+        ("host to device", None),
     ],
 )
 def test_a_failed_placement_frees_its_memory(
-    call: str, compute: str, error: type[BaseException], closing: bool
+    call: str, step_on: str | None, error: type[BaseException], closing: bool
 ) -> None:
     """On close(), or before restore() allocates again, although the traceback is alive."""
     specs, late = matrices(6), matrices(8, prefix="late")
     host_memory, device_memory = budgets_for(specs, 4, 6 if "device" in call else 0)
-    if compute == "host":
-        host_memory += 3 * 32 * 512 * (2 + 8)  # Mirrors, with gradients of 8 bytes at most.
+    if step_on == "cpu":
+        host_memory += 3 * 32 * 512 * (2 + 2)  # Slabs of parameters and gradients.
     for failing in range(1, 20):
-        with counting() as ledger:
+        with counting(beside=step_on == "cpu") as ledger:
             ledger.error = error
             toy = Toy(
                 MemoryStorage(),
                 [specs],
                 page_bytes=SMALL_PAGES,
                 buffers=None,
-                compute=compute,
+                step_on=step_on,
                 host_memory=host_memory,
                 device_memory=device_memory,
             )
@@ -330,22 +340,22 @@ def test_the_first_placement_can_be_retried(error: type[BaseException]) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("stepped", [0, 2])
 @pytest.mark.parametrize(
-    ("call", "compute"),
+    ("call", "step_on"),
     [
-        *itertools.product(["move", "late group"], ["device", "host"]),
-        ("move back", "device"),
+        *itertools.product(["move", "late group"], [None, "cpu"]),
+        ("move back", None),
     ],
 )
 def test_a_store_without_a_directory_works_after_a_failed_placement(
-    call: str, compute: str, stepped: int, apart: bool, error: type[BaseException]
+    call: str, step_on: str | None, stepped: int, apart: bool, error: type[BaseException]
 ) -> None:
     """It keeps its state, whether a step, the same call, or a read follows."""
     specs, late = matrices(6), matrices(4, prefix="late")
     for failing in range(1, 20):
         for following in ("step", "again", "read", "write"):
-            with counting(apart=apart) as ledger:
+            with counting(apart=apart, beside=step_on == "cpu") as ledger:
                 ledger.error = error
-                toy = Toy(None, [specs], page_bytes=SMALL_PAGES, compute=compute)  # type: ignore[arg-type]
+                toy = Toy(None, [specs], page_bytes=SMALL_PAGES, step_on=step_on)  # type: ignore[arg-type]
                 toy.store.move("device" if call == "move back" else "host")
                 for _ in range(stepped):
                     toy.step()
@@ -398,7 +408,7 @@ operations = st.lists(
     operations=operations,
     host_memory=st.integers(8, 700).map(lambda n: n * KIB),
     device_memory=st.integers(0, 400).map(lambda n: n * KIB),
-    compute=st.sampled_from(["device", "host"]),
+    step_on=st.sampled_from([None, "cpu"]),
     commit_every=st.sampled_from([1, 2, None]),
     apart=st.booleans(),
 )
@@ -407,14 +417,14 @@ def test_any_sequence_of_moves_stays_within_the_budgets(
     operations: list[str | list[int]],
     host_memory: int,
     device_memory: int,
-    compute: str,
+    step_on: str | None,
     commit_every: int | None,
     apart: bool,
 ) -> None:
     options: dict[str, Any] = {
-        "compute": compute,
+        "step_on": step_on,
         "host_memory": host_memory,
-        "device_memory": device_memory if compute == "device" else 0,
+        "device_memory": device_memory if step_on is None else 0,
         "commit_every": commit_every,
         "page_bytes": SMALL_PAGES,
         "buffers": None,
@@ -426,7 +436,10 @@ def test_any_sequence_of_moves_stays_within_the_budgets(
         toy.attach([matrix(name, count) for name, count in zip(names, rows, strict=True)])
         steps.update(dict.fromkeys(names, 0))
 
-    with counting(apart=apart) as ledger, contextlib.suppress(tierstore.BudgetError):
+    with (
+        counting(apart=apart, beside=step_on == "cpu") as ledger,
+        contextlib.suppress(tierstore.BudgetError),
+    ):
         toy = Toy(MemoryStorage(), [], **options)
         late(rows)
         for operation in ["step", *operations, "step"]:

@@ -13,6 +13,7 @@ import torch
 import muon
 import tierstore
 from tests.support import training
+from tests.support.fake_cuda import fake_cuda
 from tests.support.faults import Fault, FaultyStorage
 from tests.support.toy import FIRST, SECOND, THIRD, Toy, resumed, train_and_die
 from tierstore.paging import pager
@@ -261,7 +262,10 @@ def test_compute_on_the_host_equals_resident_training(
     parameters = training.make_parameters(dtype)
     expected = training.resident_run(STEPS, dtype)
     options = {"directory": tmp_path, "page_bytes": PAGE_BYTES, **options}
-    with tierstore.TierStore(**options, compute="host", free_gradients=True) as store:
+    with (
+        fake_cuda(),
+        tierstore.TierStore(**options, step_on="cpu", free_gradients=True) as store,
+    ):
         optimizer = muon.Muon(training.make_groups(parameters), store=store)
         scheduler = training.make_scheduler(optimizer)
         for step in range(1, STEPS + 1):
@@ -275,26 +279,29 @@ def test_compute_on_the_host_equals_resident_training(
         training.assert_identical(training.snapshot(optimizer, parameters), expected)
 
 
-def test_host_compute_stays_within_the_budget(tmp_path: Path) -> None:
-    toy = Toy(tmp_path, buffers=2, host_memory="1MiB", compute="host")
+def test_host_steps_stay_within_the_budget(tmp_path: Path) -> None:
+    with fake_cuda():
+        step_within_the_budget(tmp_path)
+
+
+def step_within_the_budget(tmp_path: Path) -> None:
+    toy = Toy(tmp_path, buffers=2, host_memory="1MiB", step_on="cpu")
     toy.step()
     toy.store.close()
     with pytest.raises(tierstore.BudgetError, match=r"host_memory=(\d+)") as caught:
-        Toy(tmp_path / "small", buffers=2, host_memory="40KiB", compute="host")
+        Toy(tmp_path / "small", buffers=2, host_memory="40KiB", step_on="cpu")
     smallest = int(str(caught.value).split("pass host_memory=")[1].split()[0])
     with pytest.raises(tierstore.BudgetError):
-        Toy(tmp_path / "smaller", buffers=2, host_memory=smallest - 1, compute="host")
-    toy = Toy(tmp_path / "enough", buffers=2, host_memory=smallest, compute="host")
+        Toy(tmp_path / "smaller", buffers=2, host_memory=smallest - 1, step_on="cpu")
+    toy = Toy(tmp_path / "enough", buffers=2, host_memory=smallest, step_on="cpu")
     toy.step()
     assert toy.store.stats().host_bytes_peak <= smallest
     toy.store.close()
 
 
-def test_device_memory_is_refused_with_compute_on_the_host(tmp_path: Path) -> None:
+def test_device_memory_is_refused_with_steps_on_the_host(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device_memory must be 0"):
-        tierstore.TierStore(tmp_path, compute="host", device_memory="1GiB")
-    with pytest.raises(ValueError, match="'device' or 'host'"):
-        tierstore.TierStore(tmp_path, compute="gpu")
+        tierstore.TierStore(tmp_path, step_on="cpu", device_memory="1GiB")
 
 
 # ----------------------------------------------------------------------------- prefetching

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -29,7 +30,10 @@ import muon
 import tierstore
 from tests.rank_programs.meshes import cpu_mesh
 from tests.support.attempts import attempt
+from tests.support.fake_cuda import fake_cuda
 from tests.support.references import assert_same
+from tierstore.layout.dtensors import local_tensor
+from tierstore.paging.host_gradients import HostGradient
 from tierstore.ranks.peers import Alone
 from tierstore.storage.memory import MemoryStorage
 
@@ -68,9 +72,11 @@ def tokens_of(step: int) -> torch.Tensor:
     return torch.randint(7, (5,), generator=generator)
 
 
-def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
+def sharded(
+    dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None, **options: Any
+) -> Net:
     model = Net(dtype)
-    mesh = cpu_mesh()
+    mesh = mesh or cpu_mesh()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -159,6 +165,46 @@ def train(settings: str, directory: Path, store: Mapping[str, Any]) -> None:
             for key, states in reference.state_dict["state"].items():
                 for name, tensor in states.items():
                     assert torch.equal(whole(saved[key][name]), tensor)
+
+
+def leaving(
+    shape: tuple[int, ...], settings: str, backwards: int, max_norm: float | None, directory: Path
+) -> None:
+    """Gradients that leave during backward, beside a model whose gradients stay.
+
+    Bit for bit in each step, clipped by torch's function, resumed in between.
+    """
+    mesh = cpu_mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+    model, twin = (sharded(mesh=mesh, **SETTINGS[settings]) for _ in range(2))
+    options = STREAMED | {"offload_gradients": "backward", "free_gradients": True}
+    steps = iter(range(1, 7))
+    with fake_cuda(), tierstore.TierStore(None, timeout=30.0) as of_twin:
+        reference = optimizer_of(twin, of_twin)
+        for resume in (False, True):
+            with tierstore.TierStore(directory, resume=resume, **options) as store:
+                optimizer = optimizer_of(model, store)
+                if resume:
+                    for parameter in model.parameters():
+                        parameter.detach().zero_()
+                assert optimizer.restore() == (3 if resume else 0)
+                for step in (next(steps) for _ in range(3)):
+                    for part in range(backwards):
+                        for each in (model, twin):
+                            each(tokens_of(10 * step + part)).backward()
+                    found = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+                    assert all(isinstance(g, HostGradient) for g in found if g.numel())
+                    if max_norm is not None:
+                        norms = [
+                            torch.nn.utils.clip_grad_norm_(each.parameters(), max_norm)
+                            for each in (model, twin)
+                        ]
+                        assert whole(norms[0]) == whole(norms[1]) > max_norm
+                    for each in (optimizer, reference):
+                        each.step()
+                    twin.zero_grad()
+                    assert all(p.grad is None for p in model.parameters())
+                    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                        assert torch.equal(whole(mine), whole(other))
 
 
 def averages(kind: str, directory: Path) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tierstore.paging import page, page_table, views
-from tierstore.paging.device import CudaDevice
+from tierstore.paging.device import CudaDevice, Device
 from tierstore.threads import Result
 
 GARBAGE = 205
@@ -57,16 +57,29 @@ class _Copy:
         """Take effect for computation on the device."""
         if self.has_ended:
             return
-        if self.taken is None:
+        if self.taken is None and self.to_host:
             self.taken = self.source.clone()
-            if not self.to_host:
-                self.target.copy_(self.taken)
+        elif self.taken is None:
+            self.taken = self._read()
+            self.target.copy_(self.taken)
+
+    def _read(self) -> torch.Tensor:
+        """Return the source as the device sees it: with what events say was copied there."""
+        arrived = [c for c in self.cuda.outgoing if c.taken is not None and self.reads(c.target)]
+        before = [copy.target.clone() for copy in arrived]
+        for copy in arrived:
+            copy.target.copy_(copy.taken)
+        found = self.source.clone()
+        for copy, bytes_ in zip(arrived, before, strict=True):
+            copy.target.copy_(bytes_)
+        return found
 
     def end(self) -> None:
         """Take effect for the host, too."""
         self.take()
         if self.to_host:
             self.target.copy_(self.taken)
+            self.cuda.outgoing.remove(self)
         else:
             self.check()
             self.cuda.incoming.remove(self)
@@ -81,7 +94,7 @@ class _Copy:
     def check(self) -> None:
         """Note a hazard if the source was changed after it was read."""
         assert self.taken is not None
-        if not self.is_checked and not torch.equal(_bytes(self.source), _bytes(self.taken)):
+        if not self.is_checked and not torch.equal(_bytes(self._read()), _bytes(self.taken)):
             self.cuda.hazards.append("memory was changed while it was copied to the device")
         self.is_checked = True
 
@@ -184,6 +197,7 @@ class FakeCuda:
         self.streams: list[_Stream] = []
         self.current = _Stream(self)
         self.incoming: list[_Copy] = []  # Copies to the device that have not ended.
+        self.outgoing: list[_Copy] = []  # Copies to the host that have not ended.
         self.hazards: list[str] = []
         """Descriptions of races that were found."""
         self.threads: list[_LateThread] = []
@@ -240,7 +254,9 @@ class FakeCuda:
                 _bytes(target).fill_(GARBAGE)
             copy = _Copy(self, source, target, to_host=to_host)
             stream.items.append(copy)
-            if not to_host:
+            if to_host:
+                self.outgoing.append(copy)
+            else:
                 self.incoming.append(copy)
                 self.computes_in(target)
 
@@ -333,7 +349,7 @@ class _LateThread:
 
 @contextlib.contextmanager
 def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> Iterator[FakeCuda]:
-    """Have all parameters on a CUDA device that there is not, for the stores opened within.
+    """Have a CUDA device that there is not, with all parameters, for the stores opened within.
 
     Afterwards nothing may be under way, and nothing have gone wrong.
 
@@ -369,7 +385,9 @@ def fake_cuda(seed: int = 0, pace: float = 0, *, real_thread: bool = False) -> I
         on_gpu = mock.patch.object(page_table, "device_of", return_value=torch.device("cuda"))
         stack.enter_context(on_gpu)
         plain = mock.patch.object(page_table, "open_device")
-        stack.enter_context(plain).side_effect = lambda _: CudaDevice(torch.device("cpu"))
+        stack.enter_context(plain).side_effect = lambda device: (
+            CudaDevice(torch.device("cpu")) if device.type == "cuda" else Device()
+        )
         # Changes of parameters on a device are not known before the sweep ends.
         stack.enter_context(mock.patch.object(views, "_rounds_to", return_value=False))
         if not real_thread:

@@ -27,7 +27,6 @@ from tierstore.layout.encodings import (
     StoredTensor,
     encodings_of,
 )
-from tierstore.layout.host_gradient import HostGradient
 from tierstore.layout.records import RECORD_DIMENSIONS_MAX, RECORD_DTYPES
 
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -238,15 +237,14 @@ class PagedParameter:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient; waits for one that is on the way to host memory."""
+        """The gradient."""
         if self.gradient is not None:
             try:
                 return self.gradient(self.tensor)
             except Exception as error:
                 error.add_note(f"in the function that gives the gradient of {self.name!r}")
                 raise
-        grad = self.tensor.grad
-        return grad.host if isinstance(grad, HostGradient) else grad
+        return self.tensor.grad
 
     @property
     def spec(self) -> ParameterSpec:

@@ -19,16 +19,16 @@ class Copy:
     """A copy in flight, which ends with an event. Without an event it has ended."""
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        self._event = event
+        self.event = event
 
     def wait(self) -> None:
         """Block until the copy has ended."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
     def done(self) -> bool:
         """Return whether the copy has ended. Never blocks."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +48,7 @@ class Device:
 
     is_host = True
     """True if pages are stepped in their host buffers."""
+    device = torch.device("cpu")
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Return ``nbytes`` of device memory."""
@@ -55,21 +56,48 @@ class Device:
 
     def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
         """Copy to the beginning of ``memory``; computation issued afterwards sees the content."""
-        return self.copy_up([host], [memory.tensor[: host.numel()]])
+        # Without waiting for the current stream, which may be stepping another page.
+        return self.copy_up([host], [memory.tensor[: host.numel()]], memory)
 
     def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
         """Copy the beginning of ``memory`` to the host, after computation issued before."""
-        return self.copy_down([memory.tensor[: host.numel()]], [host])
+        return self.copy_down([memory.tensor[: host.numel()]], [host], memory)
 
-    def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
-        """Copy tensors to host tensors of the same shapes, after computation issued before."""
+    def copy_down(
+        self,
+        sources: Sequence[torch.Tensor],
+        hosts: Sequence[torch.Tensor],
+        memory: DeviceBuffer | None = None,
+    ) -> Copy:
+        """Copy tensors to host tensors of the same shapes, after computation issued before.
+
+        Args:
+            sources: the tensors.
+            hosts: page-locked.
+            memory: holds all sources, and is not reused before the copy has ended.
+        """
         for source, host in zip(sources, hosts, strict=True):
             host.copy_(source)
         return Copy()
 
-    def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
-        """Copy tensors from the host; computation issued afterwards sees the content."""
+    def copy_up(
+        self,
+        hosts: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        memory: DeviceBuffer | None = None,
+    ) -> Copy:
+        """Copy tensors from the host; computation issued afterwards sees the content.
+
+        Args:
+            hosts: page-locked.
+            targets: of the same shapes.
+            memory: holds all targets, whose last use alone the copy waits for. None: it waits for
+                all computation issued before.
+        """
         return self.copy_down(hosts, targets)
+
+    def follow(self, copy: Copy) -> None:
+        """Let copies to the device that are issued afterwards begin when a copy has ended."""
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:
         """Start to copy a small tensor to the host; return the host tensor and the copy."""
@@ -96,43 +124,49 @@ class CudaDevice(Device):
         return memory
 
     @override
-    def copy_in(self, host: torch.Tensor, memory: DeviceBuffer) -> Copy:
-        # Without waiting for the current stream, which may be stepping another page.
-        if memory.last_use is not None:
-            self._in.wait_event(memory.last_use)
-        with torch.cuda.stream(self._in):
-            memory.tensor[: host.numel()].copy_(host, non_blocking=True)
-        memory.last_use = self._recorded(self._in)
-        torch.cuda.current_stream(self.device).wait_event(memory.last_use)
-        return Copy(memory.last_use)
-
-    @override
-    def copy_out(self, memory: DeviceBuffer, host: torch.Tensor) -> Copy:
-        copy = super().copy_out(memory, host)
-        memory.last_use = self._recorded(self._out)
-        return copy
-
-    @override
-    def copy_down(self, sources: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copy:
+    def copy_down(
+        self,
+        sources: Sequence[torch.Tensor],
+        hosts: Sequence[torch.Tensor],
+        memory: DeviceBuffer | None = None,
+    ) -> Copy:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             for source, host in zip(sources, hosts, strict=True):
                 host.copy_(source, non_blocking=True)
                 # Else torch could reuse the bytes as soon as the caller drops the tensor.
                 source.record_stream(self._out)
-        return Copy(self._recorded(self._out))
+        ended = self._recorded(self._out)
+        if memory is not None:
+            memory.last_use = ended
+        return Copy(ended)
 
     @override
-    def copy_up(self, hosts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copy:
+    def copy_up(
+        self,
+        hosts: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        memory: DeviceBuffer | None = None,
+    ) -> Copy:
         current = torch.cuda.current_stream(self.device)
-        self._in.wait_stream(current)
+        if memory is None:
+            self._in.wait_stream(current)
+        elif memory.last_use is not None:
+            self._in.wait_event(memory.last_use)
         with torch.cuda.stream(self._in):
             for host, target in zip(hosts, targets, strict=True):
                 target.copy_(host, non_blocking=True)
                 target.record_stream(self._in)
         ended = self._recorded(self._in)
+        if memory is not None:
+            memory.last_use = ended
         current.wait_event(ended)
         return Copy(ended)
+
+    @override
+    def follow(self, copy: Copy) -> None:
+        if copy.event is not None:
+            self._in.wait_event(copy.event)
 
     @override
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copy]:

@@ -24,7 +24,9 @@ from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpe
 from tierstore.layout.sharding import Holding
 from tierstore.paging.device import Device
 from tierstore.paging.fsdp import reshard
+from tierstore.paging.host_gradients import HostGradient
 from tierstore.paging.rank_checks import digest_of, hyperparameters_of, require_equal
+from tierstore.paging.sources import Places
 from tierstore.ranks.peers import Peers, agree
 
 # Replicas of a gradient may be rounded differently. Gradients of other data differ by far more.
@@ -58,7 +60,7 @@ def agree_on_gradients(
     groups: Sequence[PagedGroup],
     specs: Mapping[str, ParameterSpec],
     partition: Sequence[SharedSubgroup],
-    device: Device,
+    places: Places,
     *,
     nonfinite: str,
     missing: str,
@@ -72,7 +74,7 @@ def agree_on_gradients(
         groups: the groups, the same on all ranks.
         specs: parameter name -> spec when the parameter was attached.
         partition: the subgroups of these groups.
-        device: the device of the parameters.
+        places: the devices of the step.
         nonfinite: as in Pages.sweep().
         missing: as in Pages.sweep().
         waits: whether to wait until it is known which gradients are finite.
@@ -95,12 +97,12 @@ def agree_on_gradients(
         reshard(members)
         found = absent = 0  # A bit for each parameter, because every step sends this.
         for index, parameter in enumerate(members):
-            grad = _check_gradient(parameter, specs[parameter.name])
+            grad = _check_gradient(parameter, specs[parameter.name], places)
             found |= (grad is not None) << index
             if grad is None and missing == "raise":  # Without elements it may have none.
                 absent |= (local_tensor(parameter.tensor).numel() > 0) << index
         if nonfinite != "allow":
-            unread = NonFinite(members, device)
+            unread = NonFinite(members, places.parameters)
         return (
             found,
             absent,
@@ -131,7 +133,9 @@ def agree_on_gradients(
     )
 
 
-def _check_gradient(parameter: PagedParameter, spec: ParameterSpec) -> torch.Tensor | None:
+def _check_gradient(
+    parameter: PagedParameter, spec: ParameterSpec, places: Places
+) -> torch.Tensor | None:
     """Return the gradient, after checking that it and its parameter fit the pages laid out.
 
     Raises:
@@ -168,6 +172,12 @@ def _check_gradient(parameter: PagedParameter, spec: ParameterSpec) -> torch.Ten
         raise ValueError(
             f"the gradient of {spec.name!r} is sparse: only dense gradients are supported "
             "(for an embedding, sparse=False)"
+        )
+    held = places.dtype_of(spec.dtype)
+    if places.moves_parameters and torch.promote_types(grad.dtype, held) != held:
+        raise ValueError(
+            f"the gradient of {spec.name!r} is {grad.dtype}, and the store brings gradients to "
+            f"where it steps in {held}: open it with gradient_dtype={grad.dtype}"
         )
     return grad
 
@@ -306,12 +316,13 @@ def _nonfinite(gradients: list[torch.Tensor]) -> torch.Tensor:
     if not gradients:
         return torch.zeros(0, dtype=torch.bool)
     # A norm with such an element is not finite. A CPU computes norm 2 many times as fast.
-    order = math.inf if gradients[0].is_cuda else 2
+    left = any(isinstance(gradient, HostGradient) for gradient in gradients)
+    order = math.inf if left or gradients[0].is_cuda else 2
     flags = ~torch.stack(torch._foreach_norm(gradients, order)).isfinite()
     if order == math.inf:  # The largest |element|, which is finite if all elements are.
         return flags
     for index in flags.nonzero().flatten().tolist():  # Finite elements may overflow norm 2.
-        flags[index] = not gradients[index].isfinite().all()
+        flags[index] = not torch._foreach_norm([gradients[index]], math.inf)[0].isfinite()
     return flags
 
 
@@ -330,10 +341,14 @@ def gradient_samples(parameters: Sequence[PagedParameter]) -> bytes:
     """Return two numbers for a sample of each gradient: float32 (parameters, 2).
 
     They are the sum of the elements with different weights, and the sum of their absolute values;
-    NaN without a gradient.
+    NaN without a gradient, and with one that left its device: its ranks have reduced it before.
     """
     found = np.full((len(parameters), 2), np.nan, np.float32)
-    samples = {index: sample_of(grad) for index, grad in _gradients(parameters).items()}
+    samples = {
+        index: sample_of(grad)
+        for index, grad in _gradients(parameters).items()
+        if not isinstance(grad, HostGradient)
+    }
     if samples:
         elements = torch.stack(list(samples.values())).float().cpu().numpy()
         with np.errstate(invalid="ignore", over="ignore"):  # Infinite numbers are not compared.

@@ -2,46 +2,208 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
+from typing_extensions import override
 
-from tierstore.layout.host_gradient import HostGradient
-from tierstore.layout.parameters import PagedParameter
+from tierstore.layout.dtensors import is_dtensor, local_tensor, same_placement
+from tierstore.layout.parameters import PagedParameter, dtype_name
 from tierstore.paging.buffers import BufferPool
 from tierstore.paging.device import Copy, Device
 from tierstore.units import align_up
 
 _ALIGNMENT = 64
-_BYTES_MAX = 1 << 28  # On their way to the host, while backward makes further gradients.
+LEAVING_BYTES_MAX = 1 << 28
+"""Most bytes of gradients on their way to the host while backward makes others; one may be more."""
+_ORDERS = (2.0, math.inf)  # Of norms: those of clipping, and the largest magnitude.
+
+_ops = torch.ops.aten
+
+
+@dataclass(slots=True, eq=False)
+class LeftGradient:
+    """A gradient of this rank that left its device."""
+
+    name: str
+    """Name of the parameter."""
+    host: torch.Tensor
+    """Page-locked, of the shape of the gradient; complete when ``copy`` has ended."""
+    add: Callable[[LeftGradient, torch.Tensor], None]
+    """Adds a tensor on the device to the gradient."""
+    copy: Copy = field(default_factory=Copy)
+    """The copy to ``host``."""
+    norms: Mapping[float, torch.Tensor] = field(default_factory=dict)
+    """Order -> norm of the gradient: of shape (), on the device."""
+    factor: torch.Tensor | None = None
+    """Of shape (), on the device: the step takes the product with it, rounded to the dtype of
+    ``host``."""
+
+    def refuse(self, what: str, advice: str = "") -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            f"the gradient of {self.name!r} is in host memory, and {what} does not reach it there: "
+            + (advice or "discard it with zero_grad(set_to_none=True), or open the store without ")
+            + ("" if advice else "offload_gradients")
+        )
+
+
+class HostGradient(torch.Tensor):
+    """A ``.grad`` that is in host memory.
+
+    It has shape, dtype and device of the gradient that it replaces, and no memory there. What
+    training loops do with gradients works, with the bits that it has on the device: a further
+    backward adds to it, norms of order 2 and infinity are known, and a product with a tensor of one
+    element is made by the step. So ``torch.nn.utils.clip_grad_norm_`` clips it. All else that
+    computes with it raises RuntimeError.
+
+    Args:
+        left: the gradient.
+        like: the tensor that it replaces.
+    """
+
+    left: LeftGradient
+
+    @staticmethod
+    def __new__(cls, left: LeftGradient, like: torch.Tensor) -> HostGradient:  # noqa: D102
+        made: HostGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # Its address would be 0.
+        made.left = left
+        return made
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<gradient of {self.left.name!r} in host memory, {list(self.shape)} {self.dtype}>"
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.left.refuse("pickle")
+
+    @override
+    def share_memory_(self) -> NoReturn:
+        """Refuse, as there is no memory."""
+        self.left.refuse("share_memory_()")
+
+    @override
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        self.left.refuse("__dlpack__()")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do what a training loop does with a gradient, or refuse."""
+        has_more = any(
+            value not in (None, False, []) for value in [*args[2:], *(kwargs or {}).values()]
+        )
+        first, other = args[0], cast("Any", args[1] if len(args) > 1 else None)
+        gradients = first if isinstance(first, list | tuple) else [first]
+        if not has_more and all(isinstance(each, torch.Tensor) for each in gradients):
+            if function is _ops.detach.default:
+                return HostGradient(first.left, first)
+            if function in (_ops.add.Tensor, _ops.add_.Tensor) and _can_add(function, first, other):
+                first.left.add(first.left, other)
+                return first
+            if function in (_ops.mul_.Tensor, _ops._foreach_mul_.Tensor) and _is_number(other):
+                for each in gradients:
+                    _scale(each, other)
+                return first if gradients is not first else None
+            if function in (_ops.linalg_vector_norm.default, _ops._foreach_norm.Scalar):
+                norms = [_norm(each, 2.0 if other is None else float(other)) for each in gradients]
+                return norms if gradients is first else norms[0]
+        next(_gradients([*args, *(kwargs or {}).values()])).left.refuse(str(function))
+
+
+def _can_add(function: Any, gradient: Any, other: Any) -> bool:
+    """Return whether the step can take a sum in place of a gradient.
+
+    A backward that makes a graph adds out of place, and drops the gradient before.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    return (
+        (function is _ops.add_.Tensor or in_backward)
+        and isinstance(gradient, HostGradient)
+        and isinstance(other, torch.Tensor)
+        and not isinstance(other, HostGradient)
+        and (other.shape, other.device) == (gradient.shape, gradient.device)
+    )
+
+
+def _is_number(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.numel() == 1
+
+
+def _scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    if not isinstance(gradient, HostGradient):
+        gradient.mul_(factor)
+        return
+    left = gradient.left
+    if left.factor is not None:
+        left.refuse("a second product", "clip once for each step")
+    left.factor = factor.detach().reshape(())
+
+
+def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    if not isinstance(gradient, HostGradient):
+        return torch._foreach_norm([gradient], order)[0]
+    left = gradient.left
+    if order not in left.norms:
+        left.refuse(f"a norm of order {order}", "norms of order 2 and infinity are known")
+    if left.factor is None:
+        return left.norms[order]
+    if order != math.inf:
+        left.refuse("a norm after a product", "clip once for each step")
+    return left.norms[order] * left.factor.abs()  # Of the rounded products, too.
+
+
+def _gradients(arguments: Sequence[Any]) -> Iterator[HostGradient]:
+    """Yield the HostGradients among arguments, and in lists of them."""
+    for argument in arguments:
+        if isinstance(argument, HostGradient):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _gradients(argument)
 
 
 class HostGradients:
     """Host memory for the gradients of all parameters, and the hooks that fill it.
 
-    A hook copies a gradient to its place, and lets a HostGradient be the ``.grad``. The memory on
-    the device is free for the rest of the backward once the copy has ended.
+    A hook copies a gradient to its place, and lets a HostGradient be the ``.grad``, or the local
+    tensor of a ``.grad`` that is a DTensor. The memory on the device is free for the rest of the
+    backward once the copy has ended.
 
     Args:
-        device: the device of the gradients.
-        parameters: all parameters, of one process.
+        device: the GPU of the gradients.
+        parameters: all parameters.
+        dtype: of the places; None: the dtype of each parameter.
     """
 
-    def __init__(self, device: Device, parameters: Sequence[PagedParameter]) -> None:
+    def __init__(
+        self, device: Device, parameters: Sequence[PagedParameter], dtype: torch.dtype | None
+    ) -> None:
         self._parameters = list(parameters)
         self._device = device
         self._in_flight: deque[tuple[Copy, int]] = deque()  # With the bytes of each.
         self._bytes_in_flight = 0
-        pool = BufferPool(1, gradients_bytes(parameters), page_locked=not device.is_host)
+        pool = BufferPool(1, gradients_bytes(parameters, dtype), page_locked=True)
         memory = pool.acquire().tensor
         self._places: dict[str, torch.Tensor] = {}
         for parameter in parameters:
-            tensor, place = parameter.tensor, memory[: parameter.tensor.nbytes]
-            self._places[parameter.name] = place.view(tensor.dtype).view(tensor.shape)
-            memory = memory[align_up(tensor.nbytes, _ALIGNMENT) :]
+            tensor, nbytes = local_tensor(parameter.tensor), _nbytes(parameter, dtype)
+            place = memory[:nbytes].view(dtype or tensor.dtype)
+            self._places[parameter.name] = place.view(tensor.shape)
+            memory = memory[align_up(nbytes, _ALIGNMENT) :]
         self._hooks: dict[str, Any] = {}
         self._add_hooks()
 
@@ -50,15 +212,14 @@ class HostGradients:
         own = [id(parameter.tensor) for parameter in self._parameters]
         return own == [id(parameter.tensor) for parameter in parameters]
 
-    def offload_rest(self) -> None:
-        """Copy what no hook copied, and block until all gradients are on the host.
+    def take_rest(self) -> None:
+        """Copy what no hook copied.
 
         Those are gradients of the first step, and those that a program assigned to ``.grad``.
         """
         self._add_hooks()
         for parameter in self._parameters:
-            self._offload(parameter)
-        self._wait_until(0)
+            self._take(parameter)
 
     def close(self) -> None:
         """Leave gradients where they are from now on; block until no copy is in flight."""
@@ -72,29 +233,52 @@ class HostGradients:
         for parameter in self._parameters:  # Some may be unfrozen later.
             if parameter.tensor.requires_grad and parameter.name not in self._hooks:
                 add = parameter.tensor.register_post_accumulate_grad_hook
-                hook = add(partial(self._offload, parameter))  # type: ignore[no-untyped-call]
+                hook = add(partial(self._take, parameter))  # type: ignore[no-untyped-call]
                 self._hooks[parameter.name] = hook
 
     @torch.no_grad()
-    def _offload(self, parameter: PagedParameter, tensor: torch.Tensor | None = None) -> None:
+    def _take(self, parameter: PagedParameter, tensor: torch.Tensor | None = None) -> None:
         """Copy a gradient to the host, unless it is there."""
-        gradient, place = parameter.tensor.grad, self._places[parameter.name]
-        if gradient is None or isinstance(gradient, HostGradient):
+        gradient = parameter.tensor.grad
+        if gradient is None or gradient.layout != torch.strided:  # The step refuses it.
             return
-        is_converted = parameter.tensor.dtype != place.dtype or gradient.shape != place.shape
-        if is_converted or gradient.layout != torch.strided:  # The step refuses it.
+        own, place = local_tensor(gradient), self._places[parameter.name]
+        if isinstance(own, HostGradient) or own.shape != place.shape or not own.numel():
             return
-        if gradient.dtype != place.dtype:
+        if not same_placement(gradient, parameter.tensor):  # Likewise.
+            return
+        if torch.promote_types(own.dtype, place.dtype) != place.dtype:
             raise ValueError(
-                f"the gradient of {parameter.name!r} is {gradient.dtype}, the parameter is "
-                f"{place.dtype}: with free_gradients='backward' they must be equal; else pass "
-                "free_gradients=True"
+                f"the gradient of {parameter.name!r} is {own.dtype}, and its place in host memory "
+                f"{place.dtype}: open the store with gradient_dtype={own.dtype}"
             )
-        copy = self._device.copy_down([gradient], [place])
-        parameter.tensor.grad = HostGradient(parameter.name, gradient, place, copy.wait)
-        self._in_flight.append((copy, gradient.nbytes))
-        self._bytes_in_flight += gradient.nbytes
-        self._wait_until(_BYTES_MAX)
+        left = LeftGradient(parameter.name, place, self._add)
+        self._leave(left, own)
+        stand_in = HostGradient(left, own)
+        if is_dtensor(gradient):  # FSDP2 adds the next gradient to this tensor.
+            cast("Any", gradient)._local_tensor = stand_in
+        else:
+            parameter.tensor.grad = stand_in
+
+    @torch.no_grad()
+    def _add(self, left: LeftGradient, value: torch.Tensor) -> None:
+        """Add to a gradient on the device, where sum and norm have the bits of a sum that stays."""
+        if left.factor is not None:
+            left.refuse("a further backward", "it was clipped: call zero_grad() before backward()")
+        self._wait_until(max(0, LEAVING_BYTES_MAX - left.host.nbytes))
+        total = torch.empty(left.host.shape, dtype=left.host.dtype, device=value.device)
+        self._device.follow(left.copy)
+        self._device.copy_up([left.host], [total])
+        self._leave(left, total.add_(value))
+
+    def _leave(self, left: LeftGradient, value: torch.Tensor) -> None:
+        """Start to copy a gradient to its place."""
+        value = value.to(left.host.dtype)
+        left.norms = {order: torch._foreach_norm([value], order)[0] for order in _ORDERS}
+        left.copy = self._device.copy_down([value], [left.host])
+        self._in_flight.append((left.copy, value.nbytes))
+        self._bytes_in_flight += value.nbytes
+        self._wait_until(LEAVING_BYTES_MAX)
 
     def _wait_until(self, bytes_max: int) -> None:
         """Block until copies of at most so many bytes are in flight; forget those that ended."""
@@ -108,6 +292,40 @@ class HostGradients:
             self._bytes_in_flight -= nbytes
 
 
-def gradients_bytes(parameters: Iterable[PagedParameter]) -> int:
+def left_gradient(parameter: PagedParameter) -> LeftGradient | None:
+    """Return the gradient of a parameter if it left its device."""
+    gradient = parameter.tensor.grad if parameter.gradient is None else None
+    if gradient is None or type(gradient) is torch.Tensor:
+        return None
+    own = local_tensor(gradient)
+    return own.left if isinstance(own, HostGradient) else None
+
+
+def gradients_bytes(parameters: Iterable[PagedParameter], dtype: torch.dtype | None) -> int:
     """Return the bytes of the gradients of parameters in host memory."""
-    return sum(align_up(parameter.tensor.nbytes, _ALIGNMENT) for parameter in parameters)
+    return sum(align_up(_nbytes(parameter, dtype), _ALIGNMENT) for parameter in parameters)
+
+
+def _nbytes(parameter: PagedParameter, dtype: torch.dtype | None) -> int:
+    own = local_tensor(parameter.tensor)
+    return own.numel() * (dtype or own.dtype).itemsize
+
+
+def require_offloadable(parameter: PagedParameter, world_size: int) -> None:
+    """Refuse a parameter whose gradient cannot leave during backward.
+
+    Raises:
+        ValueError: it comes from elsewhere than ``.grad``, or ranks reduce it after backward.
+    """
+    if parameter.gradient is not None:
+        raise ValueError(
+            f"offload_gradients is about `.grad`, and {parameter.name!r} has its gradient "
+            "elsewhere: leave it out"
+        )
+    if world_size > 1 and not is_dtensor(parameter.tensor):
+        raise ValueError(
+            f"parameter {parameter.name!r} is a {dtype_name(parameter.tensor.dtype)} tensor that "
+            f"{world_size} ranks hold whole, so that DDP or the program reduces its gradient after "
+            "offload_gradients='backward' would take it: shard the model with FSDP2's "
+            "fully_shard(), which reduces before, or leave offload_gradients out"
+        )

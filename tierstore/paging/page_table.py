@@ -19,12 +19,12 @@ from tierstore.layout.page_layout import PageLayout, lay_out
 from tierstore.layout.parameters import PagedGroup, PagedParameter, ParameterSpec
 from tierstore.layout.subgroups import uncut_nbytes
 from tierstore.paging.device import Device, open_device
-from tierstore.paging.host_gradients import HostGradients, gradients_bytes
-from tierstore.paging.host_mirrors import Mirrors, mirrors_bytes
+from tierstore.paging.host_gradients import HostGradients, gradients_bytes, require_offloadable
 from tierstore.paging.page import Content, Page
 from tierstore.paging.pager import Pager
 from tierstore.paging.replication import Replication
 from tierstore.paging.shared_parameters import describe_groups, require_same_values
+from tierstore.paging.sources import Places, Sources
 from tierstore.paging.tier_plan import (
     BUFFERS_MIN,
     Budget,
@@ -52,8 +52,9 @@ class PageTable:
         usability: the condition of the store.
         budget: the memory that pages may use.
         page_bytes: about how large a page is.
-        on_host: whether pages are stepped on the host wherever the parameters are.
-        offloads: whether gradients leave the device during backward.
+        step_on: where pages are stepped; None: where the parameters are.
+        offloads: whether gradients leave the GPU of the parameters during backward.
+        gradient_dtype: dtype of gradients in memory of the store; None: of each parameter.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class PageTable:
         *,
         budget: Budget,
         page_bytes: int,
-        on_host: bool,
+        step_on: torch.device | None,
         offloads: bool,
+        gradient_dtype: torch.dtype | None,
     ) -> None:
         self.groups: list[PagedGroup] = []
         self.specs: dict[str, ParameterSpec] = {}
@@ -82,16 +84,18 @@ class PageTable:
         self.committer = committer
         self.usability = usability
         self.replication = Replication(ranks)
-        self.mirrors = Mirrors(Device(), 0, 0)
+        host = Device()
+        self.places = Places(parameters=host, step=host)
+        """The devices of parameters and steps."""
+        self.sources = Sources(self.places, 0, 0)
         self._host_gradients: HostGradients | None = None
         self._budget = budget
         self._page_bytes = page_bytes
-        self._on_host = on_host
+        self._step_on = step_on
         self._offloads = offloads
+        self._gradient_dtype = gradient_dtype
         # Most pages that may be stepped at once: with any number of buffers, and with those here.
         self._window = self.window_max = pages_at_once(ranks.world_size)
-        self.device = Device()
-        """The device of the parameters."""
         self._tier: Tier | None = None  # The tier that move() chose for all pages.
         self._is_placed = True
         self._values_may_differ = False  # Whether replicas may hold other values than the owner.
@@ -115,11 +119,6 @@ class PageTable:
     def parameters(self) -> list[PagedParameter]:
         """All parameters, in order of the groups."""
         return [parameter for group in self.groups for parameter in group.parameters]
-
-    @property
-    def step_device(self) -> Device:
-        """The device that pages are stepped on."""
-        return Device() if self._on_host else self.device
 
     def attach(self, groups: Sequence[PagedGroup]) -> None:
         """Lay out pages for groups, after the pages of earlier groups. All ranks call this.
@@ -185,7 +184,7 @@ class PageTable:
             StorageError, CorruptionError: a page could not be read or written.
         """
         placement = together(
-            self.ranks, "plan a move", lambda: self._plan(self.pages, self.device, tier)
+            self.ranks, "plan a move", lambda: self._plan(self.pages, self.places, tier)
         )
         together(self.ranks, "move pages", lambda: self._move(placement))
         self._tier = tier
@@ -194,12 +193,12 @@ class PageTable:
     def ensure_placed(self) -> None:
         """Place the pages again if that was interrupted before."""
         if not self._is_placed:
-            self._place(self.pages, self._plan(self.pages, self.device, self._tier))
+            self._place(self.pages, self._plan(self.pages, self.places, self._tier))
 
     def offload_gradients(self) -> None:
         """Bring gradients to the host that leave the device during backward and are still there."""
         if self._host_gradients is not None:
-            self._host_gradients.offload_rest()
+            self._host_gradients.take_rest()
 
     def close(self) -> None:
         """Free all memory once nothing uses it."""
@@ -207,7 +206,7 @@ class PageTable:
             if self._host_gradients is not None:
                 self._host_gradients.close()
             self._host_gradients = None
-            self.mirrors.close()
+            self.sources.close()
         finally:
             self.pager.close(self.pages)
 
@@ -235,26 +234,51 @@ class PageTable:
                     page.content = Content.LOADED  # Nothing is to be made or read.
                 else:
                     pages.append(page)
-        torch_device = device_of([*self.groups, *groups])
-        device = self.device if self.groups else open_device(torch_device)
-        placement = self._plan(pages, device, self._tier)
-        self.device = device
+        device = device_of([*self.groups, *groups])
+        places = self.places if self.groups else self._open_places(device)
+        if self._offloads and not places.parameters.is_host:
+            for parameter in members.values():
+                require_offloadable(parameter, world_size)
+        placement = self._plan(pages, places, self._tier)
+        self.places = places
+        self.replication.device = places.gpu.device
         self._place(pages, placement)
         if not self.usability.awaits_restore:
             self.allocate_files(pages[first:])
         return new_pages
+
+    def _open_places(self, parameters: torch.device) -> Places:
+        """Return the devices of parameters and steps.
+
+        Raises:
+            ValueError: they are two GPUs.
+        """
+        step_on = self._step_on or parameters
+        types = {step_on.type, parameters.type}
+        if "cpu" not in types and step_on.index not in (None, parameters.index):
+            raise ValueError(
+                f"step_on is {str(step_on)!r} and the parameters are on {str(parameters)!r}: step "
+                "where the parameters are, or let one of the two be the CPU"
+            )
+        own = open_device(parameters)
+        return Places(
+            parameters=own,
+            step=own if len(types) == 1 else open_device(step_on),
+            offloads=self._offloads,
+            gradient_dtype=self._gradient_dtype,
+        )
 
     def _agree_on_window(self) -> None:
         """Let all ranks step as many pages at once as the rank with the fewest buffers can."""
         limits = self.ranks.gather(self.pager.held_max)
         self.window_max = min([self._window, *(limit for limit in limits if limit is not None)])
 
-    def _plan(self, pages: Sequence[Page], device: Device, tier: Tier | None) -> Placement:
+    def _plan(self, pages: Sequence[Page], places: Places, tier: Tier | None) -> Placement:
         """Return the tier of each page: as the budget allows, or one tier for all pages.
 
         Args:
             pages: all pages, in order.
-            device: the device of the parameters.
+            places: the devices of parameters and steps.
             tier: the tier of all pages; None: the budget decides.
 
         Raises:
@@ -262,16 +286,14 @@ class PageTable:
         """
         sizes = [page.layout.nbytes for page in pages]
         if not self.usability.has_directory:  # Without files there is no budget to keep to.
-            default = Tier.HOST if self._on_host or device.is_host else Tier.DEVICE
+            default = Tier.HOST if places.step.is_host else Tier.DEVICE
             tiers = (tier or default,) * len(pages)
             return Placement(tiers=tiers, buffers=0, buffer_bytes=0)
-        budget = self._budget
-        if self._on_host:
-            budget = replace(budget, reserved=self._reserved_bytes(pages))
+        budget = replace(self._budget, reserved=self._host_bytes(pages, places))
         try:
             return place(sizes, budget) if tier is None else place_all(sizes, budget, tier)
         except BudgetError as error:
-            page_bytes = self._smaller_page_bytes(pages, budget)
+            page_bytes = self._smaller_page_bytes(pages, budget, places)
             if page_bytes is None or tier in (Tier.DEVICE, Tier.HOST):
                 raise
             unit, count = ("MiB", 2**20) if page_bytes % 2**20 == 0 else ("KiB", 2**10)
@@ -279,19 +301,23 @@ class PageTable:
                 f'{error}, or begin a run with page_bytes="{page_bytes // count}{unit}"'
             ) from None
 
-    def _mirrors_bytes(self, pages: Sequence[Page]) -> int:
-        return mirrors_bytes([page.layout for page in pages], self._window)
+    def _slabs_bytes(self, pages: Sequence[Page], places: Places) -> int:
+        return places.slabs_bytes([page.layout for page in pages], self._window)
 
-    def _offloaded(self, pages: Sequence[Page]) -> list[PagedParameter]:
-        """Return the parameters whose gradients leave the device during backward."""
-        if not self._offloads:
+    def _offloaded(self, pages: Sequence[Page], places: Places) -> list[PagedParameter]:
+        """Return the parameters whose gradients leave the GPU during backward."""
+        if not places.offloads or places.parameters.is_host:
             return []
         return list({n: p for page in pages for n, p in page.parameters.items()}.values())
 
-    def _reserved_bytes(self, pages: Sequence[Page]) -> int:
-        return self._mirrors_bytes(pages) + gradients_bytes(self._offloaded(pages))
+    def _host_bytes(self, pages: Sequence[Page], places: Places) -> int:
+        """Return the bytes of host memory for gradients and parameters."""
+        slabs = self._slabs_bytes(pages, places) if places.step.is_host else 0
+        return slabs + gradients_bytes(self._offloaded(pages, places), places.gradient_dtype)
 
-    def _smaller_page_bytes(self, pages: Sequence[Page], budget: Budget) -> int | None:
+    def _smaller_page_bytes(
+        self, pages: Sequence[Page], budget: Budget, places: Places
+    ) -> int | None:
         """Return a smaller page_bytes that fits the budget; None if no size is known to fit."""
         page_bytes = default_page_bytes(budget)
         if page_bytes >= self._page_bytes:
@@ -300,11 +326,11 @@ class PageTable:
         whole = [uncut_nbytes(shard) for shard in shards]
         sections_max = 1 + max(len(shard.parameter.stored) for shard in shards)
         largest = max(page_bytes, *whole, 0) + sections_max * SECTOR_BYTES
-        gradients = gradients_bytes(self._offloaded(pages))
-        mirrors = budget.reserved - gradients
-        mirrors = mirrors * largest // max(page.layout.nbytes for page in pages)
+        gradients = gradients_bytes(self._offloaded(pages, places), places.gradient_dtype)
+        slabs = budget.reserved - gradients
+        slabs = slabs * largest // max(page.layout.nbytes for page in pages)
         pool = (budget.buffers or BUFFERS_MIN) * align_up(largest, SECTOR_BYTES)
-        needed = pool + mirrors + gradients
+        needed = pool + slabs + gradients
         return page_bytes if needed <= budget.host_memory else None
 
     def _prepare_offload(self, parameters: Sequence[PagedParameter]) -> None:
@@ -314,7 +340,9 @@ class PageTable:
             self._host_gradients.close()
             self._host_gradients = None  # Frees its memory before there is more.
         if parameters:
-            self._host_gradients = HostGradients(self.device, parameters)
+            self._host_gradients = HostGradients(
+                self.places.parameters, parameters, self._gradient_dtype
+            )
 
     def _move(self, placement: Placement) -> None:
         self._place(self.pages, placement)
@@ -334,20 +362,21 @@ class PageTable:
                 unchanged; pages without files keep their content in the memory that they have.
         """
         self._is_placed = False
-        mirror_bytes = self._mirrors_bytes(pages) if self._on_host else 0
-        offloaded = self._offloaded(pages)
+        places = self.places
+        slab_bytes = self._slabs_bytes(pages, places)
         try:
-            if self.mirrors.nbytes != mirror_bytes:
-                self.mirrors.close()
-            self.pager.make_way(pages, placement, self.step_device)
-            if self.mirrors.nbytes != mirror_bytes:
-                self.mirrors = Mirrors(self.device, mirror_bytes, self._window)
-            self._prepare_offload(offloaded)
+            if self.sources.nbytes != slab_bytes:
+                self.sources.close()
+            self.pager.make_way(pages, placement, places.step)
+            if self.sources.nbytes != slab_bytes:
+                self.sources = Sources(places, slab_bytes, self._window)
+            self._prepare_offload(self._offloaded(pages, places))
             self.pager.place(
                 pages,
                 placement,
-                self.step_device,
-                other_bytes=mirror_bytes + gradients_bytes(offloaded),
+                places.step,
+                host_bytes=self._host_bytes(pages, places),
+                device_bytes=0 if places.step.is_host else slab_bytes,
                 window=self._window,
             )
         except BaseException as error:

@@ -103,7 +103,8 @@ class Pager:
         placement: Placement,
         device: Device,
         *,
-        other_bytes: int,
+        host_bytes: int,
+        device_bytes: int,
         window: int,
     ) -> None:
         """Bring every page to the tier that a placement names, and provide its buffers.
@@ -114,7 +115,8 @@ class Pager:
             pages: all pages, in the order of the placement.
             placement: the tier of each page.
             device: where pages are stepped.
-            other_bytes: host memory that is not used for pages, to be counted with theirs.
+            host_bytes: host memory that is not used for pages, to be counted with theirs.
+            device_bytes: likewise, of the device.
             window: most pages that are held at once.
         """
         if (placement.buffers, placement.buffer_bytes) != self._pool_shape:
@@ -131,9 +133,9 @@ class Pager:
         sizes = [page.layout.nbytes for page in pages]
         staging = (0, 0) if device.is_host else placement.staging(sizes, window)
         self._provide_staging(device, *staging)
-        host_bytes = other_bytes + placement.host_bytes(sizes)
+        host_bytes += placement.host_bytes(sizes)
         self.host_bytes_peak = max(self.host_bytes_peak, host_bytes)
-        device_bytes = math.prod(staging) + placement.in_tier(Tier.DEVICE, sizes)
+        device_bytes += math.prod(staging) + placement.in_tier(Tier.DEVICE, sizes)
         self.device_bytes_peak = max(self.device_bytes_peak, device_bytes)
 
     @property

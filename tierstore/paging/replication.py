@@ -66,6 +66,8 @@ class Replication:
         self._routes: dict[Page, list[_Route]] = {}
         self._in_flight: deque[_Message] = deque()
         self._bytes_in_flight = 0
+        self.device = torch.device("cpu")
+        """The GPU of parameters or steps, if there is one: its backend may send nothing else."""
         self.bytes_sent = 0
         """Bytes that this rank sent, counted once per replica."""
 
@@ -147,9 +149,7 @@ class Replication:
         sizes = [align_up(target.nbytes, _ALIGNMENT) for target in targets]
         while self._in_flight and self._bytes_in_flight + sum(sizes) > _BYTES_MAX:
             self._receive()
-        # On the device of the parameters: the targets of one rank alone may be on its host.
-        device = page.parameters[parts[0][0]].tensor.device
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         values = []
         for target, memory in zip(targets, torch.split(buffer, sizes), strict=True):
             value = memory[: target.nbytes].view(target.dtype).view(target.shape)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from tierstore.errors import RunDirectoryError
 from tierstore.paging import rank_checks
 from tierstore.paging.given_states import GivenStates
@@ -27,8 +29,8 @@ class Session:
         pager: moves the pages.
         table: the pages.
         find_damage: raises what is found of the last checkpoint, if it was read.
-        compute: the place of computation: "device" or "host".
-        free_gradients: whether gradients are freed; see TierStore.
+        step_on: where pages are stepped; None: where the parameters are.
+        free_gradients: whether gradients are set to None after their use.
     """
 
     def __init__(
@@ -41,8 +43,8 @@ class Session:
         table: PageTable,
         find_damage: Callable[[], None],
         *,
-        compute: str,
-        free_gradients: bool | str,
+        step_on: torch.device | None,
+        free_gradients: bool,
     ) -> None:
         self.ranks = ranks
         self.calls = calls
@@ -51,7 +53,7 @@ class Session:
         self.pager = pager
         self.table = table
         self._find_damage = find_damage
-        self.compute = compute
+        self.step_on = step_on
         self.free_gradients = free_gradients
         self.given = GivenStates()
         """The tensors of states that callers hold."""

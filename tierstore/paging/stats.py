@@ -24,9 +24,10 @@ class Stats:
     """Time that the training thread waited for transfers and commits."""
     host_bytes_peak: int
     """Largest number of bytes of host memory for page buffers, for pages of tier "host", and for
-    the copies of gradients and parameters that compute="host" needs, together."""
+    gradients and parameters that the store copies there, together."""
     device_bytes_peak: int
-    """Largest number of bytes of device memory that pages rest in or are stepped in."""
+    """Largest number of bytes of device memory that pages rest in or are stepped in, and that hold
+    gradients and parameters of them that were copied there."""
     pages_in: Mapping[str, int]
     """Tier -> number of pages: "device", "host" and "nvme"."""
     steps: int

@@ -119,7 +119,7 @@ class Sweep:
         table = self._table
         with (
             contextlib.closing(table.pager.stream(self._pages, Needed.STEP)) as stream,
-            contextlib.closing(table.mirrors.of(self._pages)) as sources,
+            contextlib.closing(table.sources.of(self._pages)) as sources,
         ):
             held: deque[tuple[Page, PageView, Source]] = deque()
             for page in self._pages:
@@ -136,6 +136,7 @@ class Sweep:
             while held:
                 self._finish(*held.popleft())
             table.replication.finish()
+            table.sources.finish()
         for page in self._pages:
             page.note_parameters()
         self._phase = Phase.FINISHED

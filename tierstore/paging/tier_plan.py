@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
+
 from tierstore.errors import BudgetError
 from tierstore.units import SECTOR_BYTES, align_up, format_bytes
 
@@ -35,7 +37,7 @@ class Tier(enum.Enum):
     """The memory or file that holds a page between two steps."""
 
     DEVICE = "device"
-    """Memory on the device of the parameters."""
+    """Memory on the device that steps pages."""
     HOST = "host"
     """Host memory that only the page uses."""
     NVME = "nvme"
@@ -71,7 +73,7 @@ class Budget:
 
 
 def check_page_options(
-    page_bytes: int, commit_every: int | None, compute: str, budget: Budget
+    page_bytes: int, commit_every: int | None, step_on: torch.device | None, budget: Budget
 ) -> None:
     """Check arguments of TierStore that decide pages, for a store and for a plan of one.
 
@@ -80,11 +82,9 @@ def check_page_options(
     """
     if page_bytes < SECTOR_BYTES:
         raise ValueError(f"page_bytes must be at least {SECTOR_BYTES}, got {page_bytes}")
-    if compute not in ("device", "host"):
-        raise ValueError(f"compute must be 'device' or 'host', got {compute!r}")
-    if compute == "host" and budget.device_memory:
+    if step_on is not None and step_on.type == "cpu" and budget.device_memory:
         raise ValueError(
-            "compute='host' steps pages in host memory: device_memory must be 0, got "
+            "step_on='cpu' steps pages in host memory: device_memory must be 0, got "
             f"{budget.device_memory}"
         )
     if commit_every is not None and commit_every < 1:
@@ -94,12 +94,27 @@ def check_page_options(
         )
 
 
+def step_device(step_on: torch.device | str | None) -> torch.device | None:
+    """Return the device that pages are stepped on; None: where the parameters are.
+
+    Raises:
+        ValueError: it is neither the CPU nor a GPU.
+    """
+    try:
+        device = None if step_on is None else torch.device(step_on)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise ValueError(f"step_on must be 'cpu', a GPU such as 'cuda:0', or None, got {step_on!r}")
+    return device
+
+
 def default_page_bytes(budget: Budget) -> int:
     """Return the page_bytes of a store to which none was given.
 
     It is host_memory / (8 + 2 * buffers) in whole sectors, at most PAGE_BYTES_MAX; ``buffers``
-    counts as STREAM_BUFFERS if it is None. Beside the buffers there is then room for the mirrors
-    that compute="host" needs, of up to 8.4 pages, and for padding.
+    counts as STREAM_BUFFERS if it is None. Beside the buffers there is then room for what
+    step_on="cpu" copies from a GPU, of up to 8.4 pages, and for padding.
     """
     buffers = STREAM_BUFFERS if budget.buffers is None else budget.buffers
     nbytes = min(PAGE_BYTES_MAX, budget.host_memory // (8 + 2 * buffers))

@@ -24,6 +24,7 @@ from tierstore.layout.encodings import (
 )
 from tierstore.layout.page_layout import PageLayout, RecordViews
 from tierstore.layout.parameters import PagedParameter, ParameterSpec
+from tierstore.paging.host_gradients import HostGradient
 
 _PIECE_ELEMENTS = 1 << 20
 
@@ -49,7 +50,10 @@ class Source:
         grad = parameter.grad
         if grad is None:
             return None
-        return self.local_chunk(parameter.name, chunk).select(local_tensor(grad))
+        own = local_tensor(grad)
+        if isinstance(own, HostGradient):
+            own = own.left.host
+        return self.local_chunk(parameter.name, chunk).select(own)
 
     def local_chunk(self, name: str, chunk: Chunk) -> Chunk:
         """Return the offsets and sizes of a chunk within this rank's tensor of the parameter."""

@@ -58,7 +58,7 @@ def page_file_bytes(directory: Path) -> int:
         {"host_memory": 200_000},
         {"page_bytes": 4096, "buffers": 2, "commit_every": None},
         {"page_bytes": 4096, "host_memory": 90_000, "device_memory": 30_000},
-        {"page_bytes": 8192, "host_memory": 300_000, "compute": "host"},
+        {"page_bytes": 8192, "host_memory": 300_000, "step_on": "cpu"},
     ],
     ids=str,
 )

@@ -244,7 +244,7 @@ def test_commits_of_resting_pages_are_spread_over_steps() -> None:
 
 def test_matrices_are_counted_where_steps_are_computed() -> None:
     in_steps, in_messages = "matrices of the optimizer", "parameters in flight"
-    on_host = replace(SMALL, compute="host", host_memory=2**27)
+    on_host = replace(SMALL, step_on="cpu", host_memory=2**27)
     found = planned(gpus=2, partition="ddp", store=on_host)
     by_place = {need.place: need.parts for need in found.needs}
     assert in_steps not in by_place["GPU"]
@@ -314,7 +314,7 @@ def test_wrong_names_and_stores_are_refused() -> None:
         plan(model, job, rates, optimizer="lion")
     with pytest.raises(PlanError, match=r"no algorithm 'sgd'.*'muon', 'adamw'"):
         plan(model, job, rates, algorithm="sgd")
-    for options in ({"commit_every": 0}, {"buffers": 1}, {"compute": "tpu"}, {"page_bytes": 0}):
+    for options in ({"commit_every": 0}, {"buffers": 1}, {"step_on": "tpu"}, {"page_bytes": 0}):
         with pytest.raises(PlanError):
             StoreOptions(**options)  # type: ignore[arg-type]
     with pytest.raises(BudgetError, match="pass host_memory="):

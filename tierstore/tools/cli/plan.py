@@ -86,7 +86,12 @@ def plan(
     page_bytes: Annotated[str | None, typer.Option(help="page_bytes of each store.")] = None,
     buffers: Annotated[int | None, typer.Option(help="buffers of each store.")] = None,
     commit_every: Annotated[str, typer.Option(help="commit_every: a number, or none.")] = "1",
-    compute: Annotated[str, typer.Option(help="device or host.")] = "device",
+    step_on: Annotated[
+        str | None, typer.Option(help="cpu, to step on the host beside GPUs.")
+    ] = None,
+    offload_gradients: Annotated[
+        str | None, typer.Option(help="backward: gradients leave the GPU as they are made.")
+    ] = None,
     checkpoints: Annotated[int, typer.Option(help="Published checkpoints that are kept.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
     endurance: Annotated[
@@ -138,7 +143,15 @@ def plan(
             steps=steps,
             endurance=_number("--endurance", endurance) / 100,
             wear=_used(measured) if used is None else _number("--used", used) / 100,
-            store=_store(store_memory, device_memory, page_bytes, buffers, commit_every, compute),
+            store=_store(
+                store_memory,
+                device_memory,
+                page_bytes,
+                buffers,
+                commit_every,
+                step_on=step_on,
+                offload_gradients=offload_gradients,
+            ),
             optimizer=_settings(settings or []),
         )
         rates = _rates(job, measured, _size("--network", network), _size("--pcie", pcie))
@@ -220,7 +233,7 @@ def _drives(text: str) -> Any:
 def _rates(job: Job, measured: Probe | None, network: int | None, pcie: int | None) -> Rates:
     from tierstore.tools.plan.rates import assumed_rates, measured_rates
 
-    on_gpu = job.on_gpu and job.store.compute == "device"
+    on_gpu = job.steps_on_gpu
     flops = job.flops if on_gpu or not job.on_gpu else None
     if measured is not None:
         return measured_rates(
@@ -240,7 +253,7 @@ def _store(
     page_bytes: str | None,
     buffers: int | None,
     commit_every: str,
-    compute: str,
+    **places: str | None,
 ) -> Any:
     from tierstore.errors import PlanError
     from tierstore.tools.plan.footprint import StoreOptions
@@ -258,7 +271,7 @@ def _store(
         page_bytes=_size("--page-bytes", page_bytes),
         buffers=buffers,
         commit_every=every,
-        compute=compute,
+        **places,
     )
 
 

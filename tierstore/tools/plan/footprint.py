@@ -5,10 +5,12 @@ Pages, tiers and buffers are what the store itself would choose: its own code is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tierstore.errors import PlanError
+from tierstore.layout.encodings import MASTER
 from tierstore.layout.ownership import (
     SharedParameter,
     SharedSubgroup,
@@ -16,7 +18,7 @@ from tierstore.layout.ownership import (
     partition_ranks,
 )
 from tierstore.layout.page_layout import PageLayout, lay_out
-from tierstore.paging.host_mirrors import mirrors_bytes
+from tierstore.paging.sources import slabs_bytes
 from tierstore.paging.tier_plan import (
     Budget,
     Placement,
@@ -25,6 +27,7 @@ from tierstore.paging.tier_plan import (
     default_page_bytes,
     pages_at_once,
     place,
+    step_device,
 )
 
 
@@ -41,7 +44,8 @@ class StoreOptions:
     page_bytes: int | None = None
     buffers: int | None = None
     commit_every: int | None = 1
-    compute: str = "device"
+    step_on: str | None = None
+    offload_gradients: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("host_memory", "device_memory", "page_bytes"):
@@ -50,7 +54,7 @@ class StoreOptions:
                 raise PlanError(f"{name} must be 0 or more and below 2^63, got {str(value)[:20]}")
         try:
             size = default_page_bytes(self.budget) if self.page_bytes is None else self.page_bytes
-            check_page_options(size, self.commit_every, self.compute, self.budget)
+            check_page_options(size, self.commit_every, step_device(self.step_on), self.budget)
         except ValueError as error:
             raise PlanError(str(error)) from error
 
@@ -175,19 +179,28 @@ def footprint_of(
     """
     layouts = _layouts(subgroups, rank)
     sizes = [layout.nbytes for layout in _present(layouts)]
-    on_host = options.compute == "host"
     window = pages_at_once(world_size)
-    mirrors = mirrors_bytes(layouts, window) if on_host else 0
-    placement = place(sizes, replace(options.budget, reserved=mirrors))
+    moves_parameters = on_gpu and options.step_on == "cpu"
+    offloads = on_gpu and options.offload_gradients is not None
+    slabs = gradients = 0
+    if moves_parameters or offloads:
+        slabs = slabs_bytes(layouts, window, moves_parameters=moves_parameters, gradient_dtype=None)
+    if offloads:
+        gradients = sum(
+            chunk.numel * records[MASTER].parameter.dtype.itemsize
+            for layout in layouts
+            for (_, chunk), records in layout.records.items()
+        )
+    reserved = gradients + (slabs if moves_parameters else 0)
+    placement = place(sizes, replace(options.budget, reserved=reserved))
     device_bytes = placement.in_tier(Tier.DEVICE, sizes)
-    if on_gpu and not on_host:
-        count, nbytes = placement.staging(sizes, window)
-        device_bytes += count * nbytes
+    if on_gpu and not moves_parameters:
+        device_bytes += slabs + math.prod(placement.staging(sizes, window))
     return Footprint(
         options=options,
         layouts=layouts,
         placement=placement,
-        host_bytes=mirrors + placement.host_bytes(sizes),
+        host_bytes=reserved + placement.host_bytes(sizes),
         device_bytes=device_bytes,
     )
 

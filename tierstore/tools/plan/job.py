@@ -104,6 +104,11 @@ class Job:
         """True if parameters are on GPUs."""
         return self.gpus > 0
 
+    @property
+    def steps_on_gpu(self) -> bool:
+        """True if pages are stepped on GPUs."""
+        return self.on_gpu and self.store.step_on != "cpu"
+
     def holding(self, shape: tuple[int, ...]) -> Holding:
         """Return the ranks that hold a parameter.
 

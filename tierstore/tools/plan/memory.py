@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierstore.layout.sharding import Holding
+from tierstore.paging.host_gradients import LEAVING_BYTES_MAX
 from tierstore.paging.tier_plan import Tier
 from tierstore.tools.plan.job import Job
 from tierstore.tools.plan.models import Model, ModelParameter
@@ -52,7 +53,7 @@ def needs_of(ranks: Ranks, model: Model, *, nvme_limit: int | None) -> list[Need
     matrices = {"matrices of the optimizer": ranks.matrix_bytes}
     if not job.on_gpu:
         in_gpu, of_each = {}, with_parameters | matrices
-    elif job.store.compute == "host":
+    elif not job.steps_on_gpu:
         in_gpu, of_each = with_parameters, matrices
     else:
         in_gpu, of_each = with_parameters | matrices, {}
@@ -117,9 +118,16 @@ def model_parts(job: Job, model: Model) -> dict[str, int]:
                 if len(parameter.shape) == 3:  # Each rank gathers its own experts.
                     nbytes //= job.expert_parallel
                 gathered[layer] = gathered.get(layer, 0) + nbytes
+    gradients = held
+    if job.on_gpu and job.store.offload_gradients is not None:
+        largest = max(
+            parameter.dtype.itemsize * _local_numel(parameter, job.holding(parameter.shape))
+            for parameter in model.parameters
+        )
+        gradients = min(held, max(LEAVING_BYTES_MAX, largest))
     return {
         "parameters": held,
-        "gradients": held,
+        "gradients": gradients,
         "gathered parameters": outside + 2 * max(gathered.values()),
         "activations": job.activation_bytes or 0,
     }

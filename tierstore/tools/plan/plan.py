@@ -194,7 +194,7 @@ class _Planner:
         return replace(ranks, job=job), call
 
     def _lay_out(self, job: Job, algorithm: str) -> tuple[Ranks, str]:
-        on_gpu = job.on_gpu and job.store.compute == "device"
+        on_gpu = job.steps_on_gpu
         try:
             key = repr((algorithm, on_gpu, sorted(job.optimizer.items())))
             if key not in self._planned:

@@ -139,7 +139,7 @@ def messages_of(subgroup: SharedSubgroup, rank: int) -> Counter[int]:
 def formula_of(ranks: Ranks, rates: Rates) -> StepFormula:
     """Return the formula for the steps of all ranks."""
     store = ranks.job.store
-    on_gpu = ranks.job.on_gpu and store.compute == "device"
+    on_gpu = ranks.job.steps_on_gpu
     rules = StepRules(
         commit_every=store.commit_every,
         commit_s=rates.commit_s,

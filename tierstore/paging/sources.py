@@ -1,0 +1,281 @@
+"""Sources: gradients and parameters of pages are brought to where pages are stepped.
+
+Parameters, gradients and steps have a place each: a GPU, or the host. What a step needs and is
+elsewhere is copied to a slab, memory for one page on the device of the step; parameters go back.
+
+    parameters   gradients   stepped on   slabs hold
+    GPU          GPU         GPU          nothing: there are none
+    GPU          host        GPU          gradients
+    GPU          GPU         host         gradients and parameters
+    GPU          host        host         parameters, and gradients that were clipped
+    host         host        GPU          gradients and parameters
+    host         host        host         nothing
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from tierstore.layout.chunks import Chunk
+from tierstore.layout.encodings import MASTER
+from tierstore.layout.page_layout import PageLayout
+from tierstore.layout.parameters import PagedParameter
+from tierstore.paging.buffers import BufferPool
+from tierstore.paging.device import Copy, Device, DeviceBuffer
+from tierstore.paging.host_gradients import LeftGradient, left_gradient
+from tierstore.paging.page import Page
+from tierstore.paging.tier_plan import MOVING_PAGES
+from tierstore.paging.views import Source
+from tierstore.units import SECTOR_BYTES, align_up
+
+_ALIGNMENT = 64
+
+_Key = tuple[str, Chunk]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The devices of a step: one GPU and the host at most."""
+
+    parameters: Device
+    step: Device
+    offloads: bool = False
+    """True if gradients leave the GPU of the parameters during backward."""
+    gradient_dtype: torch.dtype | None = None
+    """Dtype of gradients in memory of the store; None: the dtype of each parameter."""
+
+    @property
+    def gpu(self) -> Device:
+        """The GPU among the devices, or the host."""
+        return self.step if self.parameters.is_host else self.parameters
+
+    @property
+    def moves_parameters(self) -> bool:
+        """True if parameters are elsewhere than where pages are stepped."""
+        return self.parameters.is_host != self.step.is_host
+
+    def dtype_of(self, parameter: torch.dtype) -> torch.dtype:
+        """Return the dtype of gradients in slabs, given the dtype of their parameters."""
+        return self.gradient_dtype or parameter
+
+    def slabs_bytes(self, layouts: Iterable[PageLayout], window: int) -> int:
+        """Return the bytes of the slabs of some pages, as the function of this name."""
+        if not (self.moves_parameters or (self.offloads and not self.parameters.is_host)):
+            return 0
+        return slabs_bytes(
+            layouts,
+            window,
+            moves_parameters=self.moves_parameters,
+            gradient_dtype=self.gradient_dtype,
+        )
+
+
+def slabs_bytes(
+    layouts: Iterable[PageLayout],
+    window: int,
+    *,
+    moves_parameters: bool,
+    gradient_dtype: torch.dtype | None,
+) -> int:
+    """Return the bytes of the slabs of some pages, whose parameters all have gradients.
+
+    Args:
+        layouts: the layouts of the pages.
+        window: most pages that are stepped at once.
+        moves_parameters: whether slabs hold parameters, too.
+        gradient_dtype: of gradients; None: of each parameter.
+    """
+
+    def slab_bytes(layout: PageLayout) -> int:
+        nbytes = 0
+        for (_, chunk), records in layout.records.items():
+            dtype = records[MASTER].parameter.dtype
+            sizes = [(gradient_dtype or dtype).itemsize, dtype.itemsize * moves_parameters]
+            nbytes += sum(align_up(chunk.numel * size, _ALIGNMENT) for size in sizes)
+        return align_up(nbytes, SECTOR_BYTES)
+
+    return (window + MOVING_PAGES) * max(map(slab_bytes, layouts), default=0)
+
+
+class Moved(Source):
+    """The gradients and parameters of one page, some of them as copies in a slab.
+
+    Args:
+        slab: memory where the page is stepped.
+        places: the devices.
+        page: the page.
+    """
+
+    def __init__(self, slab: DeviceBuffer, places: Places, page: Page) -> None:
+        super().__init__(page.source.local_chunks)
+        self.slab = slab
+        self._page = page
+        self._places = places
+        self._values: dict[_Key, torch.Tensor] = {}
+        self._gradients: dict[_Key, torch.Tensor] = {}
+        self._left: dict[_Key, LeftGradient] = {}
+        self._position = 0
+        sources, targets = [], []
+        for key in page.layout.records:
+            name, chunk = key
+            parameter = page.parameters[name]
+            if places.moves_parameters:
+                sources.append(page.source.values(parameter, chunk))
+                self._values[key] = self._reserve(sources[-1], sources[-1].dtype)
+                targets.append(self._values[key])
+            gradient = page.source.gradient(parameter, chunk)
+            if gradient is None:
+                continue
+            left = left_gradient(parameter)
+            if left is not None:
+                self._left[key] = left
+            is_on_host = left is not None or places.parameters.is_host
+            if is_on_host == places.step.is_host:
+                self._gradients[key] = gradient
+                continue
+            self._gradients[key] = self._reserve(gradient, places.dtype_of(parameter.tensor.dtype))
+            sources.append(gradient)
+            targets.append(self._gradients[key])
+        if places.step.is_host:
+            self._copy = places.gpu.copy_down(sources, targets)
+        else:
+            for left in self._left.values():
+                places.gpu.follow(left.copy)
+            self._copy = places.gpu.copy_up(sources, targets, slab)
+        self._back: Copy | None = None
+        self._is_given_back = False
+
+    def _reserve(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the slab for a tensor."""
+        nbytes = like.numel() * dtype.itemsize
+        memory = self.slab.tensor[self._position : self._position + nbytes]
+        self._position += align_up(nbytes, _ALIGNMENT)
+        return memory.view(dtype).view(like.shape)
+
+    def arrive(self) -> None:
+        """Let what is computed from now on see gradients and parameters; a host step waits."""
+        if self._places.step.is_host:
+            self._copy.wait()
+            for left in self._left.values():
+                left.copy.wait()
+        scaled: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for key, left in self._left.items():
+            if left.factor is None:
+                continue
+            if self._places.step.is_host:  # What is kept of the gradient does not change.
+                gradient = self._gradients[key]
+                self._gradients[key] = self._reserve(gradient, gradient.dtype).copy_(gradient)
+            _, gradients = scaled.setdefault(id(left.factor), (left.factor, []))
+            gradients.append(self._gradients[key])
+        for factor, gradients in scaled.values():
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    @override
+    def gradient(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor | None:
+        return self._gradients.get((parameter.name, chunk))
+
+    @override
+    def values(self, parameter: PagedParameter, chunk: Chunk) -> torch.Tensor:
+        found = self._values.get((parameter.name, chunk))
+        return self._page.source.values(parameter, chunk) if found is None else found
+
+    @override
+    def send_back(self) -> None:
+        page, places = self._page, self._places
+        own = list(self._values.values())
+        if own:
+            targets = [
+                page.source.values(page.parameters[name], chunk) for name, chunk in self._values
+            ]
+            if places.step.is_host:
+                self._back = places.gpu.copy_up(own, targets)
+            else:
+                self._back = places.gpu.copy_down(own, targets, self.slab)
+        else:
+            places.step.note_use(self.slab)
+        self._is_given_back = True
+
+    def is_free(self) -> bool:
+        """Return whether the slab may take another page."""
+        if not self._is_given_back:
+            return False
+        return not self._places.step.is_host or self._back is None or self._back.done()
+
+    def drain(self) -> None:
+        """Block until no copy uses the slab, the parameters or the gradients."""
+        self._copy.wait()
+        if self._back is not None:
+            self._back.wait()
+        elif not self._is_given_back:  # The step ended by an error.
+            self._places.step.note_use(self.slab)
+
+
+class Sources:
+    """Slabs, used in turn for pages in the order of a sweep.
+
+    Args:
+        places: the devices.
+        nbytes: bytes of all slabs, as Places.slabs_bytes().
+        window: most pages that are stepped at once.
+    """
+
+    def __init__(self, places: Places, nbytes: int, window: int) -> None:
+        self._places = places
+        self.nbytes = nbytes
+        """Bytes of all slabs."""
+        count = window + MOVING_PAGES if nbytes else 0
+        slab_bytes = nbytes // max(count, 1)
+        self._free: deque[DeviceBuffer] = deque()
+        if places.step.is_host:
+            pool = BufferPool(count, slab_bytes, page_locked=count > 0)
+            self._free += [DeviceBuffer(pool.acquire().tensor) for _ in range(count)]
+        else:
+            self._free += [places.step.allocate(slab_bytes) for _ in range(count)]
+        self._behind: deque[Moved] = deque()  # Their parameters may be in flight.
+
+    def of(self, pages: Sequence[Page]) -> Generator[Source, None, None]:
+        """Yield a source of each page.
+
+        A step on the host fills the slabs of the next pages meanwhile. A GPU computes behind the
+        thread that asks, so that the copies of a page run beside the computation of earlier pages.
+        """
+        if not self.nbytes:
+            yield from (page.source for page in pages)
+            return
+        waiting, ahead = deque(pages), deque[Moved]()
+        try:
+            while waiting or ahead:
+                while self._behind and (self._behind[0].is_free() or not (ahead or self._free)):
+                    self._reclaim()
+                while waiting and self._free and (self._places.step.is_host or not ahead):
+                    ahead.append(Moved(self._free[0], self._places, waiting.popleft()))
+                    self._free.popleft()  # Last: the slab stays free if a copy cannot begin.
+                ahead[0].arrive()
+                yield ahead[0]
+                self._behind.append(ahead.popleft())
+        finally:
+            self._behind.extend(ahead)
+
+    def finish(self) -> None:
+        """Block until parameters on the host are whole, at the end of a sweep."""
+        if self._places.parameters.is_host:
+            for moved in self._behind:
+                moved.drain()
+
+    def close(self) -> None:
+        """Wait until no copy uses the slabs, and free them."""
+        for moved in self._behind:
+            moved.drain()
+        self._behind.clear()
+        self._free.clear()
+        self.nbytes = 0
+
+    def _reclaim(self) -> None:
+        if not self._behind[0].is_free():
+            self._behind[0].drain()
+        self._free.append(self._behind.popleft().slab)
