@@ -53,6 +53,15 @@ def test_gradients_that_leave_during_backward(
     pool.run(math.prod(shape), program, shape, settings, backwards, max_norm, tmp_path)
 
 
+def test_one_copy_of_a_gradient_is_waited_for(pool: RankPool, tmp_path: Path) -> None:
+    """The copy of the smallest parameter, which has the hook."""
+    for waited_for, refusal in pool.run(2, "tests.rank_programs.fsdp:offloaded_copies", tmp_path):
+        assert len(waited_for) >= 11  # Gradients, and parameters that are gathered.
+        assert sum(waited_for) == 1
+        assert "2 ranks hold whole" in refusal
+        assert "shard the model with FSDP2's fully_shard()" in refusal
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_averages_of_the_weights(kind: str, pool: RankPool, tmp_path: Path) -> None:

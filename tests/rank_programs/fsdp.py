@@ -207,6 +207,40 @@ def leaving(
                         assert torch.equal(whole(mine), whole(other))
 
 
+def offloaded_copies(directory: Path) -> tuple[list[bool], str]:
+    """Train with CPUOffloadPolicy as beside a GPU, whose memory is page-locked.
+
+    Returns:
+        For each copy of a gradient to the host whether nobody waits for it, and the refusal of a
+        parameter that ranks hold whole.
+    """
+    waited_for: list[bool] = []
+    convert = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if args == (torch.device("cpu"),) and options.keys() == {"non_blocking"}:
+            waited_for.append(not options["non_blocking"])
+        return convert(tensor, *args, **options)
+
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+        mock.patch.object(torch.Tensor, "to", to),
+        tierstore.TierStore(directory, **STREAMED) as store,
+    ):
+        model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=True))
+        optimizer = optimizer_of(model, store)
+        for step in range(2):
+            loss = model(tokens_of(step))
+            waited_for.clear()
+            loss.backward()
+            copies = list(waited_for)
+            optimizer.step()
+            optimizer.zero_grad()
+    options = {"offload_gradients": "backward", "timeout": 30.0}
+    with fake_cuda(), tierstore.TierStore(None, **options) as store:
+        return copies, attempt(optimizer_of(Net(), store).step)
+
+
 def averages(kind: str, directory: Path) -> None:
     """Averages of sharded or replicated weights, resumed in between, and evaluated."""
     for resume in (False, True):
